@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people run: never imported by the library."""

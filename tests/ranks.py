@@ -1,0 +1,218 @@
+"""Ranks for tests: gloo processes for truth, threads for speed.
+
+`RankPool(n).run(fn, *args)` calls `fn` on n processes that share a gloo group and live as long as
+the pool, so that starting them is paid once. `run_threads(n, fn, *args)` calls `fn(transport,
+*args)` on n threads of this process: for the engine only, since the active step is a variable of
+the process.
+"""
+
+import itertools
+import os
+import pickle
+import queue
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Processes fork from a server that has imported these: a rank starts in a tenth of a second.
+_context = get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "lightning_cp.parallel"])
+
+
+class RankError(AssertionError):
+    """A rank failed; carries its traceback."""
+
+
+class RankPool:
+    """``world_size`` gloo processes that run functions together.
+
+    A function and its arguments must pickle: module-level, in an importable module. When a rank
+    fails or the time limit passes, all processes are ended and the pool starts anew at the next
+    run.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """Return what ``fn(*args)`` returned on each rank."""
+        if not self._processes:
+            self._start()
+        job = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < self.world_size:
+            waiting = [
+                p for r, p in enumerate(self._pipes) if r not in results and r not in failures
+            ]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    good, value = False, "the process died"
+                (results if good else failures)[rank] = value
+            if failures:  # the others may wait for the failed rank for ever
+                deadline = min(deadline, time.monotonic() + 2)
+        if failures:
+            self.stop()
+            rank, text = min(failures.items())
+            raise RankError(f"rank {rank} of {self.world_size} failed:\n{text}")
+        if len(results) < self.world_size:
+            late = sorted(set(range(self.world_size)) - set(results))
+            self.stop()
+            raise RankError(f"ranks {late} of {self.world_size} did not finish in {timeout} s")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        for rank in range(self.world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, rendezvous), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        if self._processes:
+            self._folder.cleanup()
+        self._pipes, self._processes = [], []
+
+
+def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        try:
+            fn, args = pickle.loads(job)
+            answer = (True, fn(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+class _Hub:
+    """Where threads leave messages for each other, in order."""
+
+    def __init__(self, size: int) -> None:
+        pairs = itertools.product(range(size), repeat=2)
+        self.boxes: dict[tuple[int, int], queue.Queue[Tensor]] = {p: queue.Queue() for p in pairs}
+
+
+class ThreadTransport:
+    """A transport between threads of one process, which writes down what it was asked to do.
+
+    Args:
+        hub: shared by all threads.
+        rank: which thread this is.
+        size: number of threads.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, hub: _Hub, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.log: list[str] = []
+        self.numbers_sent = 0
+        self._hub = hub
+        self._calls = itertools.count()
+
+    def _start(
+        self, what: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        call = f"{what} {next(self._calls)}"
+        self.log.append(f"start {call}")
+        for peer, x in sends:
+            assert x.is_contiguous()
+            assert x.numel(), "an empty message"
+            if peer != self.rank:
+                self.numbers_sent += x.numel()
+            self._hub.boxes[self.rank, peer].put(x.clone())
+
+        def finish() -> None:
+            for peer, x in receives:
+                x.copy_(self._hub.boxes[peer, self.rank].get(timeout=30))
+            self.log.append(f"wait {call}")
+
+        return finish
+
+    def exchange(self, sends: Any, receives: Any) -> Callable[[], None]:
+        return self._start("exchange", sends, receives)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        peers = range(self.size)
+        return self._start("all_gather", [(p, x) for p in peers], [(p, out[p]) for p in peers])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        parts = [torch.empty_like(out) for _ in range(self.size)]
+        wait = self._start("reduce_scatter", list(enumerate(x)), list(enumerate(parts)))
+
+        def finish() -> None:
+            wait()
+            torch.sum(torch.stack(parts), 0, out=out)
+
+        return finish
+
+    def all_reduce(self, x: Tensor) -> None:
+        raise NotImplementedError("the engine does not all-reduce")
+
+
+def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what ``fn(transport, *args)`` returned on each of ``size`` threads."""
+    hub = _Hub(size)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadTransport(hub, rank, size), *args)
+        except BaseException as error:
+            failures.append((rank, error))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:  # the first one to fail; the others starve after it
+        raise failures[0][1]
+    return results

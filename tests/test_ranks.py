@@ -1,0 +1,77 @@
+"""The helpers that run tests on several ranks must themselves be right."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, RankPool, run_threads
+
+pytestmark = pytest.mark.ranks
+
+
+def total_of_ranks():
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def fail_on_one_rank(failing):
+    if dist.get_rank() == failing:
+        raise KeyError("broken on purpose")
+    dist.all_reduce(torch.ones(1))
+
+
+def sleep_on_one_rank(seconds):
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+
+
+def test_every_rank_returns_its_result(ranks):
+    assert ranks(3).run(total_of_ranks) == [6.0] * 3
+
+
+def test_the_failing_rank_is_raised_and_the_pool_serves_again():
+    pool = RankPool(2)
+    try:
+        start = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed:(?s:.*)broken on purpose"):
+            pool.run(fail_on_one_rank, 1)
+        assert time.monotonic() - start < 30
+        assert pool.run(total_of_ranks) == [3.0] * 2
+    finally:
+        pool.stop()
+
+
+def test_a_rank_that_hangs_is_named():
+    pool = RankPool(2)
+    try:
+        pool.run(total_of_ranks)
+        with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not finish in 1 s"):
+            pool.run(sleep_on_one_rank, 60, timeout=1)
+    finally:
+        pool.stop()
+
+
+def test_threads_exchange_gather_and_reduce():
+    def work(transport):
+        out = torch.empty(3, 1)
+        transport.all_gather(out, torch.tensor([float(transport.rank)]))()
+        mine = torch.empty(1)
+        transport.reduce_scatter(mine, torch.arange(3.0).unsqueeze(1) + transport.rank)()
+        received = torch.empty(1)
+        peers = (transport.rank + 1) % 3, (transport.rank - 1) % 3
+        transport.exchange([(peers[0], out[transport.rank])], [(peers[1], received)])()
+        return out.flatten().tolist(), mine.item(), received.item()
+
+    assert run_threads(3, work) == [([0.0, 1.0, 2.0], 3.0 * r + 3, (r - 1) % 3) for r in range(3)]
+
+
+def test_a_failing_thread_is_raised():
+    def work(transport):
+        if transport.rank == 1:
+            raise KeyError("broken on purpose")
+
+    with pytest.raises(KeyError, match="broken on purpose"):
+        run_threads(2, work)
