@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism for Lightning and Hugging Face: one long row, several GPUs, the same numbers.
+
+Names are imported when they are first used, so that `import lightning_cp` stays cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_cp.engine.attention import attention
+    from lightning_cp.loss import token_mean
+    from lightning_cp.mask import Mask
+    from lightning_cp.parallel import ContextParallel
+
+__all__ = ["ContextParallel", "Mask", "attention", "token_mean"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ContextParallel": "lightning_cp.parallel",
+    "Mask": "lightning_cp.mask",
+    "attention": "lightning_cp.engine.attention",
+    "token_mean": "lightning_cp.loss",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightning_cp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted([*globals(), *__all__])

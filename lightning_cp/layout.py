@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which position of a row.
+
+A layout is data: for each rank, the ranges of global positions that it holds, in the order in which
+it holds them. Everything else is derived from those ranges, and nothing may ask which builder made
+them. Pure integers, no process group: any rank can answer for any other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_cp.mask import Bounds, Range
+
+LayoutName = Literal["auto", "contiguous", "zigzag"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The positions of every rank.
+
+    All ranks hold the same number of tokens. A row of ``seq_len`` tokens is padded at its end to
+    ``padded_len``; the padding is owned like any token.
+
+    Example:
+        >>> layout = build_layout("zigzag", seq_len=7, cp_size=2)
+        >>> layout.padded_len, layout.positions(0).tolist(), layout.positions(1).tolist()
+        (8, [0, 1, 6, 7], [2, 3, 4, 5])
+    """
+
+    name: str
+    seq_len: int
+    owned: tuple[tuple[Range, ...], ...]
+
+    @property
+    def cp_size(self) -> int:
+        """Return the number of ranks that share a row."""
+        return len(self.owned)
+
+    @cached_property
+    def local_len(self) -> int:
+        """Return the number of tokens that each rank holds."""
+        return sum(part.size for part in self.owned[0])
+
+    @property
+    def padded_len(self) -> int:
+        """Return the length of a row with its padding."""
+        return self.local_len * self.cp_size
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """Return what ``rank`` owns, in the order in which it holds it."""
+        return self.owned[rank]
+
+    def positions(self, rank: int) -> Tensor:
+        """Return the global position of every token that ``rank`` holds, int64 [L]."""
+        return torch.cat([torch.arange(part.start, part.stop) for part in self.owned[rank]])
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Return where each position of a row lies once all shards are laid end to end, int64 [S].
+
+        Indexing the shards, rank after rank, with it gives the row without its padding.
+        """
+        held = torch.cat([self.positions(rank) for rank in range(self.cp_size)])
+        return held.argsort()[: self.seq_len]
+
+    def work(self, bounds: Bounds) -> list[int]:
+        """Return how many visible (query, key) pairs each rank's queries have."""
+        row = Range(0, self.padded_len)
+        return [sum(bounds.work(part, row) for part in parts) for parts in self.owned]
+
+
+def _contiguous(seq_len: int, cp_size: int) -> Layout:
+    """Give rank r the r-th of cp_size equal pieces."""
+    size = -(-seq_len // cp_size)
+    owned = tuple((Range(r * size, (r + 1) * size),) for r in range(cp_size))
+    return Layout("contiguous", seq_len, owned)
+
+
+def _zigzag(seq_len: int, cp_size: int) -> Layout:
+    """Give rank r chunk r and its mirror.
+
+    Under a causal mask an early chunk is cheap and a late one dear; each pair costs the same.
+    """
+    size = -(-seq_len // (2 * cp_size))
+    chunks = [Range(c * size, (c + 1) * size) for c in range(2 * cp_size)]
+    owned = tuple((chunks[r], chunks[-1 - r]) for r in range(cp_size))
+    return Layout("zigzag", seq_len, owned)
+
+
+# A builder sees the mask's bounds when it balances work; these two need only the length.
+_BUILDERS: dict[str, Callable[[int, int], Layout]] = {
+    "auto": _zigzag,
+    "contiguous": _contiguous,
+    "zigzag": _zigzag,
+}
+
+
+def check_layout(name: str) -> None:
+    """Refuse a layout that does not exist."""
+    if name not in _BUILDERS:
+        known = ", ".join(repr(known) for known in get_args(LayoutName))
+        raise ValueError(f"layout={name!r} is unknown. Use one of {known}.")
+
+
+@lru_cache(maxsize=64)
+def build_layout(name: str, *, seq_len: int, cp_size: int) -> Layout:
+    """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks."""
+    check_layout(name)
+    if cp_size < 1:
+        raise ValueError(f"cp_size={cp_size}: a row needs at least 1 rank.")
+    if seq_len < 1:
+        raise ValueError(
+            "The batch holds rows of length 0: there is nothing to attend to. "
+            "Leave such batches out, in the data set or in the collate function."
+        )
+    return _BUILDERS[name](seq_len, cp_size)

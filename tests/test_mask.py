@@ -1,0 +1,152 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cp.mask import Bounds, Mask, Range, union
+from tests import oracle
+from tests.strategies import masks
+
+
+@st.composite
+def worked_out(draw):
+    """Draw a mask with the same thing written out in full."""
+    batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 24))
+    extra = draw(st.integers(0, 5))
+    mask = draw(masks(batch, length))
+    table = np.zeros((batch, length + extra, length + extra), bool)
+    table[:, :length, :length] = oracle.visible(mask, batch, length).numpy()
+    return mask.bounds(length, padded_len=length + extra), table
+
+
+@st.composite
+def blocks(draw, length):
+    first, second = (sorted(draw(st.tuples(*[st.integers(0, length)] * 2))) for _ in range(2))
+    return Range(*first), Range(*second)
+
+
+@settings(max_examples=300)
+@given(worked_out())
+def test_bounds_are_the_mask(drawn):
+    bounds, table = drawn
+    row = Range(0, bounds.length)
+    found = bounds.visible(row, row).numpy()
+    assert (np.broadcast_to(found, table.shape) == table).all()
+
+
+@settings(max_examples=300)
+@given(worked_out(), st.data())
+def test_work_and_class_of_any_block_are_exact(drawn, data):
+    bounds, table = drawn
+    query, keys = data.draw(blocks(bounds.length))
+    part = table[: bounds.num_rows, query.start : query.stop, keys.start : keys.stop]
+    assert bounds.work(query, keys) == part.sum()
+    expected = "empty" if not part.any() else "full" if part.all() else "partial"
+    assert bounds.classify(query, keys) == expected
+
+
+@settings(max_examples=300)
+@given(worked_out(), st.data())
+def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
+    bounds, table = drawn
+    query, keys = data.draw(blocks(bounds.length))
+    covered = np.zeros(table.shape[1:], int)
+    for tile in bounds.tiles(query, keys, size=data.draw(st.sampled_from([1, 2, 4, 8]))):
+        rows, columns = slice(*tile.query), slice(*tile.keys)
+        part = table[: bounds.num_rows, rows, columns]
+        assert part.any(), "an empty tile"
+        if tile.kind == "full":
+            assert part.all()
+        if tile.kind == "causal":
+            assert (part == np.tril(np.ones(part.shape[1:], bool))).all()
+        covered[rows, columns] += 1
+    block = np.zeros_like(covered, dtype=bool)
+    block[query.start : query.stop, keys.start : keys.stop] = True
+    assert covered.max(initial=0) <= 1
+    assert (covered[block & table[: bounds.num_rows].any(0)] == 1).all()
+    assert not covered[~block].any()
+
+
+@settings(max_examples=200)
+@given(worked_out())
+def test_bounds_never_decrease_along_a_row(drawn):
+    bounds, _ = drawn
+    assert (np.diff(bounds.first) >= 0).all()
+    assert (np.diff(bounds.last) >= 0).all()
+
+
+@settings(max_examples=200)
+@given(worked_out(), st.data())
+def test_hull_holds_all_keys_that_a_range_of_queries_sees(drawn, data):
+    bounds, table = drawn
+    query, _ = data.draw(blocks(bounds.length))
+    seen = table[: bounds.num_rows, query.start : query.stop].any((0, 1))
+    inside = np.zeros_like(seen)
+    for part in bounds.hull(query):
+        inside[part.start : part.stop] = True
+    assert (inside | ~seen).all()
+
+
+def test_memory_is_linear_in_the_row():
+    documents = torch.arange(1 << 18) // 1000
+    bounds = Mask(causal=True, window=4096, documents=documents).bounds(1 << 18)
+    assert sum(x.nbytes for x in (bounds.first, bounds.last, bounds.real_before)) < 30 * (1 << 18)
+
+
+def test_rows_that_are_alike_are_kept_once():
+    documents = torch.tensor([[0, 0, 1, 1]] * 8)
+    assert Mask(causal=True, documents=documents).bounds(4).num_rows == 1
+
+
+def test_long_packed_rows_need_few_tiles():
+    documents = torch.arange(1 << 16) // 1000
+    bounds = Mask(causal=True, documents=documents).bounds(1 << 16)
+    row = Range(0, 1 << 16)
+    tiles = list(bounds.tiles(row, row, size=128))
+    assert {tile.kind for tile in tiles} == {"causal"}
+    assert len(tiles) == 66
+
+
+def test_step_fills_in_what_the_mask_leaves_open():
+    documents = np.array([[0, 0, 1, 1]])
+    open_, closed = Mask(causal=True), Mask(causal=True, documents=False, padding=False)
+    padding = np.array([[True, False, False, False]])
+    whole = Range(0, 4)
+    assert open_.bounds(4, documents=documents, padding=padding).work(whole, whole) == 4
+    assert closed.bounds(4, documents=documents, padding=padding).work(whole, whole) == 10
+
+
+def test_union_of_nothing_is_nothing():
+    assert union([]) == ()
+
+
+def test_bounds_refuse_nothing_that_hull_asks_for_an_empty_range():
+    bounds: Bounds = Mask(causal=True).bounds(3)
+    assert bounds.hull(Range(2, 2)) == ()
+    assert bounds.trim(Range(0, 0), Range(0, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: Mask(window=0), ValueError, r"window=0\): a window holds at least 1 key"),
+        (lambda: Mask(window=(-1, 2)), ValueError, r"counts the keys on each side, 0 or more"),
+        (lambda: Mask(chunk=0), ValueError, r"chunk=0\): a chunk holds at least 1 token"),
+        (lambda: Mask(documents=torch.zeros(3)), TypeError, "must hold integer ids"),
+        (lambda: Mask(padding=torch.zeros(3)), TypeError, "attention_mask == 0"),
+        (
+            lambda: Mask(documents=torch.tensor([0, 0, 1])).bounds(4),
+            ValueError,
+            r"shape \(3,\), but the whole row has 4 tokens.*global positions",
+        ),
+        (
+            lambda: Mask(documents=torch.tensor([0, 1, 1, 0])).bounds(4),
+            ValueError,
+            "Row 0 of `documents` uses id 0 again at position 3.*must be neighbours",
+        ),
+    ],
+)
+def test_bad_masks_are_refused(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
