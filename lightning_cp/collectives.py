@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How bytes move between ranks: one small interface, and its two implementations.
+
+Everything above speaks to a `Transport`, never to `torch.distributed`, so that one process, a real
+process group and the threads of a test are the same to it. Calls are issued by all ranks in the
+same order; sizes are known beforehand on both sides.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp import compat
+
+Message = tuple[int, Tensor]
+"""A peer's rank in the group, and the contiguous tensor that goes to it or comes from it."""
+
+
+class Transport(Protocol):
+    """What a group of ranks can do together. Each call returns what waits for it to finish."""
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's place in the group."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where tensors must lie to travel, for callers who have the choice."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Start sending and receiving, peer to peer; peers without a message take no part."""
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Start filling ``out`` [size, *x.shape] with every rank's ``x``."""
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Start filling ``out`` with the sum over ranks of their ``x[rank]``; ``x`` [size, ...]."""
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace ``x`` by its sum over the ranks, and wait."""
+
+
+class GroupTransport:
+    """A transport over a torch process group.
+
+    Args:
+        group: the process group; its backend decides where tensors lie.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self._global_ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the current GPU for NCCL, the CPU for gloo."""
+        if "nccl" in dist.get_backend(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Start the messages as one batch of point-to-point calls."""
+        calls = [
+            dist.P2POp(call, x, self._global_ranks[peer], self.group)
+            for call, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, x in messages
+        ]
+        if not calls:
+            return _nothing
+        return _Waiting(dist.batch_isend_irecv(calls), [call.tensor for call in calls])
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Start an all-gather."""
+        return _Waiting([compat.all_gather_single(out, x, self.group)], [out, x])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Start a reduce-scatter."""
+        return _Waiting([compat.reduce_scatter_single(out, x, self.group)], [out, x])
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum over the group."""
+        dist.all_reduce(x, group=self.group)
+
+
+class LoneTransport:
+    """The transport of one process that shares with nobody."""
+
+    rank = 0
+    size = 1
+    device = torch.device("cpu")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Do nothing: there is nobody to send to."""
+        assert not [*sends, *receives]  # noqa: S101  a plan for one rank has no messages
+        return _nothing
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Copy."""
+        out[0].copy_(x)
+        return _nothing
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Copy."""
+        out.copy_(x[0])
+        return _nothing
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Leave ``x`` as it is."""
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+class _Waiting:
+    """Holds the tensors of calls in flight: freed earlier, their memory would be reused."""
+
+    def __init__(self, works: Sequence[dist.Work | None], tensors: list[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def __call__(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._tensors.clear()

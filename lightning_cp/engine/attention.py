@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attention()`: the one verb. Checks what came, chooses algorithm and kernel once, says which.
+
+Inside a step it attends over the whole row with this rank's tokens; with no step, or a paused one,
+the row is what it is given.
+"""
+
+import logging
+from functools import lru_cache
+
+from torch import Tensor
+
+from lightning_cp.collectives import LoneTransport, Transport
+from lightning_cp.context import Step, StepMask, check_recompute, current
+from lightning_cp.engine.attend import Call, attend
+from lightning_cp.engine.kernels.base import Request, Scores
+from lightning_cp.engine.kernels.select import select_kernel
+from lightning_cp.engine.plan import Plan, build_plan, resolve_algorithm
+from lightning_cp.layout import build_layout
+from lightning_cp.mask import Mask
+
+_logger = logging.getLogger(__name__)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend over the whole row with this rank's part of it.
+
+    Args:
+        q: queries [B, H, L, D], L being the tokens of this rank.
+        k: keys [B, K, L, D]; K divides H (grouped heads are not expanded).
+        v: values [B, K, L, Dv].
+        mask: who sees whom, in positions of the whole row. Documents and padding that it leaves
+            open come from the step's batch. A mask from ``cp.mask(...)`` carries its step.
+        scale: factor on q.k; 1 / sqrt(D) when None.
+        softcap: ``c`` bends each score s to ``c * tanh(s / c)``.
+        sinks: [H], a logit per head that takes its share of each softmax and adds nothing.
+        dropout: must be 0; it is here to be refused in words.
+
+    Returns:
+        [B, H, L, Dv]. Queries that see nothing get 0.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
+        >>> attention(q, k, k, mask=Mask(causal=True, window=3)).shape
+        torch.Size([1, 4, 10, 8])
+    """
+    step = mask.step if isinstance(mask, StepMask) else current()
+    _check_tensors(q, k, v, sinks)
+    if dropout:
+        raise ValueError(
+            f"attention(dropout={dropout}): attention dropout is not exact when a row is shared by "
+            "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
+            "activations is fine."
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(
+            f"attention(softcap={softcap}): give a number above 0, or None for no cap."
+        )
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
+    request = Request(q.device, q.dtype, scores)
+    if step is None:
+        check_recompute()
+        kernel = select_kernel("auto", request)
+        plan, transport, uid = _whole_row_plan(mask, q, k), _LONE, 0
+    else:
+        _check_length(q, step)
+        kernel = select_kernel(step.kernel, request)
+        plan, transport, uid = _step_plan(mask, step, k.shape[1]), step.groups.attend, step.uid
+        if transport.rank == 0:
+            _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
+    _check_rows(q, plan)
+    return attend(q, k, v, sinks, Call(plan, transport, kernel, scores, uid))
+
+
+_LONE: Transport = LoneTransport()
+
+
+def _step_plan(mask: Mask, step: Step, num_kv_heads: int) -> Plan:
+    key = ("plan", mask.key(), num_kv_heads)
+    if key not in step.cache:
+        step.cache[key] = build_plan(
+            resolve_algorithm(step.algorithm),
+            layout=step.layout,
+            bounds=step.bounds(mask),
+            rank=step.cp_rank,
+            num_kv_heads=num_kv_heads,
+        )
+    plan: Plan = step.cache[key]
+    return plan
+
+
+def _whole_row_plan(mask: Mask, q: Tensor, k: Tensor) -> Plan:
+    layout = build_layout("contiguous", seq_len=q.shape[2], cp_size=1)
+    return build_plan(
+        "gather",
+        layout=layout,
+        bounds=mask.bounds(q.shape[2]),
+        rank=0,
+        num_kv_heads=k.shape[1],
+    )
+
+
+@lru_cache(maxsize=64)
+def _say(algorithm: str, layout: str, kernel: str, cp_size: int) -> None:
+    """Log a choice, once for each different one."""
+    _logger.info(
+        "context-parallel attention over %d ranks: algorithm=%s layout=%s kernel=%s",
+        cp_size,
+        algorithm,
+        layout,
+        kernel,
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention() needs [batch, heads, tokens, head_dim]; it got {shapes}.")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"attention(): q, k, v do not fit together: {shapes}. Batch must agree, k and v must "
+            "have the same heads and tokens, q and k the same head dim."
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention(): {q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly "
+            f"({shapes})."
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"attention() is self-attention: queries and keys are the same tokens, but there are "
+            f"{q.shape[2]} queries and {k.shape[2]} keys. With a key cache (generate()), or for "
+            "cross-attention, use `with cp.paused():` and plain attention."
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise TypeError(
+            f"attention(): q, k, v must have one floating dtype, but are {q.dtype}, {k.dtype}, "
+            f"{v.dtype}. Cast them to the dtype in which attention shall be computed."
+        )
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(
+            f"attention(sinks=...) has shape {tuple(sinks.shape)}, but needs one logit per query "
+            f"head: ({q.shape[1]},)."
+        )
+
+
+def _check_length(q: Tensor, step: Step) -> None:
+    layout = step.layout
+    if q.shape[2] != layout.local_len:
+        whole = " That is the whole row." if q.shape[2] == layout.seq_len else ""
+        raise ValueError(
+            f"attention() got {q.shape[2]} tokens inside a step whose ranks hold "
+            f"{layout.local_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
+            "the model what cp.step(...) yields; for whole rows (generate(), a second model) use "
+            "`with cp.paused():`."
+        )
+
+
+def _check_rows(q: Tensor, plan: Plan) -> None:
+    blocks = (stage.block for stage in plan.stages if stage.block is not None)
+    rows = max((block.bounds.num_rows for block in blocks), default=1)
+    if rows not in (1, q.shape[0]):
+        raise ValueError(
+            f"attention(): the mask has {rows} rows (documents, spans or padding), but the tensors "
+            f"have a batch of {q.shape[0]}."
+        )

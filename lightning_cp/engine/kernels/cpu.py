@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU's own flash attention (aten), tile by tile.
+
+Its traps, all handled here: causal is aligned top-left, so only squares are causal; a row that its
+mask leaves empty returns lse 0; head dims of keys and values must be equal; a mask must be float.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask
+from lightning_cp.engine.merge import NEVER, accumulation_dtype
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuKernel(TiledKernel):
+    """`aten._scaled_dot_product_flash_attention_for_cpu` and its backward."""
+
+    name = "cpu"
+    tile_size = 256
+
+    def refuse(self, request: Request) -> str | None:
+        """Refuse other devices, and softcap, which the op does not know."""
+        if request.device.type != "cpu":
+            return f"it runs on the CPU, and the tensors are on {request.device}"
+        if request.scores.softcap is not None:
+            return f"it has no softcap (asked: {request.scores.softcap})"
+        return None
+
+    def tile_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Run the op on one tile."""
+        value_dim = v.shape[-1]
+        bias, seen = _bias(mask, q)
+        q, k, v = _same_dim(q, k, v)
+        causal = mask.kind == "causal"
+        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scores.scale)
+        if seen is not None:
+            lse = torch.where(seen, lse, NEVER)
+        return out[..., :value_dim], lse
+
+    def tile_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: TileMask,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the op's backward on one tile."""
+        dim, value_dim = q.shape[-1], v.shape[-1]
+        bias, _ = _bias(mask, q)
+        q, k, v, out, dout = _same_dim(q, k, v, out, dout)
+        causal = mask.kind == "causal"
+        dq, dk, dv = _backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scores.scale
+        )
+        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+
+
+def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tile's mask as a float bias, and [R, 1, Lq]: which queries see anything in it."""
+    visible = mask.visible() if mask.kind == "masked" else None
+    if visible is None:
+        return None, None
+    bias = torch.zeros(visible.shape, dtype=accumulation_dtype(q.dtype))
+    return bias.masked_fill_(~visible, NEVER), visible.any(-1)
+
+
+def _same_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad head dims with zeros to the largest: neither scores nor the kept outputs change."""
+    dim = max(x.shape[-1] for x in tensors)
+    return tuple(pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in tensors)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: attention in plain torch, any mask, any precision, softcap, any head dims.
+
+Half precisions are computed in float32. Slow, and exact wherever torch runs.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask
+from lightning_cp.engine.merge import NEVER, accumulation_dtype
+
+
+class ReferenceKernel(TiledKernel):
+    """Pure torch; grouped heads by broadcasting, never by expanding keys."""
+
+    name = "reference"
+    tile_size = 512
+
+    def refuse(self, request: Request) -> str | None:
+        """Refuse nothing."""
+        return None
+
+    def tile_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Compute softmax(scores) v and the log of its sum."""
+        q, k, v = _grouped(q, k), _raised(k), _raised(v)
+        logits, _ = _logits(q, k, mask, scores)
+        lse = torch.logsumexp(logits, -1)
+        weights = torch.exp(logits - _finite(lse))
+        out = weights @ v.unsqueeze(2)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    def tile_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: TileMask,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiate, with weights made from the whole softmax's lse."""
+        dout, out = _grouped(dout, k), _grouped(out, k)
+        q, k, v = _grouped(q, k), _raised(k), _raised(v)
+        logits, slope = _logits(q, k, mask, scores)
+        weights = torch.exp(logits - lse.reshape(q.shape[:-1]).unsqueeze(-1).to(q.dtype))
+        dv = (weights.mT @ dout).sum(2)
+        spread = (dout * out).sum(-1, keepdim=True)
+        dlogits = weights * (dout @ v.unsqueeze(2).mT - spread) * slope * scores.scale
+        dq = (dlogits @ k.unsqueeze(2)).flatten(1, 2)
+        dk = (dlogits.mT @ q).sum(2)
+        return dq, dk, dv
+
+
+def _raised(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Return [B, K, H / K, L, D]: the query heads beside the key head that they share."""
+    return _raised(x).reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])
+
+
+def _logits(q: Tensor, k: Tensor, mask: TileMask, scores: Scores) -> tuple[Tensor, Tensor | float]:
+    """Return the masked scores, and their derivative by the uncapped ones."""
+    logits = q @ k.unsqueeze(2).mT * scores.scale
+    slope: Tensor | float = 1.0
+    if scores.softcap is not None:
+        bent = torch.tanh(logits / scores.softcap)
+        logits, slope = bent * scores.softcap, 1 - bent * bent
+    visible = mask.visible()
+    if visible is not None:
+        logits = logits.masked_fill(~visible.unsqueeze(1), NEVER)
+    return logits, slope
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return lse, with 0 for queries that see nothing: exp(-inf - 0) is the 0 that they need."""
+    return torch.where(lse == NEVER, 0.0, lse).unsqueeze(-1)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel serves a request: the first of a list that does not refuse, or the one named."""
+
+from typing import Literal, get_args
+
+from lightning_cp.engine.kernels.base import Kernel, Request
+from lightning_cp.engine.kernels.cpu import CpuKernel
+from lightning_cp.engine.kernels.reference import ReferenceKernel
+
+KernelName = Literal["auto", "cpu", "reference"]
+
+# Fastest first; the last refuses nothing.
+_KERNELS: tuple[Kernel, ...] = (CpuKernel(), ReferenceKernel())
+
+
+def check_kernel(name: str) -> None:
+    """Refuse a kernel that does not exist."""
+    if name not in get_args(KernelName):
+        known = ", ".join(repr(known) for known in get_args(KernelName))
+        raise ValueError(f"kernel={name!r} is unknown. Use one of {known}.")
+
+
+def select_kernel(name: str, request: Request) -> Kernel:
+    """Return the kernel for a request; a named one that cannot do it is an error."""
+    check_kernel(name)
+    refusals = {kernel.name: kernel.refuse(request) for kernel in _KERNELS}
+    able = [kernel for kernel in _KERNELS if refusals[kernel.name] is None]
+    if name == "auto":
+        return able[0]
+    for kernel in able:
+        if kernel.name == name:
+            return kernel
+    names = " or ".join(repr(kernel.name) for kernel in able)
+    raise ValueError(
+        f"kernel={name!r} cannot compute this attention: {refusals[name]}. "
+        f"Use kernel='auto', or {names}."
+    )

@@ -1,0 +1,128 @@
+"""Attention cases that the engine's tests share: masks, and how one rank runs one of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_cp.collectives import Transport
+from lightning_cp.engine.attend import Call, attend
+from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.kernels.select import _KERNELS
+from lightning_cp.engine.plan import build_plan
+from lightning_cp.layout import Layout, build_layout
+from lightning_cp.mask import Mask
+from lightning_cp.sequence import shard
+from tests.oracle import Inputs, make_inputs, put_back
+
+KERNELS = {kernel.name: kernel for kernel in _KERNELS}
+
+
+def documents(batch: int, length: int) -> Tensor:
+    """Return documents that differ by row: long and short ones, of one token, at every border."""
+    rows = []
+    for row in range(batch):
+        sizes = [[7, 1, 1, 13, 2, 9], [1, 5, 16, 3, 1, 8]][row % 2]
+        ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        reps = -(-length // len(ids))
+        ids = torch.cat([ids + 10 * r for r in range(reps)])[:length]
+        rows.append(ids)
+    return torch.stack(rows)
+
+
+def _ends(batch: int, length: int, *, left: bool) -> Tensor:
+    """Return padding of another width in each row, at one end."""
+    width = torch.tensor([length // 3, 2 * length // 3] * batch)[:batch, None]
+    position = torch.arange(length)[None]
+    return position < width if left else position >= length - width
+
+
+def _prefix(batch: int, length: int) -> Tensor:
+    """Return a prefix and a later span, of other lengths in each row."""
+    position = torch.arange(length)[None]
+    prefix = torch.tensor([length // 4, length // 2] * batch)[:batch, None]
+    later = (position >= 3 * length // 4) & (position < 3 * length // 4 + 5)
+    return torch.where(position < prefix, 0, torch.where(later, 1, -1))
+
+
+MASKS: dict[str, Callable[[int, int], Mask]] = {
+    "causal": lambda b, s: Mask(causal=True),
+    "bidirectional": lambda b, s: Mask(),
+    "window": lambda b, s: Mask(causal=True, window=6),
+    "chunk": lambda b, s: Mask(causal=True, chunk=10),
+    "documents": lambda b, s: Mask(causal=True, documents=documents(b, s)),
+    "documents+window": lambda b, s: Mask(causal=True, window=4, documents=documents(b, s)),
+    "prefix": lambda b, s: Mask(causal=True, spans=_prefix(b, s)),
+    "left padding": lambda b, s: Mask(causal=True, padding=_ends(b, s, left=True)),
+    "right padding": lambda b, s: Mask(causal=True, padding=_ends(b, s, left=False)),
+}
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+
+
+@dataclass
+class Case:
+    """One attention call over several ranks."""
+
+    mask: Mask
+    inputs: Inputs
+    algorithm: str = "gather"
+    layout: str | Layout = "zigzag"
+    kernel: str = "cpu"
+    softcap: float | None = None
+    scale: float | None = None
+
+    def build_layout(self, cp_size: int) -> Layout:
+        if isinstance(self.layout, Layout):
+            return self.layout
+        return build_layout(self.layout, seq_len=self.inputs.q.shape[2], cp_size=cp_size)
+
+
+def make_case(mask: str, *, heads: str = "gqa", length: int = 37, **kwargs: object) -> Case:
+    """Build a case by the names of its mask and of its heads."""
+    inputs = make_inputs(
+        batch=2, heads=HEADS[heads], length=length, dims=(8, 6), sinks=heads == "gqa", seed=7
+    )
+    return Case(MASKS[mask](2, length), inputs, **kwargs)  # type: ignore[arg-type]
+
+
+def build_call(case: Case, transport: Transport) -> Call:
+    """Build the engine's call for this rank."""
+    inputs, layout = case.inputs, case.build_layout(transport.size)
+    bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
+    plan = build_plan(
+        case.algorithm,
+        layout=layout,
+        bounds=bounds,
+        rank=transport.rank,
+        num_kv_heads=inputs.k.shape[1],
+    )
+    scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
+    return Call(plan, transport, KERNELS[case.kernel], Scores(scale, case.softcap))
+
+
+def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
+    """Run a case on one rank: its part of out, dq, dk, dv, and its share of dsinks."""
+    call, inputs = build_call(case, transport), case.inputs
+
+    def cut(x: Tensor) -> Tensor:
+        return shard(x, 2, layout=call.plan.layout, rank=transport.rank)
+
+    leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
+    out = attend(*leaves, sinks, call)
+    names = ["dq", "dk", "dv"] if sinks is None else ["dq", "dk", "dv", "dsinks"]
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    grads = torch.autograd.grad(out, wanted, cut(inputs.dout))
+    return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def put_together(parts: list[dict[str, Tensor]], case: Case) -> dict[str, Tensor]:
+    """Return whole rows from all ranks' parts; what each rank has a share of is summed."""
+    order = case.build_layout(len(parts)).order
+    return {
+        name: sum(part[name] for part in parts)  # type: ignore[misc]
+        if name == "dsinks"
+        else put_back([part[name] for part in parts], order, 2)
+        for name in parts[0]
+    }

@@ -1,0 +1,360 @@
+"""Gather and ring on several ranks (threads of this process) against one device."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cp.engine import attend as attend_module
+from lightning_cp.engine import merge
+from lightning_cp.engine.attend import attend
+from lightning_cp.engine.kernels import base
+from lightning_cp.engine.merge import merge_
+from lightning_cp.layout import Layout
+from lightning_cp.mask import Mask, Range
+from lightning_cp.sequence import shard
+from tests.engine.cases import (
+    HEADS,
+    KERNELS,
+    MASKS,
+    Case,
+    attend_rank,
+    build_call,
+    make_case,
+    put_together,
+)
+from tests.oracle import assert_earned, attend_whole, errors, make_inputs
+from tests.ranks import run_threads
+from tests.strategies import masks
+
+ALGORITHMS = ["gather", "ring"]
+
+
+def worst_error(case, cp_size):
+    found = put_together(run_threads(cp_size, attend_rank, case), case)
+    exact = attend_whole(case.inputs, case.mask, scale=case.scale, softcap=case.softcap)
+    return max(errors(found, exact).values())
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_out_and_gradients_are_those_of_one_device(algorithm, mask, heads, cp_size):
+    for layout in ("zigzag", "contiguous"):
+        case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout)
+        assert worst_error(case, cp_size) < 1e-10, layout
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("mask", ["causal", "documents+window", "left padding"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_softcap_runs_on_the_reference_kernel(algorithm, mask, cp_size):
+    case = make_case(mask, algorithm=algorithm, kernel="reference", softcap=2.0)
+    assert worst_error(case, cp_size) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_lower_precisions_earn_their_tolerance(algorithm, mask, dtype):
+    case = make_case(mask, algorithm=algorithm, length=101)
+    case.inputs = case.inputs.to(dtype)
+    found = put_together(run_threads(4, attend_rank, case), case)
+    same = attend_whole(case.inputs, case.mask)
+    exact = attend_whole(case.inputs.to(torch.float64), case.mask)
+    assert_earned(found, same, exact, dtype)
+
+
+@st.composite
+def cases(draw):
+    batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 70))
+    heads = draw(st.sampled_from([(1, 1), (3, 3), (6, 2), (6, 3), (5, 1)]))
+    dims = draw(st.sampled_from([(4, 4), (3, 7), (8, 2)]))
+    inputs = make_inputs(
+        batch=batch,
+        heads=heads,
+        length=length,
+        dims=dims,
+        sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+    softcap = draw(st.sampled_from([None, None, 1.5]))
+    return Case(
+        mask=draw(masks(batch, length)),
+        inputs=inputs,
+        algorithm=draw(st.sampled_from(ALGORITHMS)),
+        layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+        kernel="reference" if softcap else draw(st.sampled_from(list(KERNELS))),
+        softcap=softcap,
+        scale=draw(st.sampled_from([None, 0.3])),
+    )
+
+
+@settings(max_examples=150)
+@given(cases(), st.sampled_from([1, 2, 3, 4, 5, 8]))
+def test_any_mask_shape_and_size_is_exact(case, cp_size):
+    assert worst_error(case, cp_size) < 1e-10
+
+
+@settings(max_examples=40)
+@given(st.randoms(use_true_random=False), st.sampled_from([2, 3, 4]), st.sampled_from(ALGORITHMS))
+def test_any_ownership_is_exact(random, cp_size, algorithm):
+    """A balanced layout hands out blocks in any order: nothing may rely on zigzag."""
+    size, per_rank = 4, 3
+    blocks = [Range(i * size, (i + 1) * size) for i in range(cp_size * per_rank)]
+    random.shuffle(blocks)
+    owned = tuple(tuple(blocks[r::cp_size]) for r in range(cp_size))
+    length = size * per_rank * cp_size - 3
+    case = make_case("documents+window", length=length, algorithm=algorithm)
+    case.layout = Layout("by hand", length, owned)
+    assert worst_error(case, cp_size) < 1e-10
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_ranks_that_hold_only_padding_take_part(algorithm, length):
+    case = make_case("causal", length=length, algorithm=algorithm)
+    assert worst_error(case, 4) < 1e-10
+
+
+class RecordingKernel:
+    """A kernel that writes down when it computes, in the log of the transport."""
+
+    name = "recording"
+
+    def __init__(self, kernel, log):
+        self.kernel, self.log = kernel, log
+
+    def forward(self, *args):
+        self.log.append("compute")
+        return self.kernel.forward(*args)
+
+    def backward(self, *args):
+        self.log.append("compute")
+        return self.kernel.backward(*args)
+
+
+def record(transport, case):
+    """Return the order of events on this rank, forward and backward apart."""
+    call = build_call(case, transport)
+    call = attend_module.Call(
+        call.plan, transport, RecordingKernel(call.kernel, transport.log), call.scores
+    )
+    inputs = case.inputs
+    leaves = [
+        shard(x, 2, layout=call.plan.layout, rank=transport.rank).requires_grad_()
+        for x in (inputs.q, inputs.k, inputs.v)
+    ]
+    out = attend(*leaves, None, call)
+    forward = list(transport.log)
+    transport.log.clear()
+    out.sum().backward()
+    return forward, transport.log
+
+
+def test_keys_of_the_next_stage_travel_while_this_one_is_computed():
+    for forward, backward in run_threads(3, record, make_case("bidirectional", algorithm="ring")):
+        assert forward == [
+            "start exchange 0",  # nothing in it: the rank's own keys
+            "start exchange 1",
+            "wait exchange 0",
+            "compute",
+            "start exchange 2",
+            "wait exchange 1",
+            "compute",
+            "wait exchange 2",
+            "compute",
+        ]
+        # 3, 4, 6: keys again. 5, 7, 8: gradients on their way home, each awaited only after the
+        # next stage has been computed.
+        assert backward == [
+            "start exchange 3",
+            "start exchange 4",
+            "wait exchange 3",
+            "compute",
+            "start exchange 5",
+            "start exchange 6",
+            "wait exchange 4",
+            "compute",
+            "start exchange 7",
+            "wait exchange 5",
+            "wait exchange 6",
+            "compute",
+            "start exchange 8",
+            "wait exchange 7",
+            "wait exchange 8",
+        ]
+
+
+def test_the_next_group_of_heads_is_gathered_while_this_one_is_computed():
+    for forward, _ in run_threads(2, record, make_case("causal", algorithm="gather")):
+        assert forward == [
+            "start all_gather 0",
+            "start all_gather 1",
+            "wait all_gather 0",
+            "compute",
+            "wait all_gather 1",
+            "compute",
+        ]
+
+
+def count_numbers(transport, case):
+    """Return how many numbers this rank sent in forward, and how many its plan says."""
+    call, inputs = build_call(case, transport), case.inputs
+    q, k, v = (
+        shard(x, 2, layout=call.plan.layout, rank=transport.rank)
+        for x in (inputs.q, inputs.k, inputs.v)
+    )
+    with torch.no_grad():
+        attend(q, k, v, None, call)
+    per_token = k.shape[0] * (k.shape[3] + v.shape[3])
+    planned = sum(
+        stage.heads.size * per_token * stage.num_tokens_sent for stage in call.plan.stages
+    )
+    return transport.numbers_sent, planned, k.shape[1] * per_token
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("mask", "algorithm"),
+    [(m, "ring") for m in MASKS] + [(m, "gather") for m in ("window", "chunk", "documents+window")],
+)
+def test_bytes_sent_are_what_the_plan_says(mask, algorithm, heads):
+    case = make_case(mask, algorithm=algorithm, heads=heads, length=256)
+    for sent, planned, _ in run_threads(4, count_numbers, case):
+        assert sent == planned
+
+
+def test_a_window_moves_about_its_own_width():
+    case = make_case("window", algorithm="ring", layout="contiguous", length=256)
+    sent = run_threads(4, count_numbers, case)
+    assert [numbers / per_token for numbers, _, per_token in sent] == [5, 5, 5, 0]
+
+
+def test_grouped_keys_are_not_expanded_on_the_wire():
+    def total(heads):
+        case = make_case("causal", algorithm="ring", heads=heads, length=64)
+        return sum(numbers for numbers, *_ in run_threads(4, count_numbers, case))
+
+    assert total("mha") == 2 * total("gqa") == 4 * total("mqa")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_frozen_keys_return_no_gradients(algorithm):
+    def run(transport, case):
+        call, inputs = build_call(case, transport), case.inputs
+        q, k, v = (
+            shard(x, 2, layout=call.plan.layout, rank=transport.rank)
+            for x in (inputs.q, inputs.k, inputs.v)
+        )
+        out = attend(q.requires_grad_(), k, v, None, call)
+        before = transport.numbers_sent
+        out.sum().backward()
+        return transport.numbers_sent - before, before, q.grad is not None
+
+    for backward, forward, has_gradient in run_threads(
+        2, run, make_case("causal", algorithm=algorithm)
+    ):
+        assert backward == forward  # the keys once more, and nothing back
+        assert has_gradient
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_calls_in_one_graph_and_one_backward(algorithm):
+    case = make_case("documents", algorithm=algorithm, heads="mha")
+    case.inputs.sinks = None
+    square = make_inputs(batch=2, heads=(4, 4), length=37, dims=(8, 8), sinks=False, seed=11)
+    case.inputs = square
+
+    def twice(q, k, v, call):
+        return call(call(q, k, v), k, v)
+
+    def run(transport, case):
+        call = build_call(case, transport)
+        leaves = [
+            shard(x, 2, layout=call.plan.layout, rank=transport.rank).requires_grad_()
+            for x in (square.q, square.k, square.v)
+        ]
+        out = twice(*leaves, lambda q, k, v: attend(q, k, v, None, call))
+        dout = shard(square.dout, 2, layout=call.plan.layout, rank=transport.rank)
+        grads = torch.autograd.grad(out, leaves, dout)
+        return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+    (whole,) = run_threads(1, run, case)
+    length = case.inputs.q.shape[2]
+    whole = {name: x[:, :, :length] for name, x in whole.items()}
+    found = put_together(run_threads(3, run, case), case)
+    assert max(errors(found, whole).values()) < 1e-10
+
+
+def test_second_derivatives_are_refused():
+    case = make_case("causal")
+
+    def run(transport, case):
+        call, inputs = build_call(case, transport), case.inputs
+        q = inputs.q.clone().requires_grad_()
+        out = attend(q, inputs.k, inputs.v, None, call)
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        grad.sum().backward()
+
+    with pytest.raises(RuntimeError, match="no second derivative.*without create_graph"):
+        run_threads(1, run, case)
+
+
+# A test that cannot fail proves nothing: each of these breaks one thing, and parity must notice.
+
+
+def broken(monkeypatch, case, cp_size=3):
+    error = worst_error(case, cp_size)
+    monkeypatch.undo()
+    assert worst_error(case, cp_size) < 1e-10
+    return error
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_parity_notices_a_window_that_is_off_by_one(monkeypatch, algorithm):
+    case = make_case("window", algorithm=algorithm)
+    wrong = Mask(causal=True, window=7)
+    monkeypatch.setattr(
+        type(case.mask), "bounds", lambda self, n, _b=Mask.bounds, **kw: _b(wrong, n, **kw)
+    )
+    assert broken(monkeypatch, case) > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_parity_notices_a_merge_without_weights(monkeypatch, algorithm):
+    def unweighted(out, lse, block_out, block_lse):
+        out += block_out
+        torch.logaddexp(lse, block_lse, out=lse)
+
+    monkeypatch.setattr(base, "merge_", unweighted)
+    monkeypatch.setattr(attend_module, "merge_", unweighted)
+    assert broken(monkeypatch, make_case("causal", algorithm=algorithm)) > 1e-3
+
+
+def test_parity_notices_a_merge_that_forgets_its_sum(monkeypatch):
+    def forgetful(out, lse, block_out, block_lse):
+        merge_(out, lse.clone(), block_out, block_lse)
+
+    monkeypatch.setattr(attend_module, "merge_", forgetful)
+    assert broken(monkeypatch, make_case("bidirectional", algorithm="ring")) > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_parity_notices_shards_in_another_order(monkeypatch, algorithm):
+    case = make_case("causal", algorithm=algorithm, length=36)
+    right = case.build_layout(3)
+    swapped = Layout("swapped", 36, tuple(tuple(reversed(parts)) for parts in right.owned))
+    layouts = itertools.chain([right] * 3, itertools.repeat(swapped))
+    monkeypatch.setattr(Case, "build_layout", lambda self, cp_size: next(layouts))
+    assert broken(monkeypatch, case) > 1e-3
+
+
+def test_parity_notices_a_missing_sink(monkeypatch):
+    case = make_case("causal")
+    monkeypatch.setattr(attend_module, "add_sinks_", lambda out, lse, sinks: None)
+    assert broken(monkeypatch, case) > 1e-3
+    assert merge.add_sinks_ is attend_module.add_sinks_

@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from lightning_cp.engine.merge import NEVER, accumulation_dtype, add_sinks_, merge_, sink_gradient
+
+
+def softmax_parts(scores, values):
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
+    return weights @ values, lse
+
+
+def test_merged_parts_are_the_whole():
+    scores = torch.randn(2, 3, 5, 8, dtype=torch.float64) * 4
+    values = torch.randn(2, 3, 8, 4, dtype=torch.float64)
+    out, lse = softmax_parts(scores[..., :3], values[:, :, :3])
+    for part in (slice(3, 4), slice(4, 8)):
+        merge_(out, lse, *softmax_parts(scores[..., part], values[:, :, part]))
+    expected_out, expected_lse = softmax_parts(scores, values)
+    torch.testing.assert_close(out, expected_out)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_rows_that_saw_nothing_stay_empty_and_finite():
+    out, lse = torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), NEVER)
+    block_out = torch.tensor([[[[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]]])
+    block_lse = torch.tensor([[[0.5, NEVER, 700.0]]])
+    merge_(out, lse, block_out, block_lse)
+    assert torch.equal(out, block_out)
+    assert torch.equal(lse, block_lse)
+    merge_(out, lse, torch.zeros_like(out), torch.full_like(lse, NEVER))
+    assert torch.equal(out, block_out)
+    assert torch.equal(lse, block_lse)
+
+
+def test_far_apart_parts_do_not_overflow():
+    out, lse = torch.ones(1, 1, 1, 1), torch.tensor([[[1e4]]])
+    merge_(out, lse, torch.full((1, 1, 1, 1), 5.0), torch.tensor([[[-1e4]]]))
+    assert out.item() == 1.0
+    assert lse.item() == 1e4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_sums_are_kept_in_float32_and_float64_is_never_lowered(dtype, kept):
+    assert accumulation_dtype(dtype) == kept
+
+
+def test_a_sink_is_a_key_of_value_zero():
+    scores = torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    values = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    sinks = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    with_sink = torch.cat([scores, sinks[:, None, None].expand(2, 3, 5, 1)], -1)
+    expected = torch.softmax(with_sink, -1)[..., :-1] @ values
+    dout = torch.randn_like(expected)
+    (expected_grad,) = torch.autograd.grad(expected, sinks, dout)
+    out, lse = softmax_parts(scores, values)
+    add_sinks_(out, lse, sinks)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, torch.logsumexp(with_sink, -1).detach())
+    torch.testing.assert_close(sink_gradient(dout, out, lse, sinks.detach()), expected_grad)
+
+
+def test_a_row_that_sees_only_its_sink_is_zero():
+    out, lse = torch.zeros(1, 2, 1, 1), torch.full((1, 2, 1), NEVER)
+    add_sinks_(out, lse, torch.tensor([0.5, NEVER]))
+    assert torch.equal(out, torch.zeros(1, 2, 1, 1))
+    assert lse.flatten().tolist() == [0.5, NEVER]

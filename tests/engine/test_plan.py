@@ -1,0 +1,144 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cp.engine.plan import build_plan, resolve_algorithm
+from lightning_cp.layout import build_layout
+from lightning_cp.mask import Mask, Range
+from tests.strategies import masks
+
+
+def plans(algorithm, mask, *, seq_len, cp_size, layout="zigzag", num_kv_heads=2):
+    built = build_layout(layout, seq_len=seq_len, cp_size=cp_size)
+    bounds = mask.bounds(seq_len, padded_len=built.padded_len)
+    return [
+        build_plan(algorithm, layout=built, bounds=bounds, rank=r, num_kv_heads=num_kv_heads)
+        for r in range(cp_size)
+    ]
+
+
+@st.composite
+def random_plans(draw):
+    batch, seq_len = draw(st.integers(1, 2)), draw(st.integers(1, 40))
+    mask = draw(masks(batch, seq_len))
+    return plans(
+        draw(st.sampled_from(["gather", "ring"])),
+        mask,
+        seq_len=seq_len,
+        cp_size=draw(st.sampled_from([1, 2, 3, 4, 6])),
+        layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+    )
+
+
+@settings(max_examples=200)
+@given(random_plans())
+def test_what_one_rank_sends_another_expects(drawn):
+    assert len({len(plan.stages) for plan in drawn}) == 1, "stages pair up"
+    for stages in zip(*(plan.stages for plan in drawn), strict=True):
+        sent = {(r, p.peer): p.runs for r, stage in enumerate(stages) for p in stage.sends}
+        due = {(p.peer, r): p.runs for r, stage in enumerate(stages) for p in stage.receives}
+        assert sent == due
+        assert len({stage.collective for stage in stages}) == 1
+
+
+@settings(max_examples=200)
+@given(random_plans())
+def test_blocks_hold_all_visible_pairs_once(drawn):
+    for plan in drawn:
+        queries = plan.layout.ranges(plan.rank)
+        heads: dict[Range, int] = {}
+        bounds = None
+        for stage in plan.stages:
+            if stage.block is not None:
+                bounds = stage.block.bounds
+                heads[stage.heads] = heads.get(stage.heads, 0) + stage.block.work
+        if bounds is not None:
+            row = Range(0, bounds.length)
+            expected = sum(bounds.work(query, row) for query in queries)
+            assert set(heads.values()) == {expected}
+
+
+def tokens_sent(drawn):
+    return [sum(stage.num_tokens_sent for stage in plan.stages) for plan in drawn]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_a_window_moves_about_as_many_keys_as_it_is_wide(cp_size):
+    window, mask = 16, Mask(causal=True, window=16)
+    sent = tokens_sent(plans("ring", mask, seq_len=1024, cp_size=cp_size, layout="contiguous"))
+    assert sent == [window - 1] * (cp_size - 1) + [0]
+    zigzag = tokens_sent(plans("ring", mask, seq_len=1024, cp_size=cp_size))
+    assert max(zigzag) <= 2 * (window - 1)
+    gather = plans("gather", mask, seq_len=1024, cp_size=cp_size, num_kv_heads=1)
+    assert not any(stage.collective for plan in gather for stage in plan.stages)
+    assert tokens_sent(gather) == zigzag
+
+
+def test_a_window_needs_two_stages_however_many_ranks_there_are():
+    drawn = plans(
+        "ring", Mask(causal=True, window=16), seq_len=1024, cp_size=8, layout="contiguous"
+    )
+    assert {len(plan.stages) for plan in drawn} == {2}
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+def test_documents_that_end_inside_a_shard_move_nothing(algorithm):
+    mask = Mask(causal=True, documents=torch.arange(64) // 16)
+    drawn = plans(algorithm, mask, seq_len=64, cp_size=4, layout="contiguous")
+    assert tokens_sent(drawn) == [0] * 4
+    assert {len(plan.stages) for plan in drawn} == {1}
+
+
+def test_a_document_over_one_border_moves_only_its_own_keys():
+    documents = (torch.arange(64) >= 10).long() + (torch.arange(64) >= 22).long()
+    drawn = plans(
+        "ring", Mask(causal=True, documents=documents), seq_len=64, cp_size=4, layout="contiguous"
+    )
+    assert tokens_sent(drawn) == [6, 20, 16, 0]  # 10..15; 22..31 twice; 32..47 once
+
+
+def test_causal_zigzag_does_the_same_work_in_every_stage():
+    drawn = plans("ring", Mask(causal=True), seq_len=64, cp_size=4)
+    for plan in drawn:
+        first, *others = [stage.block.work for stage in plan.stages]
+        assert others == [128] * 3
+        assert first == 128 + 8  # the two diagonals
+
+
+def test_causal_zigzag_computes_half_a_shard_where_the_mask_needs_half():
+    drawn = plans("ring", Mask(causal=True), seq_len=64, cp_size=4)
+    stage = drawn[0].stages[1]  # rank 0 sees of a later rank only what its tail sees
+    assert (stage.block.rows.start, stage.block.rows.stop) == (8, 16)
+    assert drawn[3].stages[1].buffer_len == 8  # rank 3 needs only the head of an earlier one
+
+
+def test_dense_gather_is_one_all_gather_per_group_of_heads():
+    drawn = plans("gather", Mask(causal=True), seq_len=64, cp_size=4, num_kv_heads=8)
+    assert [stage.heads for stage in drawn[0].stages] == [Range(0, 4), Range(4, 8)]
+    assert all(stage.collective for plan in drawn for stage in plan.stages)
+
+
+def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself():
+    plan = plans("gather", Mask(causal=True), seq_len=1024, cp_size=4)[1]
+    tiles = plan.stages[0].block.tiles(128)
+    assert sorted(tile.kind for tile in tiles) == ["causal", "causal", "full", "full"]
+
+
+def test_one_rank_moves_nothing_and_has_one_stage():
+    for algorithm in ("gather", "ring"):
+        (plan,) = plans(algorithm, Mask(causal=True), seq_len=10, cp_size=1)
+        (stage,) = plan.stages
+        assert stage.is_local
+        assert not stage.sends
+
+
+def test_auto_is_gather():
+    assert resolve_algorithm("auto") == "gather"
+
+
+def test_unknown_algorithm_is_refused():
+    with pytest.raises(
+        ValueError, match="algorithm='star' is unknown. Use one of 'auto', 'gather'"
+    ):
+        resolve_algorithm("star")
