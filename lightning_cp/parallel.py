@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ContextParallel`: open a step, put rows back together, pause. Every door goes through it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_cp import batch as batches
+from lightning_cp import context
+from lightning_cp.context import Step, StepMask
+from lightning_cp.engine.kernels.select import KernelName, check_kernel
+from lightning_cp.engine.plan import AlgorithmName, check_algorithm
+from lightning_cp.layout import LayoutName, build_layout, check_layout
+from lightning_cp.mesh import build_groups
+from lightning_cp.sequence import shard, unshard
+
+
+class ContextParallel:
+    """Share every row of a batch among the ranks of a group.
+
+    Every rank of the group must create it, at the same time. One process without a group works
+    too (``ContextParallel(None)``) and walks the same code.
+
+    Args:
+        mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process.
+        data: the ranks that hold other rows, if there are any; the loss is a mean over both.
+        layout: who owns which tokens. ``auto`` is ``zigzag``.
+        algorithm: how keys travel. ``auto`` is ``gather``.
+        kernel: what computes attention. ``auto`` takes the fastest that can.
+        sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
+            dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
+        check_batches: for how many batches the ranks compare contents; shapes always.
+        timeout: of the group that attention uses; torch's default when None.
+
+    Example:
+        >>> cp = ContextParallel(None)
+        >>> with cp.step({"input_ids": torch.arange(6).view(1, 6)}) as local:
+        ...     cp.unshard(local["input_ids"], dim=1)
+        tensor([[0, 1, 2, 3, 4, 5]])
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup | None,
+        data: DeviceMesh | dist.ProcessGroup | None = None,
+        *,
+        layout: LayoutName = "auto",
+        algorithm: AlgorithmName = "auto",
+        kernel: KernelName = "auto",
+        sequence_dims: Mapping[str, int | None] | None = None,
+        check_batches: int = 8,
+        timeout: timedelta | None = None,
+    ) -> None:
+        check_layout(layout)
+        check_algorithm(algorithm)
+        check_kernel(kernel)
+        self.layout = layout
+        self.algorithm = algorithm
+        self.kernel = kernel
+        self.sequence_dims = dict(sequence_dims or {})
+        self.check_batches = check_batches
+        self._groups = build_groups(mesh, data=data, timeout=timeout)
+        self._decided: dict[str, int | None] = {}
+        self._num_batches = 0
+
+    @property
+    def cp_size(self) -> int:
+        """Return how many ranks share a row."""
+        return self._groups.context.size
+
+    @property
+    def cp_rank(self) -> int:
+        """Return this rank's place among them."""
+        return self._groups.context.rank
+
+    @contextmanager
+    def step(
+        self, batch: Mapping[str, Any], *, training: bool | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Work on this rank's part of a batch.
+
+        Inside, attention() and token_mean() see the whole of it. Backward may run inside or after.
+
+        Args:
+            batch: the whole batch, the same on every rank of the group.
+            training: whether the loss is averaged over the data axis too; by default, whether
+                gradients are enabled.
+
+        Yields:
+            The same keys, each tensor cut to the positions that this rank holds. Labels are cut,
+            not shifted.
+        """
+        training = torch.is_grad_enabled() if training is None else training
+        opened, local = self._open(batch, training)
+        with context.activate(opened):
+            yield local
+
+    def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
+        """Build the step of a batch; whatever is wrong is raised by all ranks together."""
+        groups, whole, targets = self._groups, None, None
+        problem: Exception | None = None
+        try:
+            whole = batches.read_batch(
+                batch, sequence_dims=self.sequence_dims, decided=self._decided
+            )
+        except (TypeError, ValueError) as error:
+            problem = error
+        compare = self._num_batches < self.check_batches
+        self._num_batches += 1
+        problem = batches.agree(batch, problem, groups.context, values=compare)
+        if whole is not None and problem is None:
+            rank = groups.context.rank
+            layout = build_layout(self.layout, seq_len=whole.seq_len, cp_size=groups.context.size)
+            local = batches.shard_batch(whole, layout=layout, rank=rank)
+            targets = batches.build_targets(whole, local, layout, rank)
+        if training:
+            targets, problem = batches.sum_counts(targets, problem, groups.data)
+        if problem is not None:
+            raise problem
+        assert whole is not None  # noqa: S101  read, since there was no problem
+        device = next(value.device for key, value in local.items() if key in whole.dims)
+        positions = batches.build_position_ids(whole, device)
+        opened = Step(
+            layout=layout,
+            groups=groups,
+            batch_size=whole.batch_size,
+            documents=whole.documents,
+            padding=whole.padding,
+            position_ids=shard(positions, -1, layout=layout, rank=rank),
+            targets=targets,
+            training=training,
+            algorithm=self.algorithm,
+            kernel=self.kernel,
+        )
+        return opened, local
+
+    def position_ids(self) -> Tensor:
+        """Return the position ids of this rank's tokens, [B, L], for models that make their own.
+
+        The batch's own if it has some, else counted from the start of each document.
+        """
+        return self._active("position_ids()").position_ids
+
+    def mask(
+        self,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        chunk: int | None = None,
+        spans: Tensor | None = None,
+    ) -> StepMask:
+        """Return a mask with the documents and padding of the active step, which it carries along.
+
+        attention() with such a mask works after the step has ended, as in reentrant activation
+        checkpointing with backward outside.
+        """
+        step = self._active("mask()")
+        return StepMask(causal=causal, window=window, chunk=chunk, spans=spans, step=step)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """Return whole rows in their original order, without padding, on every rank.
+
+        Differentiable: if every rank computes the same loss from the result, gradients averaged
+        over ranks are exact.
+
+        Args:
+            x: this rank's part, cut along ``dim``.
+            dim: the sequence dim.
+        """
+        step = self._active("unshard()")
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.layout.local_len:
+            raise ValueError(
+                f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
+                f"{step.layout.local_len} tokens per row: give the dim that has that length."
+            )
+        return unshard(x, dim, layout=step.layout, transport=step.groups.context)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Switch context parallelism off inside a step: whole rows, on this rank alone.
+
+        For ``generate()``, for a second model that is not sharded, for anything that does not see
+        this rank's part.
+        """
+        return context.paused()
+
+    def recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Give activation checkpointing the step in which to recompute.
+
+        ``checkpoint(layer, x, use_reentrant=False, context_fn=cp.recompute)``
+        """
+        return nullcontext(), context.activate(self._active("recompute()"))
+
+    def _active(self, what: str) -> Step:
+        step = context.current()
+        if step is None:
+            raise RuntimeError(
+                f"cp.{what} was called outside a step. Call it inside `with cp.step(batch):`."
+            )
+        return step
