@@ -80,11 +80,13 @@ class GroupTransport:
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start an all-gather."""
-        return _Waiting([compat.all_gather_single(out, x, self.group)], [out, x])
+        return _Waiting([compat.all_gather_single(out.view(-1), x.view(-1), self.group)], [out, x])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start a reduce-scatter."""
-        return _Waiting([compat.reduce_scatter_single(out, x, self.group)], [out, x])
+        return _Waiting(
+            [compat.reduce_scatter_single(out.view(-1), x.view(-1), self.group)], [out, x]
+        )
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the group."""

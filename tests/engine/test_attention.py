@@ -1,0 +1,108 @@
+"""The verb on one process; several ranks are in tests/parity."""
+
+import logging
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp.engine import attention as attention_module
+
+
+def draw(*shape):
+    return torch.randn(*shape)
+
+
+def test_outside_a_step_it_is_plain_attention():
+    q, k, v = draw(2, 6, 9, 4), draw(2, 3, 9, 4), draw(2, 3, 9, 4)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, mask=Mask(causal=True)), expected)
+    torch.testing.assert_close(
+        attention(q, k, v, mask=Mask(), scale=0.1),
+        scaled_dot_product_attention(q, k, v, scale=0.1, enable_gqa=True),
+    )
+
+
+def test_documents_and_padding_come_from_the_step_unless_the_mask_says_otherwise():
+    q = draw(1, 2, 6, 4)
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    told = attention(q, q, q, mask=Mask(causal=True, documents=ids))
+    ignored = attention(q, q, q, mask=Mask(causal=True))
+    cp = ContextParallel(None, layout="contiguous")
+    with cp.step({"input_ids": torch.arange(6)[None], "document_ids": ids}):
+        assert torch.equal(attention(q, q, q, mask=Mask(causal=True)), told)
+        assert torch.equal(attention(q, q, q, mask=cp.mask(causal=True)), told)
+        assert torch.equal(attention(q, q, q, mask=Mask(causal=True, documents=False)), ignored)
+
+
+def test_a_bound_mask_outlives_its_step():
+    q = draw(1, 2, 6, 4)
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    cp = ContextParallel(None, layout="contiguous")
+    with cp.step({"input_ids": torch.arange(6)[None], "document_ids": ids}):
+        mask = cp.mask(causal=True)
+    told = attention(q, q, q, mask=Mask(causal=True, documents=ids))
+    assert torch.equal(attention(q, q, q, mask=mask), told)
+
+
+def test_autocast_does_not_lower_the_sums():
+    q = draw(1, 2, 64, 8).requires_grad_()
+    plain = attention(q, q, q, mask=Mask(causal=True), softcap=5.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attention(q, q, q, mask=Mask(causal=True), softcap=5.0)
+    assert torch.equal(plain, inside)
+
+
+def test_layers_share_one_plan(monkeypatch):
+    built = []
+    build = attention_module.build_plan
+    monkeypatch.setattr(
+        attention_module, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw)
+    )
+    q = draw(1, 2, 6, 4)
+    with ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
+        for _ in range(5):
+            attention(q, q, q, mask=Mask(causal=True))
+            attention(q, q, q, mask=Mask(causal=True, window=3))
+    assert len(built) == 2
+
+
+def test_the_choice_is_logged_once(caplog):
+    attention_module._say.cache_clear()
+    q = draw(1, 2, 6, 4)
+    with (
+        caplog.at_level(logging.INFO, logger="lightning_cp"),
+        ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}),
+    ):
+        attention(q, q, q, mask=Mask(causal=True))
+        attention(q, q, q, mask=Mask(causal=True))
+    assert [record.message for record in caplog.records] == [
+        "context-parallel attention over 1 ranks: algorithm=gather layout=contiguous kernel=cpu"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "error", "message"),
+    [
+        (draw(1, 2, 3, 4), draw(1, 2, 3, 5), draw(1, 2, 3, 5), ValueError, "do not fit together"),
+        (draw(1, 3, 3, 4), draw(1, 2, 3, 4), draw(1, 2, 3, 4), ValueError, "3 query heads cannot"),
+        (draw(1, 2, 1, 4), draw(1, 2, 3, 4), draw(1, 2, 3, 4), ValueError, "1 queries and 3 keys"),
+        (
+            draw(1, 2, 3, 4),
+            draw(1, 2, 3, 4),
+            draw(1, 2, 3, 4).double(),
+            TypeError,
+            "one floating dtype, but are torch.float32, torch.float32, torch.float64",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(q, k, v, error, message):
+    with pytest.raises(error, match=message):
+        attention(q, k, v, mask=Mask(causal=True))
+
+
+def test_an_empty_row_is_refused():
+    q = draw(1, 2, 0, 4)
+    with pytest.raises(ValueError, match="rows of length 0"):
+        attention(q, q, q, mask=Mask(causal=True))

@@ -1,0 +1,45 @@
+"""The grid of `tests/engine/test_attend.py` once more, on real gloo processes."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_cp.collectives import GroupTransport
+from tests.engine.cases import HEADS, MASKS, attend_rank, make_case, put_together
+from tests.oracle import assert_earned, attend_whole, errors
+
+pytestmark = pytest.mark.ranks
+
+GRID = list(itertools.product(["gather", "ring"], ["zigzag", "contiguous"], MASKS, HEADS))
+
+
+def grid_case(algorithm, layout, mask, heads, dtype):
+    case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout)
+    case.inputs = case.inputs.to(dtype)
+    return case
+
+
+def attend_grid(dtype):
+    transport = GroupTransport(dist.group.WORLD)
+    return [attend_rank(transport, grid_case(*choice, dtype)) for choice in GRID]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_float64_is_exact(ranks, cp_size):
+    results = ranks(cp_size).run(attend_grid, torch.float64)
+    for choice, *parts in zip(GRID, *results, strict=True):
+        case = grid_case(*choice, torch.float64)
+        worst = errors(put_together(parts, case), attend_whole(case.inputs, case.mask))
+        assert max(worst.values()) < 1e-10, (choice, worst)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_precisions_earn_their_tolerance(ranks, dtype):
+    results = ranks(3).run(attend_grid, dtype)
+    for choice, *parts in zip(GRID, *results, strict=True):
+        case = grid_case(*choice, dtype)
+        same = attend_whole(case.inputs, case.mask)
+        exact = attend_whole(case.inputs.to(torch.float64), case.mask)
+        assert_earned(put_together(parts, case), same, exact, dtype)

@@ -1,0 +1,242 @@
+"""Steps that overlap, end early or are recomputed: each attention call keeps to its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cp import ContextParallel, Mask, attention, context, token_mean
+from lightning_cp.sequence import shard
+from tests.oracle import errors
+from tests.parity.batches import BATCHES
+from tests.parity.steps import average_, build_model, gradients, whole_step
+
+pytestmark = pytest.mark.ranks
+
+
+def build(**options):
+    return ContextParallel(dist.group.WORLD, **options)
+
+
+def several_steps_then_one_backward(batches, kind):
+    """Run forward on each batch in a step of its own, then one backward over the sum."""
+    cp, model, losses = build(), build_model(), []
+    for batch in batches:
+        with cp.step(batch) as local:
+            wrapped = None
+            if kind == "recompute":
+
+                def wrapped(block, *args):
+                    return checkpoint(block, *args, use_reentrant=False, context_fn=cp.recompute)
+
+            logits = model(local["input_ids"], cp.position_ids(), checkpoint=wrapped)
+            losses.append(token_mean(logits, local["labels"]))
+    sum(losses).backward()
+    average_(model)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["plain", "recompute"])
+def test_several_steps_before_one_backward(ranks, kind):
+    rows = [BATCHES[name](8) for name in ("document_ids", "left_padded", "plain")]
+    exact = [whole_step([r]) for r in rows]
+    summed = {name: sum(e[name] for e in exact) for name in exact[0] if name != "loss"}
+    for found in ranks(2).run(several_steps_then_one_backward, [r.batch for r in rows], kind):
+        assert max(errors(found, summed).values()) < 1e-10
+
+
+def recompute_elsewhere(where):
+    """Checkpoint without saying in which step to recompute; return what is said about it."""
+    cp = build()
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    batch = {"input_ids": torch.arange(8)[None]}
+
+    def layer(x):
+        return attention(x, x, x, mask=Mask(causal=True))
+
+    with cp.step(batch):
+        out = checkpoint(layer, q, use_reentrant=where.endswith("reentrant"))
+    try:
+        if where == "another step":
+            with cp.step(batch):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("no step", "but its step has ended"),
+        ("no step, reentrant", "but its step has ended"),
+        ("another step", "recomputed under another step"),
+    ],
+)
+def test_recompute_outside_its_step_is_refused(ranks, where, message):
+    for said in ranks(2).run(recompute_elsewhere, where, timeout=20):
+        assert message in said
+        assert "context_fn=cp.recompute" in said
+
+
+def nested_and_broken():
+    """Enter steps inside each other, leave one by an exception; return what was active when."""
+    cp, seen = build(), []
+    batch = {"input_ids": torch.arange(8)[None]}
+    with cp.step(batch):
+        outer = context.current()
+        with cp.step({"input_ids": torch.arange(5)[None]}):
+            seen.append(context.current() is not outer)
+            with cp.paused():
+                seen.append(context.current() is None)
+        seen.append(context.current() is outer)
+        try:
+            with cp.step(batch):
+                raise KeyError("on purpose")
+        except KeyError:
+            seen.append(context.current() is outer)
+    seen.append(context.current() is None)
+    return seen
+
+
+def test_steps_nest_and_are_left_behind_by_exceptions(ranks):
+    assert ranks(2).run(nested_and_broken) == [[True] * 5] * 2
+
+
+def pause():
+    """Attend over whole rows inside a step, on one rank alone."""
+    cp = build()
+    q = torch.randn(1, 2, 8, 4)
+    expected = attention(q, q, q, mask=Mask(causal=True))
+    with cp.step({"input_ids": torch.arange(8)[None]}), cp.paused():
+        if dist.get_rank() == 0:  # nobody else takes part
+            return torch.equal(attention(q, q, q, mask=Mask(causal=True)), expected)
+    return True
+
+
+def test_paused_attention_sees_whole_rows_and_needs_no_peer(ranks):
+    assert ranks(2).run(pause, timeout=20) == [True, True]
+
+
+def unshard_hidden():
+    """Return error of a loss that is computed from whole rows, and of its gradient."""
+    cp = build(layout="zigzag")
+    torch.manual_seed(0)
+    weight = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 11, 6, dtype=torch.float64)
+    scale = torch.randn(2, 11, 6, dtype=torch.float64)
+    expected = ((x @ weight).cumsum(1).tanh() * scale).sum()
+    (exact,) = torch.autograd.grad(expected, weight)
+    with cp.step({"inputs_embeds": x}) as local:
+        whole = cp.unshard(local["inputs_embeds"] @ weight, dim=1)
+    assert whole.shape == (2, 11, 6)
+    loss = (whole.cumsum(1).tanh() * scale).sum()
+    loss.backward()
+    dist.all_reduce(weight.grad)
+    weight.grad /= cp.cp_size
+    return float((loss - expected).abs()), float((weight.grad - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_unshard_gives_whole_rows_and_exact_gradients(ranks, cp_size):
+    for loss_error, gradient_error in ranks(cp_size).run(unshard_hidden):
+        assert loss_error < 1e-10
+        assert gradient_error < 1e-12
+
+
+def edited_labels(edit):
+    """Return the loss when the user changes the labels inside the step."""
+    cp = build()
+    rows = BATCHES["document_ids"](9)
+    model = build_model()
+    with cp.step(rows.batch) as local:
+        labels = local["labels"]
+        if edit == "in place":
+            labels[local["input_ids"] % 3 == 0] = -100
+        else:
+            labels = labels.masked_fill(local["input_ids"] % 3 == 0, -100)
+        loss = token_mean(model(local["input_ids"], cp.position_ids()), labels)
+        loss.backward()
+    average_(model)
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("edit", ["in place", "copy"])
+def test_labels_that_the_user_edits_inside_the_step_count_as_edited(ranks, edit):
+    rows = BATCHES["document_ids"](9)
+    tokens = rows.batch["input_ids"]
+    rows.batch["labels"] = rows.batch["labels"].masked_fill(tokens % 3 == 0, -100)
+    exact = whole_step([rows])
+    for found in ranks(3).run(edited_labels, edit):
+        assert max(errors(found, exact).values()) < 1e-10
+
+
+def unshifted_loss():
+    cp = build()
+    tokens = torch.arange(14).view(2, 7)
+    labels = tokens.masked_fill(tokens % 4 == 0, -100)
+    logits = torch.randn(2, 7, 20, generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    with cp.step({"input_ids": tokens, "labels": labels}) as local:
+        mine = shard(logits, 1, layout=context.current().layout, rank=cp.cp_rank)
+        found = token_mean(mine, local["labels"], shift=False)
+    return float((found - expected).abs())
+
+
+def test_labels_of_the_same_token(ranks):
+    assert max(ranks(3).run(unshifted_loss)) < 1e-6
+
+
+def evaluate_unevenly(steps):
+    """Evaluate another number of batches on each data rank; return the losses."""
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("data_parallel", "context_parallel")
+    )
+    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    model, losses = build_model(), []
+    with torch.no_grad():
+        for _ in range(steps[mesh["data_parallel"].get_local_rank()]):
+            rows = BATCHES["plain"](10 + mesh["data_parallel"].get_local_rank())
+            with cp.step(rows.batch) as local:
+                logits = model(local["input_ids"], cp.position_ids())
+                losses.append(float(token_mean(logits, local["labels"])))
+    return losses
+
+
+def test_evaluation_does_not_wait_for_other_rows(ranks):
+    found = ranks(4).run(evaluate_unevenly, [1, 3], timeout=30)
+    exact = [float(whole_step([BATCHES["plain"](10 + r)])["loss"]) for r in (0, 1)]
+    assert [len(losses) for losses in found] == [1, 1, 3, 3]
+    for losses, expected in zip(found, (exact[0], exact[0], exact[1], exact[1]), strict=True):
+        assert losses == pytest.approx([expected] * len(losses), abs=1e-12)
+
+
+# Break one thing, and parity must notice.
+
+
+def broken_step(what):
+    cp, rows, model = build(), BATCHES["plain"](11), build_model()
+    with cp.step(rows.batch) as local:
+        step = context.current()
+        if what == "label shift":
+            # As if each rank had shifted only its own part.
+            local_shift = torch.full_like(local["labels"], -100)
+            local_shift[:, :-1] = local["labels"][:, 1:]
+            object.__setattr__(step.targets, "shifted", local_shift)
+        if what == "token count":
+            object.__setattr__(step.targets, "num_shifted", (step.targets.shifted != -100).sum())
+        loss = token_mean(model(local["input_ids"], cp.position_ids()), local["labels"])
+        loss.backward()
+    average_(model)
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("what", ["label shift", "token count"])
+def test_parity_notices(ranks, what):
+    exact = whole_step([BATCHES["plain"](11)])
+    for found in ranks(2).run(broken_step, what):
+        assert max(errors(found, exact).values()) > 1e-3
+    for found in ranks(2).run(broken_step, "nothing"):
+        assert max(errors(found, exact).values()) < 1e-10

@@ -1,0 +1,269 @@
+"""Bad input: every rank raises, with a message that says what to do, and nobody waits for ever."""
+
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_cp import ContextParallel, Mask, attention, token_mean
+
+pytestmark = pytest.mark.ranks
+
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def step_message(batches, options):
+    """Return what this rank says to its batch."""
+    cp = ContextParallel(dist.group.WORLD, **options)
+    try:
+        with cp.step(batches[dist.get_rank() % len(batches)]):
+            return "accepted"
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+STEP_CASES = {
+    "length 0": (
+        [{"input_ids": TOKENS[:, :0]}],
+        {},
+        r"`input_ids` has shape \(2, 0\): rows of length 0",
+    ),
+    "no sequence": (
+        [{"pixels": TOKENS}],
+        {},
+        r"keys \['pixels'\], and none of them.*sequence_dims=",
+    ),
+    "no dict": ([(TOKENS,)], {}, r"TypeError: cp.step\(\) needs a dict of tensors.*got a tuple"),
+    "unknown sequence dim": (
+        [{"input_ids": TOKENS, "weights": torch.ones(2, 3, 12)}],
+        {},
+        r"`weights` of shape \(2, 3, 12\), whose dim 2 is as long.*"
+        r"sequence_dims=\{'weights': 2\} to cut it, \{'weights': None\} to keep it whole",
+    ),
+    "unknown sequence dim, nested": (
+        [{"input_ids": TOKENS, "extra": {"weights": [torch.ones(12)]}}],
+        {},
+        r"`extra.weights\[0\]` of shape \(12,\)",
+    ),
+    "sequence dim that is not there": (
+        [{"input_ids": TOKENS, "weights": torch.ones(2)}],
+        {"sequence_dims": {"weights": 1}},
+        r"sequence_dims=\{'weights': 1\}, but `weights` has shape \(2,\)",
+    ),
+    "two sequence lengths": (
+        [{"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :5]}],
+        {},
+        r"two sequence lengths: `input_ids` has 12 tokens, `decoder_input_ids` of shape \(2, 5\) "
+        r"has 5. Open one `cp.step` for each sequence",
+    ),
+    "documents that disagree": (
+        [
+            {
+                "input_ids": TOKENS,
+                "document_ids": (TOKENS % 12 > 5).long(),
+                "position_ids": (TOKENS % 12) % 7,
+            }
+        ],
+        {},
+        r"documents in two ways that disagree: `document_ids` and `position_ids` differ in row 0 "
+        r"at position 6",
+    ),
+    "documents that come back": (
+        [{"input_ids": TOKENS, "document_ids": (TOKENS % 12 // 4 % 2).long()}],
+        {},
+        "Row 0 of `document_ids` uses id 0 again at position 8",
+    ),
+    "documents of a wrong shape": (
+        [{"input_ids": TOKENS, "document_ids": torch.zeros(2, 12)}],
+        {},
+        r"`document_ids` must be integers of shape \[batch, 12\], but are torch.float32",
+    ),
+    "lengths of several rows": (
+        [{"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 12])}],
+        {},
+        r"`cu_seq_lens_q` describes one row, but the batch has 2. Use `document_ids`",
+    ),
+    "lengths that fall": (
+        [{"input_ids": TOKENS[:1], "cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}],
+        {},
+        r"must rise from 0 to at most the row's 12 tokens, but is \[0, 8, 5, 12\]",
+    ),
+    "a 4-D mask": (
+        [{"input_ids": TOKENS, "attention_mask": torch.ones(2, 12, 12)}],
+        {},
+        r"`attention_mask` of shape \(2, 12, 12\) cannot be cut: give \[batch, 12\]",
+    ),
+    "documents in the attention mask": (
+        [{"input_ids": TOKENS, "attention_mask": TOKENS}],
+        {},
+        r"holds values from 0 to 23, but knows only 1 for tokens and 0 for padding",
+    ),
+    "other values on another rank": (
+        [{"input_ids": TOKENS}, {"input_ids": TOKENS + 1}],
+        {},
+        "must hold the same batch, but rank 1 and rank 0 differ in their values.*Usual causes",
+    ),
+    "other order on another rank": (
+        [{"input_ids": TOKENS}, {"input_ids": TOKENS.flip(1)}],
+        {},
+        "rank 1 and rank 0 differ in their values",
+    ),
+    "other shapes on another rank": (
+        [{"input_ids": TOKENS}, {"input_ids": TOKENS[:, :6]}],
+        {"check_batches": 0},
+        r"rank 1 and rank 0 differ in their shapes; this is rank \d, with input_ids \(2, (12|6)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_all_ranks_refuse_a_bad_batch(ranks, name):
+    batches, options, pattern = STEP_CASES[name]
+    for message in ranks(2).run(step_message, batches, options, timeout=20):
+        assert re.search(pattern, message), message
+
+
+def test_a_bad_batch_on_one_rank_is_refused_by_all(ranks):
+    good, bad = {"input_ids": TOKENS}, {"input_ids": TOKENS[:, :0]}
+    first, second = ranks(2).run(step_message, [good, bad], {}, timeout=20)
+    assert re.search("Rank 1 of the context-parallel group refused its batch.*length 0", first)
+    assert re.search("ValueError: `input_ids` has shape", second)
+
+
+def data_axis_message(batches):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "context_parallel"))
+    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    try:
+        with cp.step(batches[mesh["data_parallel"].get_local_rank()]):
+            return "accepted"
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_bad_batch_in_one_group_stops_the_groups_beside_it(ranks):
+    good, bad = {"input_ids": TOKENS}, {"input_ids": TOKENS[:, :0]}
+    messages = ranks(4).run(data_axis_message, [good, bad], timeout=20)
+    assert all("Another context-parallel group of this job" in m for m in messages[:2])
+    assert all("rows of length 0" in m for m in messages[2:])
+
+
+def build_message(arguments):
+    try:
+        ContextParallel(*arguments.pop("positional", ()), **arguments)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+BUILD_CASES = {
+    "algorithm": ({"mesh": None, "algorithm": "star"}, "algorithm='star' is unknown. Use one of"),
+    "kernel": ({"mesh": None, "kernel": "magic"}, "kernel='magic' is unknown. Use one of"),
+    "layout": ({"mesh": None, "layout": "spiral"}, "layout='spiral' is unknown. Use one of"),
+    "mesh": (
+        {"mesh": 8},
+        r"TypeError: ContextParallel\(mesh=...\) got a int. Give a 1-D DeviceMesh",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILD_CASES)
+def test_bad_settings_are_refused_at_once(name):
+    arguments, pattern = BUILD_CASES[name]
+    assert re.search(pattern, build_message(dict(arguments)))
+
+
+def mesh_message():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "context_parallel"))
+    return build_message({"mesh": mesh})
+
+
+def test_a_mesh_of_two_axes_is_refused(ranks):
+    for message in ranks(2).run(mesh_message):
+        assert re.search(
+            r"axes \('data_parallel', 'context_parallel'\), but needs exactly one", message
+        )
+
+
+def attention_message(shape, arguments, options):
+    """Return what this rank says to an attention call inside a step of 12 tokens."""
+    cp = ContextParallel(dist.group.WORLD, **options)
+    q = torch.randn(*shape)
+    with cp.step({"input_ids": TOKENS}):
+        try:
+            attention(q, q, q, **{"mask": Mask(causal=True), **arguments})
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+ATTENTION_CASES = {
+    "a whole row": (
+        (2, 4, 12, 8),
+        {},
+        {},
+        r"got 12 tokens inside a step whose ranks hold 6 each \(12 over 2 ranks\). That is the "
+        r"whole row. .*cp.paused\(\)",
+    ),
+    "one token, as in generate()": ((2, 4, 1, 8), {}, {}, r"got 1 tokens inside a step.*cp.paused"),
+    "dropout": (
+        (2, 4, 6, 8),
+        {"dropout": 0.1},
+        {},
+        r"dropout=0.1\): attention dropout is not exact",
+    ),
+    "softcap": ((2, 4, 6, 8), {"softcap": 0.0}, {}, r"softcap=0.0\): give a number above 0"),
+    "a kernel that cannot": (
+        (2, 4, 6, 8),
+        {"softcap": 20.0},
+        {"kernel": "cpu"},
+        r"kernel='cpu' cannot compute this attention: it has no softcap.*Use kernel='auto'",
+    ),
+    "sinks": ((2, 4, 6, 8), {"sinks": torch.zeros(3)}, {}, r"shape \(3,\).*per query head: \(4,\)"),
+    "another batch size": (
+        (3, 4, 6, 8),
+        {"mask": Mask(documents=torch.stack([TOKENS[0] // 3, TOKENS[0] // 4]))},
+        {},
+        "the mask has 2 rows .*but the tensors have a batch of 3",
+    ),
+    "three dims": (
+        (4, 6, 8),
+        {},
+        {},
+        r"needs \[batch, heads, tokens, head_dim\]; it got q \(4, 6, 8\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_CASES)
+def test_all_ranks_refuse_a_bad_attention_call(ranks, name):
+    shape, arguments, options, pattern = ATTENTION_CASES[name]
+    for message in ranks(2).run(attention_message, shape, arguments, options, timeout=20):
+        assert re.search(pattern, message), message
+
+
+def timeout_seconds():
+    cp = ContextParallel(dist.group.WORLD, timeout=timedelta(seconds=17))
+    group = cp._groups.attend.group
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_the_timeout_reaches_the_group_of_attention(ranks):
+    assert ranks(2).run(timeout_seconds) == [17.0, 17.0]
+
+
+def loss_message():
+    cp = ContextParallel(dist.group.WORLD)
+    with cp.step({"input_ids": TOKENS}):
+        try:
+            token_mean(torch.zeros(2, 12, 5), torch.zeros(2, 12).long())
+        except ValueError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_whole_labels_inside_a_step_are_refused(ranks):
+    for message in ranks(2).run(loss_message):
+        assert "12 tokens per row inside a step whose ranks hold 6 each" in message

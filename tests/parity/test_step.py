@@ -1,0 +1,86 @@
+"""Loss and every gradient of a step on gloo ranks, against one process that saw the whole batch."""
+
+import pytest
+import torch
+
+from tests.oracle import errors
+from tests.parity.batches import BATCHES
+from tests.parity.steps import Job, rank_steps, whole_step
+
+pytestmark = pytest.mark.ranks
+
+CHOICES = [
+    ("gather", "zigzag"),
+    ("ring", "contiguous"),
+    ("ring", "zigzag"),
+    ("gather", "contiguous"),
+]
+
+
+def check(found, exact, name):
+    assert set(found) == set(exact), name
+    worst = errors(found, exact)
+    assert max(worst.values()) < 1e-10, (name, worst)
+
+
+def expected(rows):
+    exact = whole_step([rows])
+    embeds = rows.batch.get("inputs_embeds")
+    if embeds is not None:
+        exact["inputs_embeds"], embeds.grad = embeds.grad, None
+    return exact
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_every_kind_of_batch(ranks, cp_size):
+    rows = {name: build(3) for name, build in BATCHES.items()}
+    exact = {name: expected(rows[name]) for name in rows}
+    for algorithm, layout in CHOICES:
+        options = {"algorithm": algorithm, "layout": layout}
+        jobs = [Job([rows[name]], options) for name in rows]
+        for rank, results in enumerate(ranks(cp_size).run(rank_steps, jobs)):
+            for name, found in zip(rows, results, strict=True):
+                check(found, exact[name], (name, algorithm, layout, rank))
+
+
+def test_no_valid_label_gives_loss_zero_and_no_gradient():
+    exact = expected(BATCHES["no_label"](3))
+    assert all(not x.any() for x in exact.values())
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"backward_outside": True},
+        {"checkpointing": "reentrant"},
+        {"checkpointing": "non-reentrant"},
+        {"checkpointing": "non-reentrant", "backward_outside": True},
+        {"checkpointing": "reentrant", "backward_outside": True, "bound_mask": True},
+    ],
+    ids=str,
+)
+def test_backward_outside_and_activation_checkpointing(ranks, cp_size, how):
+    names = ["document_ids", "left_padded"]
+    rows = [BATCHES[name](4) for name in names]
+    for algorithm, layout in CHOICES[:2]:
+        jobs = [Job([r], {"algorithm": algorithm, "layout": layout}, **how) for r in rows]
+        results = ranks(cp_size).run(rank_steps, jobs)
+        for r, *found in zip(rows, *results, strict=True):
+            for part in found:
+                check(part, whole_step([r]), how)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+def test_data_parallel_beside_it_with_uneven_labels(ranks, algorithm):
+    rows = [BATCHES["document_ids"](5), BATCHES["right_padded"](6)]
+    exact = whole_step(rows)
+    assert exact["loss"] > 0
+    for found in ranks(4).run(rank_steps, [Job(rows, {"algorithm": algorithm})]):
+        check(found[0], exact, algorithm)
+
+
+def test_all_ranks_report_the_same_loss(ranks):
+    results = ranks(3).run(rank_steps, [Job([BATCHES["plain"](7)])])
+    losses = torch.stack([found[0]["loss"] for found in results])
+    assert (losses == losses[0]).all()

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import torch
+
+from lightning_cp import ContextParallel
+from lightning_cp.batch import SEQUENCE_DIMS, read_batch
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def read(batch, **sequence_dims):
+    return read_batch(batch, sequence_dims=sequence_dims, decided={})
+
+
+def test_a_step_yields_exactly_the_users_keys():
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "name": "a", "index": torch.arange(2)}
+    with ContextParallel(None).step(batch) as local:
+        assert list(local) == list(batch)
+        assert local["name"] == "a"
+        assert torch.equal(local["labels"], TOKENS)
+
+
+def test_the_users_batch_is_left_as_it_was():
+    batch = {"input_ids": TOKENS.clone(), "labels": TOKENS.clone()}
+    with ContextParallel(None, layout="zigzag").step(batch) as local:
+        local["labels"].fill_(-100)
+    assert torch.equal(batch["labels"], TOKENS)
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_a_named_tensor_is_cut_where_the_user_says(dim):
+    batch = {"input_ids": TOKENS, "weights": torch.ones(2, 6, 3)}
+    assert read(batch, weights=dim).dims == {"input_ids": 1, "weights": dim}
+    assert "weights" not in read(batch, weights=None).dims
+
+
+def test_the_users_word_goes_before_the_defaults():
+    batch = {"input_ids": TOKENS, "token_type_ids": torch.zeros(2, 4)}
+    assert read(batch, token_type_ids=None).dims == {"input_ids": 1}
+
+
+def test_an_unknown_key_is_judged_by_the_first_batch_only():
+    cp = ContextParallel(None)
+    with cp.step({"input_ids": TOKENS, "ages": torch.ones(2, 5)}):
+        pass
+    with cp.step({"input_ids": TOKENS[:, :5], "ages": torch.ones(2, 5)}) as local:
+        assert local["ages"].shape == (2, 5)
+
+
+def test_labels_of_rows_are_kept_whole():
+    whole = read({"input_ids": TOKENS, "labels": torch.tensor([0, 1])})
+    assert "labels" not in whole.dims
+
+
+def test_positions_of_several_axes_are_cut_along_the_last():
+    positions = torch.arange(6).expand(3, 2, -1)
+    assert read({"input_ids": TOKENS, "position_ids": positions}).dims["position_ids"] == -1
+
+
+def test_one_document_per_row_is_no_documents():
+    for extra in (
+        {"document_ids": torch.tensor([[5] * 6, [2] * 6])},
+        {"position_ids": torch.arange(6).expand(2, -1) + 3},
+        {"attention_mask": torch.ones(2, 6)},
+    ):
+        whole = read({"input_ids": TOKENS, **extra})
+        assert whole.documents is None
+        assert whole.padding is None
+
+
+def test_positions_of_left_padded_rows_are_no_documents():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    whole = read({"input_ids": TOKENS, "attention_mask": mask, "position_ids": positions})
+    assert whole.documents is None
+    assert np.array_equal(whole.padding, (mask == 0).numpy())
+
+
+def test_documents_of_one_row_are_numbered_along_it():
+    ids = torch.tensor([[7, 7, 3, 3, 3, -1], [1, 1, 1, 1, 2, 2]])
+    whole = read({"input_ids": TOKENS, "document_ids": ids})
+    assert whole.documents.tolist() == [[0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 1, 1]]
+
+
+def test_position_ids_restart_in_each_document():
+    cp = ContextParallel(None, layout="contiguous")
+    ids = torch.tensor([[7, 7, 3, 3, 3, 3], [1, 1, 1, 1, 2, 2]])
+    with cp.step({"input_ids": TOKENS, "document_ids": ids}):
+        assert cp.position_ids().tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]]
+    with cp.step({"input_ids": TOKENS}):
+        assert cp.position_ids().tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_known_keys_are_those_of_hugging_face_batches():
+    assert {"input_ids", "labels", "attention_mask", "position_ids"} <= set(SEQUENCE_DIMS)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "mask", "recompute"])
+def test_what_needs_a_step_says_so_outside(name):
+    with pytest.raises(RuntimeError, match=rf"cp.{name}\(\) was called outside a step"):
+        getattr(ContextParallel(None), name)()
+
+
+def test_unshard_names_the_length_that_it_needs():
+    cp = ContextParallel(None, layout="contiguous")
+    with (
+        cp.step({"input_ids": TOKENS}),
+        pytest.raises(ValueError, match=r"shape \(2, 5\), but this rank holds 6 tokens"),
+    ):
+        cp.unshard(torch.zeros(2, 5), dim=1)

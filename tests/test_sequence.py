@@ -1,0 +1,53 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cp.layout import build_layout
+from lightning_cp.sequence import shard, shift_labels, unshard
+from tests.ranks import run_threads
+
+
+@given(st.integers(1, 30), st.sampled_from([1, 2, 3, 5]), st.sampled_from(["zigzag", "contiguous"]))
+def test_shards_put_back_are_the_row(length, cp_size, name):
+    layout = build_layout(name, seq_len=length, cp_size=cp_size)
+    x = torch.arange(2.0 * length * 3).view(2, length, 3)
+
+    def work(transport):
+        part = shard(x, 1, layout=layout, rank=transport.rank, fill=9)
+        return unshard(part, 1, layout=layout, transport=transport)
+
+    assert all(torch.equal(whole, x) for whole in run_threads(cp_size, work))
+
+
+def test_gradients_of_a_shard_reach_the_whole_tensor_once():
+    layout = build_layout("zigzag", seq_len=7, cp_size=2)
+    x = torch.randn(7, requires_grad=True)
+    total = sum(shard(x, 0, layout=layout, rank=rank).sum() for rank in range(2))
+    total.backward()
+    assert torch.equal(x.grad, torch.ones(7))
+
+
+def test_integers_are_put_back_without_gradients():
+    layout = build_layout("contiguous", seq_len=5, cp_size=2)
+
+    def work(transport):
+        part = shard(torch.arange(5), -1, layout=layout, rank=transport.rank, fill=-100)
+        return unshard(part, -1, layout=layout, transport=transport).tolist()
+
+    assert run_threads(2, work) == [[0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("labels", "documents", "shifted"),
+    [
+        ([[1, 2, 3]], None, [[2, 3, -100]]),
+        ([[1]], None, [[-100]]),
+        ([[1, -100, 3]], None, [[-100, 3, -100]]),
+        ([[1, 2, 3, 4]], [[0, 1, 1, -1]], [[-100, 3, -100, -100]]),
+        ([[1, 2], [3, 4]], [[0, 0]], [[2, -100], [4, -100]]),
+    ],
+)
+def test_labels_are_those_of_the_next_token_of_the_document(labels, documents, shifted):
+    ids = None if documents is None else torch.tensor(documents)
+    assert shift_labels(torch.tensor(labels), ids).tolist() == shifted
