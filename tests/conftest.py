@@ -2,18 +2,31 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import settings
 
 from lightning_cp import context
 from tests.ranks import RankPool
 
-settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
-settings.load_profile("seeded")
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine with torch and pytest only runs tests/gpu
+    settings = None
+else:
+    settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+    settings.load_profile("seeded")
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Let `pytest -m gpu` look at tests/gpu only: other modules may not even import there."""
+    gpu = Path(__file__).parent / "gpu"
+    if config.option.markexpr == "gpu" and collection_path.is_file():
+        return gpu not in collection_path.parents or None
+    return None
 
 
 @pytest.fixture(scope="session")

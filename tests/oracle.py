@@ -1,6 +1,6 @@
 """What one device computes, written a second time and as plainly as possible: S x S, float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +58,14 @@ class Inputs:
     sinks: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Inputs":
-        sinks = None if self.sinks is None else self.sinks.to(dtype)
-        return Inputs(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout)), sinks)
+        return self._map(lambda x: x.to(dtype))
+
+    def on(self, device: torch.device) -> "Inputs":
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        sinks = None if self.sinks is None else change(self.sinks)
+        return Inputs(*(change(x) for x in (self.q, self.k, self.v, self.dout)), sinks)
 
 
 def make_inputs(

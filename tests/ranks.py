@@ -34,15 +34,16 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` gloo processes that run functions together.
+    """``world_size`` processes that run functions together, on gloo or on NCCL and one GPU.
 
     A function and its arguments must pickle: module-level, in an importable module. When a rank
     fails or the time limit passes, all processes are ended and the pool starts anew at the next
     run.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self.backend = backend
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
 
@@ -88,7 +89,9 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, rendezvous), daemon=True
+                target=_serve,
+                args=(theirs, rank, self.world_size, self.backend, rendezvous),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -107,10 +110,20 @@ class RankPool:
         self._pipes, self._processes = [], []
 
 
-def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str) -> None:
+def _serve(pipe: Any, rank: int, world_size: int, backend: str, rendezvous: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        # NCCL refuses two ranks on one GPU unless each claims to be another host.
+        os.environ |= {
+            "NCCL_HOSTID": f"host{rank}",
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=rendezvous,
         rank=rank,
         world_size=world_size,

@@ -103,7 +103,7 @@ def build_call(case: Case, transport: Transport) -> Call:
 
 def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     """Run a case on one rank: its part of out, dq, dk, dv, and its share of dsinks."""
-    call, inputs = build_call(case, transport), case.inputs
+    call, inputs = build_call(case, transport), case.inputs.on(transport.device)
 
     def cut(x: Tensor) -> Tensor:
         return shard(x, 2, layout=call.plan.layout, rank=transport.rank)
@@ -114,7 +114,8 @@ def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     names = ["dq", "dk", "dv"] if sinks is None else ["dq", "dk", "dv", "dsinks"]
     wanted = leaves if sinks is None else [*leaves, sinks]
     grads = torch.autograd.grad(out, wanted, cut(inputs.dout))
-    return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+    named = {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+    return {name: x.cpu() for name, x in named.items()}
 
 
 def put_together(parts: list[dict[str, Tensor]], case: Case) -> dict[str, Tensor]:

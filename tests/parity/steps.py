@@ -119,26 +119,31 @@ class Job:
     checkpointing: str | None = None
     backward_outside: bool = False
     bound_mask: bool = False
+    device: str = "cpu"
 
 
 def rank_step(job: Job) -> dict[str, Tensor]:
     """Return loss and every averaged gradient, as this rank has them."""
     dp_size = len(job.rows)
     mesh = init_device_mesh(
-        "cpu",
+        job.device,
         (dp_size, dist.get_world_size() // dp_size),  # noqa: TID251
         mesh_dim_names=("data_parallel", "context_parallel"),
     )
     data = mesh["data_parallel"] if dp_size > 1 else None
     cp = ContextParallel(mesh["context_parallel"], data, **job.options)
     rows = job.rows[mesh["data_parallel"].get_local_rank()]
-    model = build_model()
+    batch = {
+        key: value.to(job.device) if isinstance(value, Tensor) else value
+        for key, value in rows.batch.items()
+    }
+    model = build_model().to(job.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
         return attention(q, k, v, mask=bound[mask], sinks=sinks)
 
     embeds = rows.batch.get("inputs_embeds")
-    with cp.step(rows.batch) as local:
+    with cp.step(batch) as local:
         bound = {b.mask: cp.mask(causal=True, window=b.mask.window) for b in model.blocks}
         logits = model(
             local.get("input_ids"),
@@ -155,9 +160,10 @@ def rank_step(job: Job) -> dict[str, Tensor]:
     average_(model)
     found = {"loss": loss.detach(), **gradients(model)}
     if embeds is not None and embeds.requires_grad:
-        dist.all_reduce(embeds.grad)
-        found["inputs_embeds"] = embeds.grad / dist.get_world_size()  # noqa: TID251
-    return found
+        gradient = embeds.grad.to(job.device)
+        dist.all_reduce(gradient)
+        found["inputs_embeds"] = gradient / dist.get_world_size()  # noqa: TID251
+    return {name: x.cpu() for name, x in found.items()}
 
 
 def rank_steps(jobs: list[Job]) -> list[dict[str, Tensor]]:

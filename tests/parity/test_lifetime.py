@@ -45,11 +45,11 @@ def test_several_steps_before_one_backward(ranks, kind):
         assert max(errors(found, summed).values()) < 1e-10
 
 
-def recompute_elsewhere(where):
+def recompute_elsewhere(where, device="cpu"):
     """Checkpoint without saying in which step to recompute; return what is said about it."""
     cp = build()
-    q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    batch = {"input_ids": torch.arange(8)[None]}
+    q = torch.randn(1, 2, 4, 8, device=device, requires_grad=True)
+    batch = {"input_ids": torch.arange(8, device=device)[None]}
 
     def layer(x):
         return attention(x, x, x, mask=Mask(causal=True))

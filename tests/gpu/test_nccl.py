@@ -1,0 +1,111 @@
+"""The engine and the step on several NCCL ranks that share one GPU.
+
+Here, and only here, streams and autograd's device threads are real: recomputation runs on another
+thread than forward, and communication is asynchronous.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_cp.collectives import GroupTransport
+from tests.engine.cases import MASKS, attend_rank, make_case, put_together
+from tests.oracle import assert_earned, attend_whole, errors
+from tests.parity import test_lifetime, test_refusals
+from tests.parity.batches import BATCHES
+from tests.parity.steps import Job, rank_steps, whole_step
+from tests.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+GRID = list(itertools.product(["gather", "ring"], ["zigzag", "contiguous"], MASKS, ["gqa", "mha"]))
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    pools: dict[int, RankPool] = {}
+    yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
+    for pool in pools.values():
+        pool.stop()
+
+
+def grid_case(algorithm, layout, mask, heads, dtype):
+    case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout, kernel="reference")
+    case.inputs = case.inputs.to(dtype)
+    return case
+
+
+def attend_grid(dtype):
+    transport = GroupTransport(dist.group.WORLD)
+    return [attend_rank(transport, grid_case(*choice, dtype)) for choice in GRID]
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_float64_is_exact(nccl, cp_size):
+    results = nccl(cp_size).run(attend_grid, torch.float64, timeout=300)
+    for choice, *parts in zip(GRID, *results, strict=True):
+        case = grid_case(*choice, torch.float64)
+        worst = errors(put_together(parts, case), attend_whole(case.inputs, case.mask))
+        assert max(worst.values()) < 1e-10, (choice, worst)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lower_precisions_earn_their_tolerance(nccl, dtype):
+    results = nccl(4).run(attend_grid, dtype, timeout=300)
+    for choice, *parts in zip(GRID, *results, strict=True):
+        case = grid_case(*choice, dtype)
+        same = attend_whole(case.inputs, case.mask)
+        exact = attend_whole(case.inputs.to(torch.float64), case.mask)
+        assert_earned(put_together(parts, case), same, exact, dtype)
+
+
+HOWS = [
+    {},
+    {"backward_outside": True},
+    {"checkpointing": "reentrant"},
+    {"checkpointing": "non-reentrant"},
+    {"checkpointing": "non-reentrant", "backward_outside": True},
+    {"checkpointing": "reentrant", "backward_outside": True, "bound_mask": True},
+]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+def test_steps_are_exact_also_when_recomputed(nccl, cp_size, algorithm):
+    names = ["document_ids", "cu_seq_lens", "left_padded", "short", "no_label"]
+    rows = {name: BATCHES[name](3) for name in names}
+    todo = list(itertools.product(names, HOWS))
+    jobs = [Job([rows[name]], {"algorithm": algorithm}, device="cuda", **how) for name, how in todo]
+    results = nccl(cp_size).run(rank_steps, jobs, timeout=300)
+    exact = {name: whole_step([rows[name]]) for name in names}
+    for (name, how), *found in zip(todo, *results, strict=True):
+        for part in found:
+            worst = errors(part, exact[name])
+            assert max(worst.values()) < 1e-10, (name, how, worst)
+
+
+def test_data_parallel_beside_it(nccl):
+    rows = [BATCHES["document_ids"](5), BATCHES["right_padded"](6)]
+    exact = whole_step(rows)
+    for (found,) in nccl(4).run(rank_steps, [Job(rows, device="cuda")], timeout=120):
+        assert max(errors(found, exact).values()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "name", ["length 0", "other values on another rank", "two sequence lengths"]
+)
+def test_all_ranks_refuse_a_bad_batch(nccl, name):
+    batches, options, pattern = test_refusals.STEP_CASES[name]
+    for message in nccl(2).run(test_refusals.step_message, batches, options, timeout=60):
+        assert test_refusals.re.search(pattern, message), message
+
+
+@pytest.mark.parametrize("where", ["no step", "another step"])
+def test_recompute_outside_its_step_is_refused(nccl, where):
+    for said in nccl(2).run(test_lifetime.recompute_elsewhere, where, "cuda", timeout=60):
+        assert "context_fn=cp.recompute" in said
