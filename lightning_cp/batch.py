@@ -242,7 +242,7 @@ def _documents_from_lengths(batch: Mapping[str, Any], seq_len: int) -> IntArray 
     given = batch.get("cu_seq_lens_q")
     if given is None:
         return None
-    ends = given.detach().cpu().numpy().astype(np.int64)
+    ends = torch.as_tensor(given).detach().cpu().numpy().astype(np.int64)
     rows = next((batch[key].shape[0] for key in ("input_ids", "inputs_embeds") if key in batch), 1)
     if rows != 1:
         raise ValueError(
@@ -382,7 +382,7 @@ def sum_counts(
         counts[0], counts[1] = targets.num_shifted, targets.num_plain
     counts[2] = int(problem is not None)
     data.all_reduce(counts)
-    if data.size > 1 and problem is None and int(counts[2]):
+    if problem is None and int(counts[2]):
         problem = ValueError(
             "Another context-parallel group of this job (other rows of the data axis) refused its "
             "batch; its ranks say why."

@@ -119,7 +119,7 @@ class ContextParallel:
             layout = build_layout(self.layout, seq_len=whole.seq_len, cp_size=groups.context.size)
             local = batches.shard_batch(whole, layout=layout, rank=rank)
             targets = batches.build_targets(whole, local, layout, rank)
-        if training:
+        if training and groups.data.size > 1:
             targets, problem = batches.sum_counts(targets, problem, groups.data)
         if problem is not None:
             raise problem
