@@ -7,7 +7,7 @@ makes sure that all ranks of a group hold the same batch. Refusals are raised by
 
 import hashlib
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.collectives import Transport
-from lightning_cp.context import IGNORED_LABEL, Targets
+from lightning_cp.context import IGNORED_LABEL
 from lightning_cp.layout import Layout
 from lightning_cp.mask import NO_DOCUMENT, BoolArray, IntArray, check_runs
-from lightning_cp.sequence import shard, shift_labels
+from lightning_cp.sequence import shard
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,
@@ -93,27 +93,24 @@ def read_batch(
             "attend to. Leave such batches out, in the data set or in the collate function."
         )
     dims = _dims(batch, known, sequence_dims, decided, anchor, seq_len)
+    batch_size = batch[anchor].shape[0]
     padding = _read_padding(batch, seq_len)
-    return WholeBatch(
-        tensors=batch,
-        dims=dims,
-        batch_size=batch[anchor].shape[0],
-        seq_len=seq_len,
-        documents=_read_documents(batch, seq_len, padding),
-        padding=padding,
-    )
+    documents = _read_documents(batch, batch_size, seq_len, padding)
+    return WholeBatch(batch, dims, batch_size, seq_len, documents, padding)
 
 
 def _sequence(batch: Mapping[str, Any], known: Mapping[str, int | None]) -> tuple[str, int]:
     """Return the key that says how long rows are, and how long."""
     for key in dict.fromkeys(("input_ids", "inputs_embeds", *known)):
         dim, value = known.get(key), batch.get(key)
-        if (
-            isinstance(value, Tensor)
-            and dim is not None
-            and _has_dim(value, dim)
-            and value.dim() > 1
-        ):
+        if not isinstance(value, Tensor) or dim is None:
+            continue
+        if value.dim() < 2 and key in ("input_ids", "inputs_embeds"):
+            raise ValueError(
+                f"`{key}` has shape {tuple(value.shape)}, but rows lie in a batch: give "
+                "[batch, tokens], for one row x.unsqueeze(0)."
+            )
+        if value.dim() > 1 and _has_dim(value, dim):
             return key, value.shape[dim]
     raise ValueError(
         f"The batch has the keys {sorted(batch)}, and none of them is known to hold a sequence. "
@@ -136,13 +133,18 @@ def _dims(
     """Return the dim along which each key is cut; keys that are kept whole are left out."""
     dims = {}
     for key, value in batch.items():
-        if key not in known and key not in decided:
-            for name, x in _tensors(key, value):
-                _check_unknown(name, x, seq_len)
+        if key not in known and key not in decided and value is not None:
+            _check_unknown(key, value, seq_len)
             decided[key] = None
         dim = known.get(key)
-        if dim is None or not isinstance(value, Tensor):
+        if dim is None or value is None:
             continue
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"`{key}` holds a sequence and would be cut along dim {dim}, but is a "
+                f"{type(value).__name__}. Give a tensor, or keep it whole: "
+                f"sequence_dims={{'{key}': None}}."
+            )
         if not _has_dim(value, dim):
             if key in named:
                 raise ValueError(
@@ -172,13 +174,21 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}[{index}]", inner)
 
 
-def _check_unknown(name: str, x: Tensor, seq_len: int) -> None:
-    if seq_len in x.shape:
+def _check_unknown(key: str, value: object, seq_len: int) -> None:
+    for name, x in _tensors(key, value):
+        if seq_len not in x.shape:
+            continue
         dim = x.shape.index(seq_len)
+        cure = (
+            f"Say whether it is sharded: sequence_dims={{'{key}': {dim}}} to cut it, "
+            f"{{'{key}': None}} to keep it whole."
+            if x is value
+            else f"Only tensors at the top of the batch are cut: move it there, or keep all of "
+            f"`{key}` whole: sequence_dims={{'{key}': None}}."
+        )
         raise ValueError(
             f"The batch holds `{name}` of shape {tuple(x.shape)}, whose dim {dim} is as long as "
-            f"the sequence. Say whether it is sharded: sequence_dims={{'{name}': {dim}}} to cut "
-            f"it, {{'{name}': None}} to keep it whole."
+            f"the sequence. {cure}"
         )
 
 
@@ -192,32 +202,35 @@ def _read_padding(batch: Mapping[str, Any], seq_len: int) -> BoolArray | None:
             f"`attention_mask` of shape {shape} cannot be cut: give [batch, {seq_len}], 1 for "
             "tokens and 0 for padding, and say the rest with Mask(...) in the model."
         )
-    values = mask.detach().cpu().numpy()
-    if not np.isin(values, (0, 1)).all():
+    padding = mask == 0
+    if not (padding | (mask == 1)).all():
         raise ValueError(
-            f"`attention_mask` holds values from {values.min()} to {values.max()}, but knows only "
-            "1 for tokens and 0 for padding. Packed documents are told by `document_ids`."
+            f"`attention_mask` holds values from {mask.min()} to {mask.max()}, but knows only 1 "
+            "for tokens and 0 for padding. Packed documents are told by `document_ids`."
         )
-    padding: BoolArray = values == 0
-    return padding if padding.any() else None
+    found: BoolArray = padding.cpu().numpy()
+    return found if found.any() else None
 
 
 def _read_documents(
-    batch: Mapping[str, Any], seq_len: int, padding: BoolArray | None
+    batch: Mapping[str, Any], batch_size: int, seq_len: int, padding: BoolArray | None
 ) -> IntArray | None:
     """Return the documents, from whichever of the three ways the batch tells them."""
     told = {
-        "document_ids": _documents_from_ids(batch.get("document_ids"), seq_len),
-        "cu_seq_lens_q": _documents_from_lengths(batch, seq_len),
-        "position_ids": _documents_from_jumps(batch.get("position_ids"), padding),
+        "document_ids": _documents_from_ids(batch.get("document_ids"), batch_size, seq_len),
+        "cu_seq_lens_q": _documents_from_lengths(batch, batch_size, seq_len),
     }
-    found = {name: _numbered(ids, padding) for name, ids in told.items() if ids is not None}
+    told["position_ids"] = _documents_from_jumps(
+        batch.get("position_ids"), padding, told_elsewhere=any(x is not None for x in told.values())
+    )
+    found = {name: _numbered(name, ids, padding) for name, ids in told.items() if ids is not None}
     if not found:
         return None
     (first, ids), *others = found.items()
     for name, other in others:
-        row, at = _first_difference(ids, other)
-        if at is not None:
+        differ = np.argwhere(ids != other)
+        if len(differ):
+            row, at = differ[0].tolist()
             raise ValueError(
                 f"The batch tells its documents in two ways that disagree: `{first}` and `{name}` "
                 f"differ in row {row} at position {at}. Drop one of them, or make them agree."
@@ -225,29 +238,33 @@ def _read_documents(
     return ids if (ids != ids[:, :1]).any() or (ids == NO_DOCUMENT).any() else None
 
 
-def _documents_from_ids(ids: Tensor | None, seq_len: int) -> IntArray | None:
-    if ids is None:
-        return None
-    if ids.dim() != 2 or ids.is_floating_point():
-        raise ValueError(
-            f"`document_ids` must be integers of shape [batch, {seq_len}], but are {ids.dtype} of "
-            f"shape {tuple(ids.shape)}."
-        )
-    values: IntArray = ids.detach().cpu().numpy().astype(np.int64)
-    check_runs("document_ids", values)
-    return values
-
-
-def _documents_from_lengths(batch: Mapping[str, Any], seq_len: int) -> IntArray | None:
-    given = batch.get("cu_seq_lens_q")
+def _documents_from_ids(given: object, batch_size: int, seq_len: int) -> IntArray | None:
     if given is None:
         return None
-    ends = torch.as_tensor(given).detach().cpu().numpy().astype(np.int64)
-    rows = next((batch[key].shape[0] for key in ("input_ids", "inputs_embeds") if key in batch), 1)
-    if rows != 1:
+    ids = torch.as_tensor(given)
+    if ids.is_floating_point() or ids.dim() != 2 or ids.shape[0] not in (1, batch_size):
         raise ValueError(
-            f"`cu_seq_lens_q` describes one row, but the batch has {rows}. Use `document_ids` of "
-            f"shape [{rows}, {seq_len}], or one row."
+            f"`document_ids` must be integers of shape [{batch_size}, {seq_len}], but are "
+            f"{ids.dtype} of shape {tuple(ids.shape)}."
+        )
+    return ids.detach().cpu().numpy().astype(np.int64)
+
+
+def _documents_from_lengths(
+    batch: Mapping[str, Any], batch_size: int, seq_len: int
+) -> IntArray | None:
+    both = [batch[k] for k in ("cu_seq_lens_q", "cu_seq_lens_k") if batch.get(k) is not None]
+    if not both:
+        return None
+    ends, *others = (torch.as_tensor(x).detach().cpu().numpy().astype(np.int64) for x in both)
+    if others and not np.array_equal(ends, others[0]):
+        raise ValueError(
+            "`cu_seq_lens_q` and `cu_seq_lens_k` differ, but queries and keys are the same tokens."
+        )
+    if batch_size != 1:
+        raise ValueError(
+            f"`cu_seq_lens_q` describes one row, but the batch has {batch_size}. Use "
+            f"`document_ids` of shape [{batch_size}, {seq_len}], or one row."
         )
     good = ends.ndim == 1 and ends.size and ends[0] == 0
     if not good or (np.diff(ends) < 0).any() or ends[-1] > seq_len:
@@ -260,63 +277,63 @@ def _documents_from_lengths(batch: Mapping[str, Any], seq_len: int) -> IntArray 
 
 
 def _documents_from_jumps(
-    position_ids: Tensor | None, padding: BoolArray | None
+    given: object, padding: BoolArray | None, *, told_elsewhere: bool
 ) -> IntArray | None:
-    """Start a document wherever position ids do not go on by one; None where they always do."""
-    if position_ids is None or position_ids.dim() != 2 or position_ids.is_floating_point():
+    """Start a document wherever position ids do not go on by one; None where they always do.
+
+    A token is compared with the last one before it that is no padding: positions may go on over
+    padding, or count it.
+    """
+    if not isinstance(given, Tensor):
         return None
-    positions = position_ids.detach().cpu().numpy()
-    jumps = np.diff(positions, axis=1) != 1
+    if given.dim() > 2 or given.is_floating_point():
+        if not told_elsewhere and bool(((given[..., 1:] <= 0) & (given[..., :-1] > 0)).any()):
+            raise ValueError(
+                f"`position_ids` of shape {tuple(given.shape)} and dtype {given.dtype} start again "
+                "at 0, as if the rows were packed, but documents can only be read from integers of "
+                "shape [batch, tokens]. Say which tokens belong together with `document_ids`."
+            )
+        return None
+    positions = given.detach().cpu().numpy().reshape(-1, given.shape[-1])
     if padding is not None:
-        jumps = jumps & ~padding[:, 1:] & ~padding[:, :-1]
-    if not jumps.any():
+        positions = np.broadcast_to(positions, padding.shape)
+    real = np.ones(positions.shape, np.bool_) if padding is None else ~padding
+    place = np.arange(positions.shape[1])
+    before = np.maximum.accumulate(np.where(real, place, -1), 1)[:, :-1]
+    step = positions[:, 1:] - np.take_along_axis(positions, np.maximum(before, 0), 1)
+    starts = (step != 1) & (step != place[1:] - before) & real[:, 1:] & (before >= 0)
+    if not starts.any():
         return None
-    return np.pad(np.cumsum(jumps, 1), ((0, 0), (1, 0)))
+    return np.pad(np.cumsum(starts, 1), ((0, 0), (1, 0)))
 
 
-def _numbered(ids: IntArray, padding: BoolArray | None) -> IntArray:
-    """Number documents 0, 1, ... along each row, so that two ways of telling can be compared."""
+def _numbered(name: str, ids: IntArray, padding: BoolArray | None) -> IntArray:
+    """Number documents 0, 1, ... along each row, so that two ways of telling can be compared.
+
+    Padding belongs to the document before it (at the row's start, to the one after it): whatever
+    id it was given tells nothing, and a hole must not cut a document in two.
+    """
     if padding is not None:
-        ids = np.where(padding, NO_DOCUMENT, ids)
-    change = np.diff(ids, axis=1) != 0
-    numbers = np.pad(np.cumsum(change, 1), ((0, 0), (1, 0)))
+        ids = np.broadcast_to(ids, (max(len(ids), len(padding)), ids.shape[1]))
+        place = np.arange(ids.shape[1])
+        before = np.maximum.accumulate(np.where(padding, -1, place), 1)
+        first = np.argmin(padding, 1)[:, None]
+        ids = np.take_along_axis(ids, np.where(before < 0, first, before), 1)
+    check_runs(name, ids)
+    numbers = np.pad(np.cumsum(np.diff(ids, axis=1) != 0, 1), ((0, 0), (1, 0)))
     return np.where(ids == NO_DOCUMENT, NO_DOCUMENT, numbers)
-
-
-def _first_difference(ids: IntArray, other: IntArray) -> tuple[int, int | None]:
-    differ = np.argwhere(ids != other)
-    return (int(differ[0][0]), int(differ[0][1])) if len(differ) else (0, None)
 
 
 def build_position_ids(whole: WholeBatch, device: torch.device) -> Tensor:
     """Return [B, S] position ids: the batch's own, else counted from each document's start."""
     given = whole.tensors.get("position_ids")
     if isinstance(given, Tensor):
-        return given
+        return given.expand(whole.batch_size, -1) if given.dim() <= 2 else given
     positions = np.arange(whole.seq_len)[None]
     if whole.documents is not None:
         change = np.diff(whole.documents, axis=1, prepend=whole.documents[:, :1]) != 0
         positions = positions - np.maximum.accumulate(np.where(change, positions, 0), 1)
     return torch.from_numpy(positions).to(device).expand(whole.batch_size, -1)
-
-
-def build_targets(
-    whole: WholeBatch, local: Mapping[str, Any], layout: Layout, rank: int
-) -> Targets | None:
-    """Shift the labels on whole rows and count the valid ones; None without token labels."""
-    if "labels" not in whole.dims:
-        return None
-    labels: Tensor = whole.tensors["labels"]
-    ids = None if whole.documents is None else torch.from_numpy(whole.documents).to(labels.device)
-    shifted = shift_labels(labels, ids)
-    mine: Tensor = local["labels"]
-    return Targets(
-        labels=mine,
-        version=mine._version,
-        shifted=shard(shifted, 1, layout=layout, rank=rank, fill=IGNORED_LABEL),
-        num_shifted=(shifted != IGNORED_LABEL).sum(),
-        num_plain=(labels != IGNORED_LABEL).sum(),
-    )
 
 
 def shard_batch(whole: WholeBatch, *, layout: Layout, rank: int) -> dict[str, Any]:
@@ -333,24 +350,42 @@ _MESSAGE_BYTES = 2048
 _SAMPLED = 1 << 20
 
 
-def agree(
-    batch: Mapping[str, Any], problem: Exception | None, context: Transport, *, values: bool
-) -> Exception | None:
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What ranks compare to know that they hold the same batch.
+
+    Args:
+        text: names, shapes and dtypes in words.
+        shapes: a digest of those.
+        contents: a checksum of the values; 0 where they are not compared.
+    """
+
+    text: str = ""
+    shapes: int = 0
+    contents: int = 0
+
+
+def build_fingerprint(batch: Mapping[str, Any], *, values: bool) -> Fingerprint:
+    """Describe a batch in two integers."""
+    text = _describe(batch)
+    return Fingerprint(text, _digest(text), _checksum(batch) if values else 0)
+
+
+def agree(mine: Fingerprint, problem: Exception | None, context: Transport) -> Exception | None:
     """Return what all ranks of the group must raise: one refuses its batch, or they differ.
 
     Args:
-        batch: this rank's batch.
+        mine: this rank's batch.
         problem: why this rank refuses it, if it does.
         context: the ranks that must hold the same batch.
-        values: compare the contents too, not only names, shapes and dtypes.
     """
-    shapes = 0 if problem else _digest(_describe(batch))
-    contents = _checksum(batch) if values and not problem else 0
-    mine = torch.tensor([int(problem is not None), shapes, contents], device=context.device)
-    states = mine.new_empty(context.size, 3)
-    context.all_gather(states, mine)()
+    state = torch.tensor(
+        [int(problem is not None), mine.shapes, mine.contents], device=context.device
+    )
+    states = state.new_empty(context.size, 3)
+    context.all_gather(states, state)()
     table = states.tolist()
-    refused = next((rank for rank, state in enumerate(table) if state[0]), None)
+    refused = next((rank for rank, (bad, *_) in enumerate(table) if bad), None)
     if refused is not None:
         text = _share_text(str(problem or ""), context, refused)
         return problem or ValueError(
@@ -362,35 +397,26 @@ def agree(
     what = "shapes" if table[odd][1] != table[0][1] else "values"
     return ValueError(
         f"All ranks of a context-parallel group must hold the same batch, but rank {odd} and rank "
-        f"0 differ in their {what}; this is rank {context.rank}, with {_describe(batch)}. Usual "
-        "causes: a sampler or an iterable data set that is split by the global rank instead of the "
+        f"0 differ in their {what}; this is rank {context.rank}, with {mine.text}. Usual causes: a "
+        "sampler or an iterable data set that is split by the global rank instead of the "
         "data-parallel rank, shuffling or augmentation without a common seed, worker seeds that "
         "follow the global rank."
     )
 
 
-def sum_counts(
-    targets: Targets | None, problem: Exception | None, data: Transport
-) -> tuple[Targets | None, Exception | None]:
-    """Sum the token counts over the data axis.
+def agree_beside(problem: Exception | None, data: Transport) -> Exception | None:
+    """Return what to raise if a group that holds other rows has refused its batch.
 
-    Groups there hold other rows, and one may have refused its batch: then all must stop, for the
-    others would wait for it. Returns the targets with their new counts, and what to raise.
+    It would not take part in the loss, and the others would wait for it.
     """
-    counts = torch.zeros(3, dtype=torch.int64, device=data.device)
-    if targets is not None:
-        counts[0], counts[1] = targets.num_shifted, targets.num_plain
-    counts[2] = int(problem is not None)
-    data.all_reduce(counts)
-    if problem is None and int(counts[2]):
-        problem = ValueError(
+    failed = torch.tensor([int(problem is not None)], device=data.device)
+    data.all_reduce(failed)
+    if problem is None and int(failed):
+        return ValueError(
             "Another context-parallel group of this job (other rows of the data axis) refused its "
             "batch; its ranks say why."
         )
-    if targets is not None:
-        num_shifted, num_plain, _ = counts.to(targets.labels.device).unbind()
-        targets = replace(targets, num_shifted=num_shifted, num_plain=num_plain)
-    return targets, problem
+    return problem
 
 
 def _describe(batch: Mapping[str, Any]) -> str:

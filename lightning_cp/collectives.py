@@ -80,7 +80,9 @@ class GroupTransport:
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start an all-gather."""
-        return _Waiting([compat.all_gather_single(out.view(-1), x.view(-1), self.group)], [out, x])
+        # As bytes: not every backend knows every dtype.
+        flat, mine = (t.view(-1).view(torch.uint8) for t in (out, x))
+        return _Waiting([compat.all_gather_single(flat, mine, self.group)], [out, x])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start a reduce-scatter."""

@@ -4,9 +4,18 @@
 Checked against torch 2.11, 2.13 and 2.15. Nothing else in the package may touch a private name.
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -24,6 +33,37 @@ def reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> d
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = call(out, x, group=group, async_op=True)
     return work
+
+
+def num_process_groups() -> int:
+    """Return how many process groups this process has made.
+
+    A group that only its members make is named by that number, so it must be the same on all.
+    """
+    return len(distributed_c10d._world.pg_names)
+
+
+def tensor_version(x: Tensor) -> int | None:
+    """Return a number that every change in place raises; None for inference tensors."""
+    return None if x.is_inference() else x._version
+
+
+def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
+    """Keep a function out of compiled graphs: torch.compile breaks around it.
+
+    Like ``torch.compiler.disable``, but the compiler, which takes a second to import, is touched
+    only where somebody else has imported it.
+    """
+    outside: Callable[P, T] | None = None
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal outside
+        if outside is None and "torch._dynamo" in sys.modules:
+            outside = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
+        return (outside or fn)(*args, **kwargs)
+
+    return call
 
 
 def in_backward() -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step knows, and the one variable that says which step is active.
 
-A `Step` holds values only: who owns what, the row's documents and padding, this rank's position ids
-and targets, the groups. Attention, loss and unshard read it; nothing writes to it.
+A `Step` holds values only: who owns what, the row's documents and padding, this rank's position
+ids, the groups. Attention, loss and unshard read it; nothing writes to it.
 """
 
 import itertools
@@ -25,30 +25,6 @@ _uids = itertools.count(1)
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
-    """The labels of a step, and how many tokens count.
-
-    Args:
-        labels: this rank's part of the user's labels, as the step yielded it.
-        version: the version of that tensor then; a user who edits it in place changes it.
-        shifted: int64 [B, L], the label of the next token of the same document.
-        num_shifted: 0-dim int64, valid shifted labels of the whole batch, over all ranks that the
-            loss is averaged over.
-        num_plain: the same for labels that are not shifted.
-    """
-
-    labels: Tensor
-    version: int
-    shifted: Tensor
-    num_shifted: Tensor
-    num_plain: Tensor
-
-    def are(self, labels: Tensor) -> bool:
-        """Say whether ``labels`` are the ones that this was worked out from."""
-        return labels is self.labels and labels._version == self.version
-
-
-@dataclass(frozen=True, eq=False)
 class Step:
     """One batch under context parallelism, as this rank sees it.
 
@@ -59,7 +35,6 @@ class Step:
         documents: int64 [B, S] on the host, None where each row is one document.
         padding: bool [B, S] on the host, true where the user's batch is padded; None for nowhere.
         position_ids: int64 [B, L], this rank's part.
-        targets: the labels, where the batch has some.
         training: whether the loss is averaged over the data axis too.
         algorithm: how keys travel: ``auto`` or a name.
         kernel: what computes a block: ``auto`` or a name.
@@ -71,7 +46,6 @@ class Step:
     documents: IntArray | None
     padding: BoolArray | None
     position_ids: Tensor
-    targets: Targets | None
     training: bool
     algorithm: str
     kernel: str
@@ -99,8 +73,8 @@ class Step:
                 documents=self.documents,
                 padding=self.padding,
             )
-            # The mask stays with it: a key may hold the id of a tensor, which must not be reused.
-            self.cache[key] = (bounds, mask)
+            # The tensors stay with it: the key holds their ids, which must not be reused.
+            self.cache[key] = (bounds, mask.tensors())
         found: Bounds = self.cache[key][0]
         return found
 
@@ -127,15 +101,25 @@ def current() -> Step | None:
     return _current if isinstance(_current, Step) else None
 
 
-@contextmanager
-def activate(step: Step) -> Iterator[None]:
-    """Make ``step`` the one that attention and loss see, and restore the former on exit."""
-    global _current, _ever_active
-    previous, _current, _ever_active = _current, step, True
-    try:
-        yield
-    finally:
-        _current = previous
+class activate:
+    """Make ``step`` the one that attention and loss see, and restore the former on exit.
+
+    A class, since checkpointing enters the same one again when a graph is kept for a second
+    backward.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._previous: list[Step | _Paused | None] = []
+
+    def __enter__(self) -> None:
+        global _current, _ever_active
+        self._previous.append(_current)
+        _current, _ever_active = self._step, True
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._previous.pop()
 
 
 @contextmanager
@@ -149,15 +133,59 @@ def paused() -> Iterator[None]:
         _current = previous
 
 
-def check_recompute() -> None:
-    """Refuse attention that is recomputed in backward after its step has ended.
+_CURE = "Use checkpoint(..., use_reentrant=False, context_fn=cp.recompute)"
 
-    It would see only this rank's keys, and nobody would notice.
+
+def check_recompute(step: Step | None) -> None:
+    """Refuse to run again in backward what first ran in a step that has ended.
+
+    Activation checkpointing would run it on this rank's tokens alone, or under the documents of
+    another batch, and nobody would notice.
+
+    Args:
+        step: the active step, which the caller is about to use.
     """
-    if _current is None and _ever_active and in_backward():
+    if not in_backward():
+        return
+    if step is None and _current is None and _ever_active:
         raise RuntimeError(
-            "Attention runs again in backward (activation checkpointing), but its step has ended. "
-            "Use checkpoint(..., use_reentrant=False, context_fn=cp.recompute), or take the mask "
-            "from cp.mask(...), which carries its step, or call backward inside `with "
-            "cp.step(...)`. For attention on whole rows use `with cp.paused():`."
+            "Attention or loss runs again in backward (activation checkpointing), but its step has "
+            f"ended. {_CURE}, or take the mask from cp.mask(...), which carries its step, or call "
+            "backward inside `with cp.step(...)`. For whole rows use `with cp.paused():`."
         )
+    if step is not None and _backward_of not in (None, step.uid):
+        raise _recomputed_elsewhere()
+
+
+def check_mark(mark: Tensor, uid: int) -> None:
+    """Refuse a backward whose saved tensors were recomputed under another step.
+
+    Checkpointing replaces saved tensors by recomputed ones: ``mark`` is the step of the recompute,
+    ``uid`` that of the forward.
+    """
+    if int(mark) != uid:
+        raise _recomputed_elsewhere()
+
+
+def _recomputed_elsewhere() -> RuntimeError:
+    return RuntimeError(
+        "Attention or loss was recomputed under another step than the one it first ran in "
+        f"(activation checkpointing, and backward inside or after a later step). {_CURE}."
+    )
+
+
+# The step whose loss backward came through last. A reentrant recompute keeps no trace of the step
+# that it first ran in; this tells when it cannot be the active one.
+_backward_of: int | None = None
+
+
+def enter_backward_of(uid: int) -> None:
+    """Note that backward is going through the loss of a step."""
+    global _backward_of
+    _backward_of = uid
+
+
+def forget_backward() -> None:
+    """Start anew: a step was opened."""
+    global _backward_of
+    _backward_of = None

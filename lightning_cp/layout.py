@@ -107,7 +107,7 @@ def check_layout(name: str) -> None:
         raise ValueError(f"layout={name!r} is unknown. Use one of {known}.")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def build_layout(name: str, *, seq_len: int, cp_size: int) -> Layout:
     """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks."""
     check_layout(name)

@@ -17,10 +17,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lightning_cp.collectives import Transport
-from lightning_cp.context import IGNORED_LABEL, Step, current
+from lightning_cp.compat import outside_graphs
+from lightning_cp.context import (
+    IGNORED_LABEL,
+    Step,
+    check_mark,
+    check_recompute,
+    current,
+    enter_backward_of,
+)
 from lightning_cp.sequence import shard, shift_labels, unshard
 
 
+@outside_graphs
 def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     """Return the mean cross entropy over the valid tokens of the whole batch.
 
@@ -29,8 +38,7 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
 
     Args:
         logits: [B, L, V].
-        labels: [B, L], cut like the logits and not shifted; -100 is ignored. Usually what the step
-            yielded; other labels work too, at the price of gathering them.
+        labels: [B, L], cut like the logits and not shifted; -100 is ignored.
         shift: score each token against the label of the next one, also across ranks, never across
             documents. False scores it against its own.
 
@@ -41,80 +49,75 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     """
     if logits.shape[:-1] != labels.shape or labels.dim() != 2:
         raise ValueError(
-            f"token_mean() needs logits [batch, tokens, classes] and labels [batch, tokens]; it "
-            f"got {tuple(logits.shape)} and {tuple(labels.shape)}. Give labels unshifted, cut like "
-            "the logits: local['labels']."
+            "token_mean() needs logits [batch, tokens, classes] and labels [batch, tokens]; it got "
+            f"{tuple(logits.shape)} and {tuple(labels.shape)}. Give labels unshifted, cut like the "
+            "logits: local['labels']."
         )
     step = current()
-    targets, count = _targets(labels, shift, step)
+    check_recompute(step)
+    targets = _targets(labels, shift, step)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = cross_entropy(
         wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
-    return _global_mean(total, count, step)
+    count = (targets != IGNORED_LABEL).sum()
+    mean: Tensor = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
+    return mean
 
 
-def _targets(labels: Tensor, shift: bool, step: Step | None) -> tuple[Tensor, Tensor]:
-    """Return what each local token is scored against, and how many tokens count in all."""
+def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
+    """Return what each local token is scored against.
+
+    Labels are gathered, for the next token may be another rank's. The step could have shifted them
+    beforehand; but then labels that the user edits on one rank only would be missed there, or
+    send the ranks into different collectives.
+    """
     if step is None:
-        targets = shift_labels(labels, None) if shift else labels
-        return targets, _num_valid(targets)
-    known = step.targets
-    if known is not None and known.are(labels):
-        return (known.shifted, known.num_shifted) if shift else (labels, known.num_plain)
-    if labels.shape[1] != step.layout.local_len:
+        return shift_labels(labels, None) if shift else labels
+    layout = step.layout
+    if labels.shape[1] != layout.local_len:
         raise ValueError(
             f"token_mean() got {labels.shape[1]} tokens per row inside a step whose ranks hold "
-            f"{step.layout.local_len} each. Whole rows go under `with cp.paused():`."
+            f"{layout.local_len} each. Whole rows go under `with cp.paused():`."
         )
-    context, layout = step.groups.context, step.layout
-    targets = labels
-    if shift:
-        whole = unshard(labels, 1, layout=layout, transport=context)
-        documents = step.documents
-        ids = None if documents is None else torch.from_numpy(documents).to(labels.device)
-        shifted = shift_labels(whole, ids)
-        targets = shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
-    count = _num_valid(targets)
-    for transport in _loss_transports(step):
-        transport.all_reduce(count)
-    return targets, count
+    if not shift:
+        ours = layout.positions(step.cp_rank).to(labels.device) >= layout.seq_len
+        return labels.masked_fill(ours, IGNORED_LABEL)
+    whole = unshard(labels, 1, layout=layout, transport=step.groups.context)
+    documents = step.documents
+    ids = None if documents is None else torch.from_numpy(documents).to(labels.device)
+    shifted = shift_labels(whole, ids)
+    return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 
 
-def _num_valid(targets: Tensor) -> Tensor:
-    return (targets != IGNORED_LABEL).sum()
-
-
-def _loss_transports(step: Step) -> tuple[Transport, ...]:
+def _transports(step: Step | None) -> tuple[Transport, ...]:
     """Return the groups over which the loss is one mean.
 
     In training also the data axis, whose ranks take the same number of steps. In evaluation their
     loaders may be uneven, and waiting for a rank that has finished would be for ever.
     """
+    if step is None:
+        return ()
     return (step.groups.context, step.groups.data) if step.training else (step.groups.context,)
-
-
-def _global_mean(total: Tensor, count: Tensor, step: Step | None) -> Tensor:
-    transports = () if step is None else _loss_transports(step)
-    mean: Tensor = _GlobalMean.apply(total, count, transports)  # type: ignore[no-untyped-call]
-    return mean
 
 
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, total: Tensor, count: Tensor, transports: tuple[Transport, ...]
-    ) -> Tensor:
-        num_tokens = count.clamp(min=1).to(total.dtype)
+    def forward(ctx: Any, total: Tensor, count: Tensor, step: Step | None) -> Tensor:
+        # One message for both; float64 counts exactly.
+        sums = torch.stack([total.double(), count.double()])
         num_ranks = 1
-        total = total.clone()
-        for transport in transports:
-            transport.all_reduce(total)
+        for transport in _transports(step):
+            transport.all_reduce(sums)
             num_ranks *= transport.size
-        ctx.save_for_backward(num_ranks / num_tokens)
-        return total / num_tokens
+        summed, num_tokens = sums[0], sums[1].clamp(min=1)
+        ctx.uid = 0 if step is None else step.uid
+        ctx.save_for_backward(num_ranks / num_tokens, torch.tensor(ctx.uid))
+        return (summed / num_tokens).to(total.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (factor,) = ctx.saved_tensors
-        return grad * factor, None, None
+        factor, mark = ctx.saved_tensors
+        check_mark(mark, ctx.uid)
+        enter_backward_of(ctx.uid)
+        return grad * factor.to(grad.dtype), None, None

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_cp.compat import tensor_version
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -95,9 +97,13 @@ class Mask:
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
+        if self.window is not None and not isinstance(self.window, int):
+            object.__setattr__(self, "window", tuple(self.window))  # JSON and YAML have lists
         _check_window(self.window)
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"Mask(chunk={self.chunk}): a chunk holds at least 1 token.")
+        for name in ("documents", "spans", "padding"):
+            _check_given(name, getattr(self, name), may_be_false=name != "spans")
         for name in ("documents", "spans"):
             _check_ids(name, getattr(self, name))
         if isinstance(self.padding, Tensor) and self.padding.dtype != torch.bool:
@@ -108,9 +114,14 @@ class Mask:
 
     def key(self) -> tuple[object, ...]:
         """Return what tells this mask from another: its settings, and which tensors it holds."""
-        tensors = (self.documents, self.spans, self.padding)
-        ids = tuple(id(t) if isinstance(t, Tensor) else t for t in tensors)
-        return (self.causal, self.window, self.chunk, *ids)
+        tensors = (
+            (id(x), tensor_version(x)) if isinstance(x, Tensor) else x for x in self.tensors()
+        )
+        return (self.causal, self.window, self.chunk, *tensors)
+
+    def tensors(self) -> tuple[Tensor | Literal[False] | None, ...]:
+        """Return what the mask holds beside plain settings."""
+        return self.documents, self.spans, self.padding
 
     def bounds(
         self,
@@ -175,6 +186,11 @@ class Bounds:
     def length(self) -> int:
         """Return the length of a row, our padding included."""
         return int(self.first.shape[1])
+
+    def row(self, row: int) -> "Bounds":
+        """Return the bounds of one row."""
+        part = slice(row, row + 1)
+        return Bounds(self.first[part], self.last[part], self.real_before[part])
 
     def hull(self, query: Range) -> tuple[Range, ...]:
         """Return the keys that some query of the range sees, as disjoint ranges over all rows."""
@@ -295,9 +311,10 @@ class Bounds:
     def _halves(self, query: Range, keys: Range, size: int) -> Iterator[tuple[Range, Range]]:
         """Split the queries where a document starts, else the longer side in the middle."""
         jumps = np.diff(self.first[:, query.start : query.stop].max(0))
-        widest = int(jumps.argmax()) if jumps.size else 0
-        if jumps.size and jumps[widest] >= size // 2:
-            middle = query.start + widest + 1
+        starts = np.flatnonzero(jumps >= max(size // 2, 1)) + query.start + 1
+        if starts.size:
+            # The one nearest to the middle, so that many documents are halved again and again.
+            middle = int(starts[np.abs(2 * starts - query.start - query.stop).argmin()])
         elif keys.size > query.size:
             middle = (keys.start + keys.stop) // 2
             yield query, Range(keys.start, middle)
@@ -318,6 +335,15 @@ def _check_window(window: int | tuple[int, int] | None) -> None:
             )
     elif window is not None and window < 1:
         raise ValueError(f"Mask(window={window}): a window holds at least 1 key, the query itself.")
+
+
+def _check_given(name: str, value: object, *, may_be_false: bool) -> None:
+    if value is None or isinstance(value, Tensor) or (may_be_false and value is False):
+        return
+    raise TypeError(
+        f"Mask({name}=...) got a {type(value).__name__}. Give a tensor of the whole row, or None"
+        + (", or False to ignore the batch's own." if may_be_false else ".")
+    )
 
 
 def _check_ids(name: str, ids: Tensor | Literal[False] | None) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.collectives import GroupTransport, LoneTransport, Transport
+from lightning_cp.compat import num_process_groups
 
 DATA_AXIS: Final = "data_parallel"
 """Mesh axis along which ranks hold different rows."""
@@ -52,6 +53,7 @@ def build_groups(
     context = GroupTransport(context_group)
     if context.size == 1:
         return Groups(LoneTransport(), context, beside)
+    _check_group_counts(context)
     attend = dist.new_group(
         dist.get_process_group_ranks(context_group),
         timeout=timeout,
@@ -63,6 +65,20 @@ def build_groups(
     warm = torch.ones(1, device=context.device)
     dist.all_reduce(warm, group=attend)
     return Groups(GroupTransport(attend), context, beside)
+
+
+def _check_group_counts(context: Transport) -> None:
+    """Refuse to make a group where its ranks would look for it under different names, and wait."""
+    mine = torch.tensor([num_process_groups()], device=context.device)
+    counts = mine.new_empty(context.size, 1)
+    context.all_gather(counts, mine)()
+    found = counts.flatten().tolist()
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            "The ranks of the context-parallel group have made different numbers of process groups "
+            f"({found}), so that they cannot make one together. Create ContextParallel before "
+            "groups that only some ranks make, or call dist.new_group(...) on all ranks."
+        )
 
 
 def _group(given: DeviceMesh | dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:

@@ -98,42 +98,42 @@ class ContextParallel:
         """
         training = torch.is_grad_enabled() if training is None else training
         opened, local = self._open(batch, training)
+        context.forget_backward()
         with context.activate(opened):
             yield local
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
-        groups, whole, targets = self._groups, None, None
-        problem: Exception | None = None
-        try:
-            whole = batches.read_batch(
-                batch, sequence_dims=self.sequence_dims, decided=self._decided
-            )
-        except (TypeError, ValueError) as error:
-            problem = error
+        groups, problem, fingerprint = self._groups, None, batches.Fingerprint()
         compare = self._num_batches < self.check_batches
         self._num_batches += 1
-        problem = batches.agree(batch, problem, groups.context, values=compare)
-        if whole is not None and problem is None:
-            rank = groups.context.rank
-            layout = build_layout(self.layout, seq_len=whole.seq_len, cp_size=groups.context.size)
-            local = batches.shard_batch(whole, layout=layout, rank=rank)
-            targets = batches.build_targets(whole, local, layout, rank)
+        try:
+            opened, local = self._cut(batch, training)
+            fingerprint = batches.build_fingerprint(batch, values=compare)
+        except Exception as error:  # noqa: BLE001  raised below, when all ranks know
+            problem = error
+        problem = batches.agree(fingerprint, problem, groups.context)
         if training and groups.data.size > 1:
-            targets, problem = batches.sum_counts(targets, problem, groups.data)
+            problem = batches.agree_beside(problem, groups.data)
         if problem is not None:
             raise problem
-        assert whole is not None  # noqa: S101  read, since there was no problem
-        device = next(value.device for key, value in local.items() if key in whole.dims)
+        return opened, local
+
+    def _cut(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
+        """Work out a step and this rank's part of the batch; no rank waits for another."""
+        whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
+        context = self._groups.context
+        layout = build_layout(self.layout, seq_len=whole.seq_len, cp_size=context.size)
+        local = batches.shard_batch(whole, layout=layout, rank=context.rank)
+        device = next(local[key].device for key in whole.dims)
         positions = batches.build_position_ids(whole, device)
         opened = Step(
             layout=layout,
-            groups=groups,
+            groups=self._groups,
             batch_size=whole.batch_size,
             documents=whole.documents,
             padding=whole.padding,
-            position_ids=shard(positions, -1, layout=layout, rank=rank),
-            targets=targets,
+            position_ids=shard(positions, -1, layout=layout, rank=context.rank),
             training=training,
             algorithm=self.algorithm,
             kernel=self.kernel,
@@ -179,7 +179,8 @@ class ContextParallel:
                 f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
                 f"{step.layout.local_len} tokens per row: give the dim that has that length."
             )
-        return unshard(x, dim, layout=step.layout, transport=step.groups.context)
+        groups, layout = step.groups, step.layout
+        return unshard(x, dim, layout=layout, transport=groups.context, uid=step.uid)
 
     def paused(self) -> AbstractContextManager[None]:
         """Switch context parallelism off inside a step: whole rows, on this rank alone.
@@ -201,5 +202,10 @@ class ContextParallel:
         if step is None:
             raise RuntimeError(
                 f"cp.{what} was called outside a step. Call it inside `with cp.step(batch):`."
+            )
+        if step.groups is not self._groups:
+            raise RuntimeError(
+                f"cp.{what} was called inside a step of another ContextParallel. Use the one whose "
+                "step is active."
             )
         return step

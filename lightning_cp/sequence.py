@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_cp.collectives import Transport
-from lightning_cp.context import IGNORED_LABEL
+from lightning_cp.compat import outside_graphs
+from lightning_cp.context import IGNORED_LABEL, enter_backward_of
 from lightning_cp.layout import Layout
 from lightning_cp.mask import NO_DOCUMENT, Range
 
@@ -36,20 +37,32 @@ def shard(x: Tensor, dim: int, *, layout: Layout, rank: int, fill: float = 0) ->
     return torch.cat(parts, dim)
 
 
-def unshard(x: Tensor, dim: int, *, layout: Layout, transport: Transport) -> Tensor:
+@outside_graphs
+def unshard(x: Tensor, dim: int, *, layout: Layout, transport: Transport, uid: int = 0) -> Tensor:
     """Return whole rows in their original order, without padding; differentiable.
 
     Gradients of all ranks are summed. Where every rank goes on to the same loss, each local
     gradient is so cp_size times its share, which averaging over ranks undoes.
+
+    Args:
+        x: this rank's part.
+        dim: the sequence dim.
+        layout: who owns what.
+        transport: the ranks that share the row.
+        uid: the step that ``x`` belongs to.
     """
-    whole: Tensor = _Unshard.apply(x, dim % x.dim(), layout, transport)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Unshard.apply(  # type: ignore[no-untyped-call]
+        x, dim % x.dim(), layout, transport, uid
+    )
     return whole
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, transport: Transport) -> Tensor:
-        ctx.dim, ctx.layout, ctx.transport = dim, layout, transport
+    def forward(
+        ctx: Any, x: Tensor, dim: int, layout: Layout, transport: Transport, uid: int
+    ) -> Tensor:
+        ctx.dim, ctx.layout, ctx.transport, ctx.uid = dim, layout, transport, uid
         # The sequence goes first, so that the shards lie end to end.
         local = x.movedim(dim, 0).contiguous()
         gathered = local.new_empty(transport.size, *local.shape)
@@ -60,6 +73,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        enter_backward_of(ctx.uid)
         layout, transport = ctx.layout, ctx.transport
         dtype = torch.promote_types(grad.dtype, torch.float32)
         whole = grad.movedim(ctx.dim, 0).to(dtype)
@@ -68,7 +82,7 @@ class _Unshard(torch.autograd.Function):
         shards = shards.view(transport.size, layout.local_len, *whole.shape[1:])
         local = torch.empty_like(shards[0])
         transport.reduce_scatter(local, shards)()
-        return local.to(grad.dtype).movedim(0, ctx.dim), None, None, None
+        return local.to(grad.dtype).movedim(0, ctx.dim), None, None, None, None
 
 
 def shift_labels(labels: Tensor, documents: Tensor | None) -> Tensor:

@@ -38,11 +38,18 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         pool.stop()
 
 
+# Set by pytest, and by torch's compiler.
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in _NOT_OURS}
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    before = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    before = _environment()
     yield
-    after = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
-    assert after == before, "an environment variable was left behind"
+    assert _environment() == before, "an environment variable was left behind"
     assert context._current is None, "a step was left active"
     assert not dist.is_initialized(), "a process group was left behind"

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_cp import ContextParallel
+from lightning_cp import ContextParallel, Mask, attention, token_mean
 from lightning_cp.batch import SEQUENCE_DIMS, read_batch
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -93,6 +93,71 @@ def test_position_ids_restart_in_each_document():
 
 def test_known_keys_are_those_of_hugging_face_batches():
     assert {"input_ids", "labels", "attention_mask", "position_ids"} <= set(SEQUENCE_DIMS)
+
+
+def test_documents_apart_by_padding_stay_apart():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
+    batch = {"input_ids": positions, "position_ids": positions, "attention_mask": mask}
+    assert read(batch).documents.tolist() == [[0, 0, 0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6]])
+def test_positions_that_go_on_over_padding_are_one_document(positions):
+    tokens, mask = torch.tensor([positions]), torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
+    batch = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
+    assert read(batch).documents is None
+
+
+def test_a_hole_does_not_cut_a_document_in_two():
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0]])
+    ids = torch.tensor([[0, 0, 9, 0, 1, 1], [7, 0, 0, 1, 1, 7]])
+    batch = {"input_ids": TOKENS, "attention_mask": mask, "document_ids": ids}
+    assert read(batch).documents.tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
+
+
+def test_position_ids_of_one_row_serve_all():
+    cp = ContextParallel(None, layout="contiguous")
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with cp.step({"input_ids": TOKENS, "position_ids": positions}):
+        assert cp.position_ids().shape == (2, 6)
+    assert read({"input_ids": TOKENS, "position_ids": positions}).documents.shape == (1, 6)
+
+
+def test_lengths_may_be_a_list_and_embeddings_stand_for_tokens():
+    batch = {"input_ids": None, "inputs_embeds": torch.ones(1, 6, 4), "cu_seq_lens_k": [0, 2, 6]}
+    assert read(batch).documents.tolist() == [[0, 0, 1, 1, 1, 1]]
+
+
+def test_a_key_that_was_none_is_judged_when_it_comes():
+    cp = ContextParallel(None)
+    with cp.step({"input_ids": TOKENS, "extra": None}):
+        pass
+    with (
+        pytest.raises(ValueError, match="`extra` of shape"),
+        cp.step({"input_ids": TOKENS, "extra": torch.ones(2, 6)}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_steps_work_without_gradients(mode):
+    cp = ContextParallel(None, layout="contiguous")
+    with mode(), cp.step({"input_ids": TOKENS, "labels": TOKENS}) as local:
+        q = torch.randn(2, 2, 6, 4)
+        attention(q, q, q, mask=Mask(causal=True))
+        assert token_mean(torch.zeros(2, 6, 20), local["labels"]) > 0
+
+
+def test_a_step_of_another_object_is_not_taken_for_ones_own():
+    ours, theirs = ContextParallel(None), ContextParallel(None)
+    with (
+        theirs.step({"input_ids": TOKENS}),
+        pytest.raises(
+            RuntimeError, match=r"cp.position_ids\(\) was called inside a step of another"
+        ),
+    ):
+        ours.position_ids()
 
 
 @pytest.mark.parametrize("name", ["position_ids", "mask", "recompute"])

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,19 @@ def test_long_packed_rows_need_few_tiles():
     assert len(tiles) == 66
 
 
+def test_many_equal_documents_are_cut_quickly():
+    documents = torch.arange(1 << 20) // 512
+    bounds = Mask(causal=True, documents=documents).bounds(1 << 20)
+    row = Range(0, 1 << 20)
+    start = time.monotonic()
+    assert len(list(bounds.tiles(row, row, size=128))) == 2048
+    assert time.monotonic() - start < 5
+
+
+def test_a_pair_may_come_as_a_list():
+    assert Mask(window=[2, 1]).window == (2, 1)
+
+
 def test_step_fills_in_what_the_mask_leaves_open():
     documents = np.array([[0, 0, 1, 1]])
     open_, closed = Mask(causal=True), Mask(causal=True, documents=False, padding=False)
@@ -134,6 +149,9 @@ def test_bounds_refuse_nothing_that_hull_asks_for_an_empty_range():
         (lambda: Mask(window=(-1, 2)), ValueError, r"counts the keys on each side, 0 or more"),
         (lambda: Mask(chunk=0), ValueError, r"chunk=0\): a chunk holds at least 1 token"),
         (lambda: Mask(documents=torch.zeros(3)), TypeError, "must hold integer ids"),
+        (lambda: Mask(documents=[0, 1]), TypeError, r"documents=...\) got a list.*or False"),
+        (lambda: Mask(padding=True), TypeError, r"padding=...\) got a bool"),
+        (lambda: Mask(spans=False), TypeError, r"spans=...\) got a bool. Give a tensor"),
         (lambda: Mask(padding=torch.zeros(3)), TypeError, "attention_mask == 0"),
         (
             lambda: Mask(documents=torch.tensor([0, 0, 1])).bounds(4),

@@ -7,6 +7,7 @@ back the same way. The function keeps its plan and its group, so backward needs 
 Shapes: B batch, H query heads, K key/value heads, L local tokens, D and Dv head dims.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.collectives import Transport
+from lightning_cp.context import check_mark, enter_backward_of
 from lightning_cp.engine.exchange import KeyValues, fetch, give_back
 from lightning_cp.engine.kernels.base import Kernel, Scores
 from lightning_cp.engine.merge import (
@@ -60,6 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) ->
     Returns:
         [B, H, L, Dv] in the dtype of ``q``.
     """
+    # Kernels walk along the head dim: the CPU's op takes its stride for 1 without looking.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
     return out
 
@@ -86,7 +90,8 @@ class _Attend(torch.autograd.Function):
                 "autograd.grad() without create_graph=True."
             )
         q, k, v, sinks, out, lse, mark = ctx.saved_tensors
-        check_mark(mark, ctx.call)
+        check_mark(mark, ctx.call.uid)
+        enter_backward_of(ctx.call.uid)
         needs_q, needs_k, needs_v, needs_sinks, _ = ctx.needs_input_grad
         dq = dk = dv = dsinks = None
         # A query that saw nothing: exp(score - inf) makes all of its weights 0.
@@ -100,16 +105,6 @@ class _Attend(torch.autograd.Function):
             if needs_sinks:
                 dsinks = sink_gradient(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None
-
-
-def check_mark(mark: Tensor, call: Call) -> None:
-    """Refuse a backward whose activations were recomputed under another step."""
-    if int(mark) != call.uid:
-        raise RuntimeError(
-            "Attention was recomputed under another step than the one it first ran in (activation "
-            "checkpointing, and a backward inside or after a later step). Use "
-            "checkpoint(..., use_reentrant=False, context_fn=cp.recompute)."
-        )
 
 
 def _forward(
@@ -185,9 +180,10 @@ def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
 def _visit(shard: KeyValues, call: Call) -> Iterator[tuple[Stage, KeyValues]]:
     """Yield each stage with its key buffer; that of the next one is already on its way."""
     stages = call.plan.stages
-    arriving = fetch(stages[0], shard, call.transport)
+    # Taken out before it is called: it holds what came over the wire, which would otherwise stay
+    # in memory beside the kernel.
+    pending = deque([fetch(stages[0], shard, call.transport)])
     for stage, following in zip_longest(stages, stages[1:]):
-        ready = arriving
         if following is not None:
-            arriving = fetch(following, shard, call.transport)
-        yield stage, ready()
+            pending.append(fetch(following, shard, call.transport))
+        yield stage, pending.popleft()()

@@ -11,17 +11,19 @@ from functools import lru_cache
 from torch import Tensor
 
 from lightning_cp.collectives import LoneTransport, Transport
+from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import select_kernel
 from lightning_cp.engine.plan import Plan, build_plan, resolve_algorithm
 from lightning_cp.layout import build_layout
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Bounds, Mask
 
 _logger = logging.getLogger(__name__)
 
 
+@outside_graphs
 def attention(
     q: Tensor,
     k: Tensor,
@@ -55,13 +57,22 @@ def attention(
         >>> attention(q, k, k, mask=Mask(causal=True, window=3)).shape
         torch.Size([1, 4, 10, 8])
     """
-    step = mask.step if isinstance(mask, StepMask) else current()
+    if isinstance(mask, StepMask):
+        step = mask.step
+    else:
+        step = current()
+        check_recompute(step)
     _check_tensors(q, k, v, sinks)
     if dropout:
         raise ValueError(
             f"attention(dropout={dropout}): attention dropout is not exact when a row is shared by "
             "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
             "activations is fine."
+        )
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            "attention(scale=...) got a tensor, whose gradient would be lost. Multiply q by a "
+            "learned scale and give scale=1.0."
         )
     if softcap is not None and softcap <= 0:
         raise ValueError(
@@ -70,16 +81,21 @@ def attention(
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
     request = Request(q.device, q.dtype, scores)
     if step is None:
-        check_recompute()
+        bounds = mask.bounds(q.shape[2])
         kernel = select_kernel("auto", request)
-        plan, transport, uid = _whole_row_plan(mask, q, k), _LONE, 0
+        plan, transport, uid = _whole_row_plan(bounds, k), _LONE, 0
     else:
         _check_length(q, step)
+        bounds = step.bounds(mask)
         kernel = select_kernel(step.kernel, request)
         plan, transport, uid = _step_plan(mask, step, k.shape[1]), step.groups.attend, step.uid
         if transport.rank == 0:
             _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
-    _check_rows(q, plan)
+    if bounds.num_rows not in (1, q.shape[0]):
+        raise ValueError(
+            f"attention(): the mask has {bounds.num_rows} rows (documents, spans or padding), but "
+            f"the tensors have a batch of {q.shape[0]}."
+        )
     return attend(q, k, v, sinks, Call(plan, transport, kernel, scores, uid))
 
 
@@ -100,15 +116,9 @@ def _step_plan(mask: Mask, step: Step, num_kv_heads: int) -> Plan:
     return plan
 
 
-def _whole_row_plan(mask: Mask, q: Tensor, k: Tensor) -> Plan:
-    layout = build_layout("contiguous", seq_len=q.shape[2], cp_size=1)
-    return build_plan(
-        "gather",
-        layout=layout,
-        bounds=mask.bounds(q.shape[2]),
-        rank=0,
-        num_kv_heads=k.shape[1],
-    )
+def _whole_row_plan(bounds: Bounds, k: Tensor) -> Plan:
+    layout = build_layout("contiguous", seq_len=k.shape[2], cp_size=1)
+    return build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
 
 
 @lru_cache(maxsize=64)
@@ -164,14 +174,4 @@ def _check_length(q: Tensor, step: Step) -> None:
             f"{layout.local_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
             "the model what cp.step(...) yields; for whole rows (generate(), a second model) use "
             "`with cp.paused():`."
-        )
-
-
-def _check_rows(q: Tensor, plan: Plan) -> None:
-    blocks = (stage.block for stage in plan.stages if stage.block is not None)
-    rows = max((block.bounds.num_rows for block in blocks), default=1)
-    if rows not in (1, q.shape[0]):
-        raise ValueError(
-            f"attention(): the mask has {rows} rows (documents, spans or padding), but the tensors "
-            f"have a batch of {q.shape[0]}."
         )

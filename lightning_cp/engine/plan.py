@@ -7,7 +7,7 @@ Algorithms differ here and nowhere else: `gather` brings all keys of a group of 
 out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -51,11 +51,12 @@ class Parcel(NamedTuple):
 
 
 class PlacedTile(NamedTuple):
-    """A tile with its place: rows of the query slice, columns of the key buffer."""
+    """A tile with its place: rows of the batch, of the query slice, columns of the key buffer."""
 
     query: Range
     keys: Range
     kind: Literal["full", "causal", "masked"]
+    batch: slice
     rows: slice
     columns: slice
 
@@ -80,13 +81,20 @@ class Block:
     def tiles(self, size: int) -> tuple[PlacedTile, ...]:
         """Return the block cut into tiles (see `Bounds.tiles`); worked out once per size."""
         if size not in self._tiles:
-            self._tiles[size] = tuple(
-                _place(tile, query, keys)
-                for query in self.queries
-                for keys in self.keys
-                for tile in self.bounds.tiles(query.where, keys.where, size=size)
-            )
+            self._tiles[size] = tuple(self._build_tiles(size))
         return self._tiles[size]
+
+    def _build_tiles(self, size: int) -> Iterator[PlacedTile]:
+        for query in self.queries:
+            for keys in self.keys:
+                parts = [(slice(None), self.bounds)]
+                # Rows that differ have little in common in a large block: each is cut by itself.
+                if self.bounds.num_rows > 1 and query.where.size * keys.where.size > size * size:
+                    each = range(self.bounds.num_rows)
+                    parts = [(slice(row, row + 1), self.bounds.row(row)) for row in each]
+                for batch, bounds in parts:
+                    for tile in bounds.tiles(query.where, keys.where, size=size):
+                        yield _place(tile, batch, query, keys)
 
     @property
     def work(self) -> int:
@@ -94,11 +102,11 @@ class Block:
         return sum(self.bounds.work(q.where, k.where) for q in self.queries for k in self.keys)
 
 
-def _place(tile: Tile, query: Piece, keys: Piece) -> PlacedTile:
+def _place(tile: Tile, batch: slice, query: Piece, keys: Piece) -> PlacedTile:
     row = query.offset + tile.query.start - query.where.start
     column = keys.offset + tile.keys.start - keys.where.start
     rows, columns = slice(row, row + tile.query.size), slice(column, column + tile.keys.size)
-    return PlacedTile(*tile, rows, columns)
+    return PlacedTile(*tile, batch, rows, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +142,11 @@ class Stage:
     @property
     def is_one_parcel(self) -> bool:
         """Say whether what one peer sent serves as the key buffer, as it came."""
-        return len(self.receives) == 1 and not self.collective and not self.own
+        if len(self.receives) != 1 or self.collective or self.own:
+            return False
+        runs = self.receives[0].runs
+        ends = accumulate((run.size for run in runs), initial=0)
+        return all(run.buffer == end for run, end in zip(runs, ends, strict=False))
 
     @property
     def num_tokens_sent(self) -> int:

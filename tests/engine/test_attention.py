@@ -1,12 +1,13 @@
 """The verb on one process; several ranks are in tests/parity."""
 
 import logging
+import weakref
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp import ContextParallel, Mask, attention, context
 from lightning_cp.engine import attention as attention_module
 
 
@@ -100,6 +101,64 @@ def test_the_choice_is_logged_once(caplog):
 def test_tensors_that_do_not_fit_are_refused(q, k, v, error, message):
     with pytest.raises(error, match=message):
         attention(q, k, v, mask=Mask(causal=True))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.mT.contiguous().mT,
+        lambda x: torch.cat([x, x], -1)[..., ::2],
+        lambda x: x[..., :1].expand(-1, -1, -1, 8),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    ],
+    ids=["transposed", "strided", "expanded", "tokens first"],
+)
+def test_strides_do_not_matter(view):
+    x = view(draw(2, 4, 9, 8)).detach()
+    results = []
+    for leaf in (x, x.contiguous()):
+        leaf = leaf.clone(memory_format=torch.preserve_format).requires_grad_()
+        out = attention(leaf, leaf, leaf, mask=Mask(causal=True, window=3))
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        results.append((out, grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_whose_tensor_was_edited_is_worked_out_again():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    mask = Mask(causal=True, documents=ids)
+    q = draw(1, 2, 6, 4)
+    with ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
+        attention(q, q, q, mask=mask)
+        ids[:, 1:] = 1
+        found = attention(q, q, q, mask=mask)
+    assert torch.equal(found, attention(q, q, q, mask=Mask(causal=True, documents=ids)))
+
+
+def test_compiled_code_breaks_around_it():
+    def layer(q):
+        return attention(q * 2, q, q, mask=Mask(causal=True)).sin()
+
+    q = draw(1, 2, 6, 4)
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(compiled(q), layer(q))
+    with ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
+        torch.testing.assert_close(compiled(q), layer(q))
+
+
+def test_a_step_ends_with_its_last_user():
+    cp, q = ContextParallel(None, layout="contiguous"), draw(1, 2, 6, 4)
+    with cp.step({"input_ids": torch.arange(6)[None]}):
+        step = weakref.ref(context.current())
+        attention(q, q, q, mask=cp.mask(causal=True))
+    assert step() is None
+
+
+def test_a_learned_scale_is_refused():
+    q = draw(1, 2, 6, 4)
+    with pytest.raises(TypeError, match="got a tensor, whose gradient would be lost"):
+        attention(q, q, q, mask=Mask(), scale=torch.tensor(0.5))
 
 
 def test_an_empty_row_is_refused():

@@ -125,6 +125,15 @@ def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself():
     assert sorted(tile.kind for tile in tiles) == ["causal", "causal", "full", "full"]
 
 
+def test_rows_that_differ_are_cut_each_by_itself():
+    lengths = torch.tensor([[4096], [256]])
+    padding = torch.arange(4096) >= lengths
+    (plan,) = plans("gather", Mask(causal=True, padding=padding), seq_len=4096, cp_size=1)
+    tiles = plan.stages[0].block.tiles(128)
+    assert [tile.kind for tile in tiles].count("masked") == 0
+    assert len(tiles) < 8
+
+
 def test_one_rank_moves_nothing_and_has_one_stage():
     for algorithm in ("gather", "ring"):
         (plan,) = plans(algorithm, Mask(causal=True), seq_len=10, cp_size=1)

@@ -105,7 +105,15 @@ def test_all_ranks_refuse_a_bad_batch(nccl, name):
         assert test_refusals.re.search(pattern, message), message
 
 
-@pytest.mark.parametrize("where", ["no step", "another step"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        f"{what}, {place}{kind}"
+        for what in ("attention", "loss")
+        for place in ("no step", "another step")
+        for kind in ("", ", reentrant")
+    ][:-1],  # a reentrant loss alone leaves no trace of its step
+)
 def test_recompute_outside_its_step_is_refused(nccl, where):
     for said in nccl(2).run(test_lifetime.recompute_elsewhere, where, "cuda", timeout=60):
         assert "context_fn=cp.recompute" in said

@@ -6,7 +6,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, attention, context, token_mean
-from lightning_cp.sequence import shard
+from lightning_cp import loss as loss_module
+from lightning_cp.layout import build_layout
+from lightning_cp.sequence import shard, shift_labels
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import average_, build_model, gradients, whole_step
@@ -50,18 +52,29 @@ def recompute_elsewhere(where, device="cpu"):
     cp = build()
     q = torch.randn(1, 2, 4, 8, device=device, requires_grad=True)
     batch = {"input_ids": torch.arange(8, device=device)[None]}
+    reentrant = "reentrant" in where
 
     def layer(x):
-        return attention(x, x, x, mask=Mask(causal=True))
+        mixed = attention(x, x, x, mask=Mask(causal=True)).transpose(1, 2).flatten(2)
+        if "loss" in where:
+            return token_mean(mixed, local["input_ids"])
+        return mixed
 
-    with cp.step(batch):
-        out = checkpoint(layer, q, use_reentrant=where.endswith("reentrant"))
+    def loss_alone(x):
+        return token_mean(x.transpose(1, 2).flatten(2), local["input_ids"])
+
+    with cp.step(batch) as local:
+        out = checkpoint(loss_alone if "loss" in where else layer, q, use_reentrant=reentrant)
+        loss = out if "loss" in where else token_mean(out, local["input_ids"])
     try:
-        if where == "another step":
+        if "another step" in where:
             with cp.step(batch):
-                out.sum().backward()
+                loss.backward()
+        elif "paused" in where:
+            with cp.paused():
+                loss.backward()
         else:
-            out.sum().backward()
+            loss.backward()
     except RuntimeError as error:
         return str(error)
     return "accepted"
@@ -70,15 +83,64 @@ def recompute_elsewhere(where, device="cpu"):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("no step", "but its step has ended"),
-        ("no step, reentrant", "but its step has ended"),
-        ("another step", "recomputed under another step"),
+        ("attention, no step", "but its step has ended"),
+        ("attention, no step, reentrant", "but its step has ended"),
+        ("attention, another step", "recomputed under another step"),
+        ("attention, another step, reentrant", "recomputed under another step"),
+        ("loss, no step", "but its step has ended"),
+        ("loss, no step, reentrant", "but its step has ended"),
+        ("loss, another step", "recomputed under another step"),
+        ("loss, paused", "recomputed under another step"),
     ],
 )
 def test_recompute_outside_its_step_is_refused(ranks, where, message):
     for said in ranks(2).run(recompute_elsewhere, where, timeout=20):
         assert message in said
         assert "context_fn=cp.recompute" in said
+
+
+def backward_twice():
+    """Go through one checkpointed graph twice; return the two gradients."""
+    cp = build()
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with cp.step({"input_ids": torch.arange(8)[None]}):
+        out = checkpoint(
+            lambda x: attention(x, x, x, mask=Mask(causal=True)),
+            q,
+            use_reentrant=False,
+            context_fn=cp.recompute,
+        )
+    grads = []
+    for keep in (True, False):
+        q.grad = None
+        out.square().sum().backward(retain_graph=keep)
+        grads.append(q.grad)
+    return grads
+
+
+def test_a_graph_that_is_kept_can_be_recomputed_twice(ranks):
+    for first, second in ranks(2).run(backward_twice):
+        assert torch.equal(first, second)
+
+
+def checkpointed_loss(batch):
+    """Recompute head and loss in backward, after the step; return loss and gradients."""
+    cp, model = build(), build_model()
+    with cp.step(batch) as local:
+        hidden = model(local["input_ids"], cp.position_ids())
+        loss = checkpoint(
+            token_mean, hidden, local["labels"], use_reentrant=False, context_fn=cp.recompute
+        )
+    loss.backward()
+    average_(model)
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def test_a_checkpointed_loss_is_exact(ranks):
+    rows = BATCHES["document_ids"](12)
+    exact = whole_step([rows])
+    for found in ranks(2).run(checkpointed_loss, rows.batch):
+        assert max(errors(found, exact).values()) < 1e-10
 
 
 def nested_and_broken():
@@ -155,6 +217,9 @@ def edited_labels(edit):
         labels = local["labels"]
         if edit == "in place":
             labels[local["input_ids"] % 3 == 0] = -100
+        elif edit == "on one rank":
+            if dist.get_rank() == 1:
+                labels = labels.masked_fill(local["input_ids"] % 3 == 0, -100)
         else:
             labels = labels.masked_fill(local["input_ids"] % 3 == 0, -100)
         loss = token_mean(model(local["input_ids"], cp.position_ids()), labels)
@@ -163,11 +228,15 @@ def edited_labels(edit):
     return {"loss": loss.detach(), **gradients(model)}
 
 
-@pytest.mark.parametrize("edit", ["in place", "copy"])
+@pytest.mark.parametrize("edit", ["in place", "copy", "on one rank"])
 def test_labels_that_the_user_edits_inside_the_step_count_as_edited(ranks, edit):
     rows = BATCHES["document_ids"](9)
     tokens = rows.batch["input_ids"]
-    rows.batch["labels"] = rows.batch["labels"].masked_fill(tokens % 3 == 0, -100)
+    edited = tokens % 3 == 0
+    if edit == "on one rank":
+        owned = build_layout("zigzag", seq_len=tokens.shape[1], cp_size=3).positions(1)
+        edited &= torch.isin(torch.arange(tokens.shape[1]), owned)
+    rows.batch["labels"] = rows.batch["labels"].masked_fill(edited, -100)
     exact = whole_step([rows])
     for found in ranks(3).run(edited_labels, edit):
         assert max(errors(found, exact).values()) < 1e-10
@@ -182,7 +251,10 @@ def unshifted_loss():
     with cp.step({"input_ids": tokens, "labels": labels}) as local:
         mine = shard(logits, 1, layout=context.current().layout, rank=cp.cp_rank)
         found = token_mean(mine, local["labels"], shift=False)
-    return float((found - expected).abs())
+        # Our padding is filled with token 0: it must not pass for a label.
+        all_count = token_mean(mine, local["input_ids"], shift=False)
+    blind = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    return max(float((found - expected).abs()), float((all_count - blind).abs()))
 
 
 def test_labels_of_the_same_token(ranks):
@@ -216,17 +288,18 @@ def test_evaluation_does_not_wait_for_other_rows(ranks):
 # Break one thing, and parity must notice.
 
 
+def shift_locally(labels, shift, step):
+    """Shift as if each rank had only its own part."""
+    return shift_labels(labels, None)
+
+
 def broken_step(what):
     cp, rows, model = build(), BATCHES["plain"](11), build_model()
-    with cp.step(rows.batch) as local:
-        step = context.current()
+    with cp.step(rows.batch) as local, pytest.MonkeyPatch.context() as patch:
         if what == "label shift":
-            # As if each rank had shifted only its own part.
-            local_shift = torch.full_like(local["labels"], -100)
-            local_shift[:, :-1] = local["labels"][:, 1:]
-            object.__setattr__(step.targets, "shifted", local_shift)
-        if what == "token count":
-            object.__setattr__(step.targets, "num_shifted", (step.targets.shifted != -100).sum())
+            patch.setattr(loss_module, "_targets", shift_locally)
+        if what == "token count":  # a mean over each rank's own tokens
+            patch.setattr(loss_module, "_transports", lambda step: ())
         loss = token_mean(model(local["input_ids"], cp.position_ids()), local["labels"])
         loss.backward()
     average_(model)

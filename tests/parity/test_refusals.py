@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
@@ -21,7 +22,7 @@ def step_message(batches, options):
     try:
         with cp.step(batches[dist.get_rank() % len(batches)]):
             return "accepted"
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -46,7 +47,28 @@ STEP_CASES = {
     "unknown sequence dim, nested": (
         [{"input_ids": TOKENS, "extra": {"weights": [torch.ones(12)]}}],
         {},
-        r"`extra.weights\[0\]` of shape \(12,\)",
+        r"`extra.weights\[0\]` of shape \(12,\).*move it there, or keep all of `extra` whole: "
+        r"sequence_dims=\{'extra': None\}",
+    ),
+    "a list that should be cut": (
+        [{"input_ids": TOKENS, "labels": TOKENS.tolist()}],
+        {},
+        r"TypeError: `labels` holds a sequence and would be cut along dim 1, but is a list",
+    ),
+    "one row without a batch": (
+        [{"input_ids": TOKENS[0]}],
+        {},
+        r"`input_ids` has shape \(12,\), but rows lie in a batch.*unsqueeze",
+    ),
+    "packed rows told by positions of three axes": (
+        [{"input_ids": TOKENS, "position_ids": (TOKENS % 6).expand(3, 2, 12)}],
+        {},
+        r"`position_ids` of shape \(3, 2, 12\).*start again at 0.*`document_ids`",
+    ),
+    "lengths of queries and keys that differ": (
+        [{"input_ids": TOKENS[:1], "cu_seq_lens_q": [0, 12], "cu_seq_lens_k": [0, 5, 12]}],
+        {},
+        "`cu_seq_lens_q` and `cu_seq_lens_k` differ",
     ),
     "sequence dim that is not there": (
         [{"input_ids": TOKENS, "weights": torch.ones(2)}],
@@ -79,7 +101,7 @@ STEP_CASES = {
     "documents of a wrong shape": (
         [{"input_ids": TOKENS, "document_ids": torch.zeros(2, 12)}],
         {},
-        r"`document_ids` must be integers of shape \[batch, 12\], but are torch.float32",
+        r"`document_ids` must be integers of shape \[2, 12\], but are torch.float32",
     ),
     "lengths of several rows": (
         [{"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 12])}],
@@ -126,11 +148,20 @@ def test_all_ranks_refuse_a_bad_batch(ranks, name):
         assert re.search(pattern, message), message
 
 
-def test_a_bad_batch_on_one_rank_is_refused_by_all(ranks):
-    good, bad = {"input_ids": TOKENS}, {"input_ids": TOKENS[:, :0]}
+@pytest.mark.parametrize(
+    ("bad", "pattern"),
+    [
+        ({"input_ids": TOKENS[:, :0]}, "rows of length 0"),
+        ({"input_ids": TOKENS, "labels": TOKENS.to_sparse()}, "."),
+        ({"input_ids": TOKENS, "cu_seq_lens_q": object()}, "."),
+    ],
+    ids=["refused", "cannot be cut", "cannot be read"],
+)
+def test_a_bad_batch_on_one_rank_is_refused_by_all(ranks, bad, pattern):
+    good = {"input_ids": TOKENS}
     first, second = ranks(2).run(step_message, [good, bad], {}, timeout=20)
-    assert re.search("Rank 1 of the context-parallel group refused its batch.*length 0", first)
-    assert re.search("ValueError: `input_ids` has shape", second)
+    assert re.search(f"Rank 1 of the context-parallel group refused its batch: .*{pattern}", first)
+    assert re.search(pattern, second)
 
 
 def data_axis_message(batches):
@@ -242,6 +273,41 @@ def test_all_ranks_refuse_a_bad_attention_call(ranks, name):
     shape, arguments, options, pattern = ATTENTION_CASES[name]
     for message in ranks(2).run(attention_message, shape, arguments, options, timeout=20):
         assert re.search(pattern, message), message
+
+
+def rows_message():
+    """Give a mask of too many rows to two ranks, of which one holds only padding."""
+    cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+    q = torch.randn(3, 1, 1, 4)
+    with cp.step({"input_ids": torch.zeros(3, 1, dtype=torch.long)}):
+        try:
+            attention(q, q, q, mask=Mask(padding=torch.tensor([[True], [False]])))
+        except ValueError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_ranks_that_hold_only_padding_refuse_too(ranks):
+    for message in ranks(2).run(rows_message, timeout=20):
+        assert "the mask has 2 rows" in message
+
+
+def uneven_groups_message():
+    dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
+    try:
+        ContextParallel(dist.group.WORLD)
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_different_numbers_of_groups_are_told():
+    pool = RankPool(3)
+    try:
+        for message in pool.run(uneven_groups_message, timeout=30):
+            assert "have made different numbers of process groups" in message
+    finally:
+        pool.stop()
 
 
 def timeout_seconds():

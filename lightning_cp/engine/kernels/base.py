@@ -111,12 +111,11 @@ class TiledKernel(ABC):
         out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
         lse = q.new_full(q.shape[:-1], NEVER, dtype=dtype)
         for tile in block.tiles(self.tile_size):
-            rows, columns = tile.rows, tile.columns
+            batch, rows, columns = tile.batch, tile.rows, tile.columns
             mask = TileMask(tile, block.bounds, q.device)
-            part = self.tile_forward(
-                q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, scores
-            )
-            merge_(out[:, :, rows], lse[:, :, rows], *part)
+            queries, keys, values = q[batch, :, rows], k[batch, :, columns], v[batch, :, columns]
+            part = self.tile_forward(queries, keys, values, mask, scores)
+            merge_(out[batch, :, rows], lse[batch, :, rows], *part)
         return out, lse
 
     def backward(
@@ -134,20 +133,20 @@ class TiledKernel(ABC):
         dtype = accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
         for tile in block.tiles(self.tile_size):
-            rows, columns = tile.rows, tile.columns
+            batch, rows, columns = tile.batch, tile.rows, tile.columns
             part = self.tile_backward(
-                dout[:, :, rows],
-                q[:, :, rows],
-                k[:, :, columns],
-                v[:, :, columns],
-                out[:, :, rows],
-                lse[:, :, rows],
+                dout[batch, :, rows],
+                q[batch, :, rows],
+                k[batch, :, columns],
+                v[batch, :, columns],
+                out[batch, :, rows],
+                lse[batch, :, rows],
                 TileMask(tile, block.bounds, q.device),
                 scores,
             )
-            dq[:, :, rows] += part[0]
-            dk[:, :, columns] += part[1]
-            dv[:, :, columns] += part[2]
+            dq[batch, :, rows] += part[0]
+            dk[batch, :, columns] += part[1]
+            dv[batch, :, columns] += part[2]
         return dq, dk, dv
 
 
@@ -168,4 +167,5 @@ class TileMask:
         """Return bool [R, 1, Lq, Lk], or None for a full tile; R is 1 or the batch size."""
         if self.tile.kind == "full":
             return None
-        return self.bounds.visible(self.tile.query, self.tile.keys).unsqueeze(1).to(self.device)
+        visible = self.bounds.visible(self.tile.query, self.tile.keys)
+        return visible[self.tile.batch].unsqueeze(1).to(self.device)
