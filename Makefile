@@ -23,6 +23,7 @@ lint: .venv/.installed-dev
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.attention_cpu
+	$(BIN)/python -m benchmarks.dispatch_overhead
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -6,6 +6,7 @@ Checked against torch 2.11, 2.13 and 2.15. Nothing else in the package may touch
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -64,6 +65,12 @@ def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
         return (outside or fn)(*args, **kwargs)
 
     return call
+
+
+def plain_functions() -> AbstractContextManager[None]:
+    """Switch torch function modes off: what runs inside is nobody else's business."""
+    off: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return off
 
 
 def in_backward() -> bool:

@@ -86,6 +86,8 @@ def _zigzag(seq_len: int, cp_size: int) -> Layout:
 
     Under a causal mask an early chunk is cheap and a late one dear; each pair costs the same.
     """
+    if cp_size == 1:  # one owner of everything, and nothing to pad
+        return Layout("zigzag", seq_len, ((Range(0, seq_len),),))
     size = -(-seq_len // (2 * cp_size))
     chunks = [Range(c * size, (c + 1) * size) for c in range(2 * cp_size)]
     owned = tuple((chunks[r], chunks[-1 - r]) for r in range(cp_size))

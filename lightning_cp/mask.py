@@ -463,9 +463,11 @@ def _trimmed(first: IntArray, last: IntArray, real: BoolArray, padded_len: int) 
     real = np.concatenate([real, np.zeros((rows, extra), np.bool_)], 1)
 
     position = np.arange(padded_len)
-    edge = np.full((rows, 1), padded_len)
-    next_real = np.concatenate([_accumulate_back(np.where(real, position, padded_len)), edge], 1)
     after_real = np.maximum.accumulate(np.where(real, position + 1, 0), 1)
+    # Nothing reaches past the last real key, not even the bounds of queries that see nothing.
+    edge = after_real[:, -1:]
+    next_real = _accumulate_back(np.where(real, position, padded_len))
+    next_real = np.concatenate([np.minimum(next_real, edge), edge], 1)
     after_real = np.concatenate([np.zeros((rows, 1), np.int64), after_real], 1)
     first = np.take_along_axis(next_real, first, 1)
     last = np.maximum(first, np.take_along_axis(after_real, last, 1))

@@ -8,17 +8,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import batch as batches
-from lightning_cp import context
+from lightning_cp import context, dispatch
 from lightning_cp.context import Step, StepMask
+from lightning_cp.dispatch import Unsharded
 from lightning_cp.engine.kernels.select import KernelName, check_kernel
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, build_layout, check_layout
 from lightning_cp.mesh import build_groups
 from lightning_cp.sequence import shard, unshard
+
+
+class _Recompute(context.activate):
+    """A step that is active again, with its dispatch, while activations are recomputed."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        dispatch.enabled().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        dispatch.enabled().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
 
 class ContextParallel:
@@ -85,7 +98,8 @@ class ContextParallel:
     ) -> Iterator[dict[str, Any]]:
         """Work on this rank's part of a batch.
 
-        Inside, attention() and token_mean() see the whole of it. Backward may run inside or after.
+        Inside, attention(), F.scaled_dot_product_attention and token_mean() see the whole of it.
+        Backward may run inside or after.
 
         Args:
             batch: the whole batch, the same on every rank of the group.
@@ -99,7 +113,7 @@ class ContextParallel:
         training = torch.is_grad_enabled() if training is None else training
         opened, local = self._open(batch, training)
         context.forget_backward()
-        with context.activate(opened):
+        with context.activate(opened), dispatch.enabled():
             yield local
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
@@ -190,12 +204,21 @@ class ContextParallel:
         """
         return context.paused()
 
+    def unsharded(self, *modules: nn.Module) -> Unsharded:
+        """Leave attention calls as they are: their keys are not cut, or are not the sequence.
+
+        ``with cp.unsharded():`` for the calls inside it; ``cp.unsharded(module)`` for all calls of
+        a module, until ``undo()`` of what is returned. For cross-attention to keys that every rank
+        holds whole, and for modules that attend over something else than the sequence.
+        """
+        return Unsharded(modules)
+
     def recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Give activation checkpointing the step in which to recompute.
 
         ``checkpoint(layer, x, use_reentrant=False, context_fn=cp.recompute)``
         """
-        return nullcontext(), context.activate(self._active("recompute()"))
+        return nullcontext(), _Recompute(self._active("recompute()"))
 
     def _active(self, what: str) -> Step:
         step = context.current()

@@ -12,11 +12,18 @@ from lightning_cp import context
 from tests.ranks import RankPool
 
 try:
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 except ImportError:  # a GPU machine with torch and pytest only runs tests/gpu
     settings = None
 else:
-    settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+    # Shrinking a failure of a case with threads takes minutes; the drawn case is printed anyway.
+    settings.register_profile(
+        "seeded",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+    )
     settings.load_profile("seeded")
 torch.set_num_threads(1)
 

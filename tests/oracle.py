@@ -94,7 +94,12 @@ def make_inputs(
 
 
 def attend_whole(
-    inputs: Inputs, mask: Mask, *, scale: float | None = None, softcap: float | None = None
+    inputs: Inputs,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return out, dq, dk, dv and dsinks of plain attention, in the inputs' precision."""
     leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
@@ -105,6 +110,8 @@ def attend_whole(
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     seen = visible(mask, q.shape[0], q.shape[2])[:, None]
     scores = scores.masked_fill(~seen, float("-inf"))
     sinks = leaves.get("sinks")

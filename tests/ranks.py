@@ -143,11 +143,19 @@ def _serve(pipe: Any, rank: int, world_size: int, backend: str, rendezvous: str)
 
 
 class _Hub:
-    """Where threads leave messages for each other, in order."""
+    """Where threads leave messages for each other.
 
-    def __init__(self, size: int) -> None:
-        pairs = itertools.product(range(size), repeat=2)
-        self.boxes: dict[tuple[int, int], queue.Queue[Tensor]] = {p: queue.Queue() for p in pairs}
+    As in NCCL, messages of one pair of ranks are matched by the order in which they are started, on
+    either side, not by the order in which they are awaited.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+
+    def box(self, source: int, target: int, number: int) -> "queue.Queue[Tensor]":
+        with self._lock:
+            return self._boxes.setdefault((source, target, number), queue.Queue())
 
 
 class ThreadTransport:
@@ -168,6 +176,8 @@ class ThreadTransport:
         self.numbers_sent = 0
         self._hub = hub
         self._calls = itertools.count()
+        self._sent = [itertools.count() for _ in range(size)]
+        self._received = [itertools.count() for _ in range(size)]
 
     def _start(
         self, what: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -179,11 +189,14 @@ class ThreadTransport:
             assert x.numel(), "an empty message"
             if peer != self.rank:
                 self.numbers_sent += x.numel()
-            self._hub.boxes[self.rank, peer].put(x.clone())
+            self._hub.box(self.rank, peer, next(self._sent[peer])).put(x.clone())
+        due = [
+            (self._hub.box(peer, self.rank, next(self._received[peer])), x) for peer, x in receives
+        ]
 
         def finish() -> None:
-            for peer, x in receives:
-                x.copy_(self._hub.boxes[peer, self.rank].get(timeout=30))
+            for box, x in due:
+                x.copy_(box.get(timeout=30))
             self.log.append(f"wait {call}")
 
         return finish
@@ -211,7 +224,7 @@ class ThreadTransport:
 
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what ``fn(transport, *args)`` returned on each of ``size`` threads."""
-    hub = _Hub(size)
+    hub = _Hub()
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
 

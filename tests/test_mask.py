@@ -79,6 +79,16 @@ def test_bounds_never_decrease_along_a_row(drawn):
 
 
 @settings(max_examples=200)
+@given(worked_out())
+def test_bounds_end_at_the_last_real_key(drawn):
+    bounds, _ = drawn
+    ends = np.array(
+        [np.flatnonzero(np.diff(row)).max(initial=-1) + 1 for row in bounds.real_before]
+    )
+    assert (bounds.last <= ends[:, None]).all()
+
+
+@settings(max_examples=200)
 @given(worked_out(), st.data())
 def test_hull_holds_all_keys_that_a_range_of_queries_sees(drawn, data):
     bounds, table = drawn

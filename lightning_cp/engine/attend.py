@@ -9,7 +9,9 @@ Shapes: B batch, H query heads, K key/value heads, L local tokens, D and Dv head
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -17,14 +19,16 @@ import torch
 from torch import Tensor
 
 from lightning_cp.collectives import Transport
+from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of
 from lightning_cp.engine.exchange import KeyValues, fetch, give_back
 from lightning_cp.engine.kernels.base import Kernel, Scores
 from lightning_cp.engine.merge import (
     NEVER,
+    Softmax,
+    Sum,
     accumulation_dtype,
     add_sinks_,
-    merge_,
     sink_gradient,
 )
 from lightning_cp.engine.plan import Plan, Stage
@@ -48,8 +52,15 @@ class Call:
     scores: Scores
     uid: int = 0
 
+    @cached_property
+    def mark(self) -> Tensor:
+        """Return the uid as a tensor that autograd can save."""
+        return torch.tensor(self.uid)
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
+) -> Tensor:
     """Attend with this rank's queries to the keys of all ranks.
 
     Args:
@@ -57,29 +68,44 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) ->
         k: [B, K, L, D].
         v: [B, K, L, Dv].
         sinks: [H] or None.
+        bias: [B or 1, H or 1, L or 1, S] or None: added to the scores of this rank's queries with
+            the keys of the whole row; gets no gradient.
         call: what to do; every rank of the group makes the same call.
 
     Returns:
         [B, H, L, Dv] in the dtype of ``q``.
     """
-    # Kernels walk along the head dim: the CPU's op takes its stride for 1 without looking.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out: Tensor = _Attend.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        # Kernels walk along the head dim: the CPU's op takes its stride for 1 without looking.
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    out: Tensor = _Attend.apply(q, k, v, sinks, bias, call)  # type: ignore[no-untyped-call]
     return out
+
+
+def _own_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off, which would lower the sums; cheap where it is off already."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        call: Call,
     ) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward(q, k, v, sinks, call)
+        with plain_functions(), _own_precision(q.device):
+            out, lse = _forward(q, k, v, sinks, bias, call)
         ctx.call = call
         # Activation checkpointing replaces saved tensors by recomputed ones. If the recompute ran
         # under another step, this mark tells.
-        mark = torch.tensor(call.uid)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, mark)
+        ctx.save_for_backward(q, k, v, sinks, bias, out, lse, call.mark)
         return out
 
     @staticmethod
@@ -89,42 +115,41 @@ class _Attend(torch.autograd.Function):
                 "Context-parallel attention has no second derivative: call backward() or "
                 "autograd.grad() without create_graph=True."
             )
-        q, k, v, sinks, out, lse, mark = ctx.saved_tensors
-        check_mark(mark, ctx.call.uid)
-        enter_backward_of(ctx.call.uid)
-        needs_q, needs_k, needs_v, needs_sinks, _ = ctx.needs_input_grad
+        q, k, v, sinks, bias, out, lse, mark = ctx.saved_tensors
+        call: Call = ctx.call
+        check_mark(mark, call.uid)
+        enter_backward_of(call.uid)
+        needs_q, needs_k, needs_v, needs_sinks, *_ = ctx.needs_input_grad
         dq = dk = dv = dsinks = None
-        # A query that saw nothing: exp(score - inf) makes all of its weights 0.
-        lse = torch.where(lse == NEVER, float("inf"), lse)
-        with torch.autocast(q.device.type, enabled=False):
+        if bias is not None or call.plan.has_blind_queries:
+            # A query that saw nothing: exp(score - inf) makes all of its weights 0.
+            lse = torch.where(lse == NEVER, float("inf"), lse)
+        with plain_functions(), _own_precision(q.device):
             dout = dout.contiguous()
             if needs_q or needs_k or needs_v:
-                dq, dk, dv = _backward(
-                    dout, q, k, v, out, lse, ctx.call, return_keys=needs_k or needs_v
-                )
+                saved = dout, q, k, v, bias, out, lse
+                dq, dk, dv = _backward(*saved, call, return_keys=needs_k or needs_v)
             if needs_sinks:
                 dsinks = sink_gradient(dout, out, lse, sinks)
-        return dq, dk, dv, dsinks, None
+        return dq, dk, dv, dsinks, None, None
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
-    dtype = accumulation_dtype(q.dtype)
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
-    lse = q.new_full(q.shape[:-1], NEVER, dtype=dtype)
-    touched = set()
+    softmax = Softmax(q, v.shape[-1])
     for stage, buffer in _visit(KeyValues(k, v), call):
         if stage.block is None:
             continue
         heads, rows = _query_heads(stage, q, k), stage.block.rows
-        part = call.kernel.forward(q[:, heads, rows], *buffer, stage.block, call.scores)
-        if stage.heads in touched:
-            merge_(out[:, heads, rows], lse[:, heads, rows], *part)
-        else:
-            out[:, heads, rows], lse[:, heads, rows] = part
-            touched.add(stage.heads)
+        bias_part = None if bias is None else _bias_of(bias, heads, rows)
+        part = call.kernel.forward(
+            _of(q, heads, rows), *buffer, bias_part, stage.block, call.scores
+        )
+        softmax.add(heads, rows, *part)
+    out, lse = softmax.result()
     if sinks is not None:
+        out = out.to(accumulation_dtype(q.dtype))
         add_sinks_(out, lse, sinks)
     return out.to(q.dtype), lse
 
@@ -134,6 +159,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     call: Call,
@@ -141,7 +167,7 @@ def _backward(
     return_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    dq, dkv = Sum(q), (Sum(k), Sum(v))
     finish = _nothing
     for stage, buffer in _visit(KeyValues(k, v), call):
         if stage.block is None:
@@ -149,22 +175,43 @@ def _backward(
         else:
             heads, rows = _query_heads(stage, q, k), stage.block.rows
             dq_part, *dkv_part = call.kernel.backward(
-                dout[:, heads, rows],
-                q[:, heads, rows],
+                _of(dout, heads, rows),
+                _of(q, heads, rows),
                 *buffer,
-                out[:, heads, rows],
-                lse[:, heads, rows],
+                None if bias is None else _bias_of(bias, heads, rows),
+                _of(out, heads, rows),
+                _of(lse, heads, rows),
                 stage.block,
                 call.scores,
             )
-            dq[:, heads, rows] += dq_part
+            dq.add((slice(None), heads, rows), dq_part)
             found = KeyValues(*dkv_part)
-        if return_keys:
-            previous = finish
-            finish = give_back(stage, found, KeyValues(dk, dv), call.transport)
+        if not return_keys:
+            continue
+        if stage.is_alone:
+            part = (slice(None), slice(*stage.heads))
+            dkv[0].add(part, found.keys)
+            dkv[1].add(part, found.values)
+        else:
+            gradients = KeyValues(*(total.running() for total in dkv))
+            previous, finish = finish, give_back(stage, found, gradients, call.transport)
             previous()
     finish()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = (total.result() for total in dkv)
+    return dq.result(), dk, dv
+
+
+def _of(x: Tensor, heads: slice, rows: slice) -> Tensor:
+    """Return some heads and rows; slicing costs microseconds, so not where that is all."""
+    size = heads.stop - heads.start, rows.stop - rows.start
+    return x if x.shape[1:3] == size else x[:, heads, rows]
+
+
+def _bias_of(bias: Tensor, heads: slice, rows: slice) -> Tensor:
+    """Return the bias of some heads and rows; dims of size 1 stand for all."""
+    heads = heads if bias.shape[1] > 1 else slice(None)
+    rows = rows if bias.shape[2] > 1 else slice(None)
+    return bias[:, heads, rows]
 
 
 def _nothing() -> None:
@@ -180,6 +227,9 @@ def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
 def _visit(shard: KeyValues, call: Call) -> Iterator[tuple[Stage, KeyValues]]:
     """Yield each stage with its key buffer; that of the next one is already on its way."""
     stages = call.plan.stages
+    if len(stages) == 1:
+        yield stages[0], fetch(stages[0], shard, call.transport)()
+        return
     # Taken out before it is called: it holds what came over the wire, which would otherwise stay
     # in memory beside the kernel.
     pending = deque([fetch(stages[0], shard, call.transport)])

@@ -10,13 +10,13 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from lightning_cp.collectives import LoneTransport, Transport
+from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import select_kernel
-from lightning_cp.engine.plan import Plan, build_plan, resolve_algorithm
+from lightning_cp.engine.plan import build_plan, resolve_algorithm
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
 
@@ -33,6 +33,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend over the whole row with this rank's part of it.
@@ -46,6 +47,8 @@ def attention(
         scale: factor on q.k; 1 / sqrt(D) when None.
         softcap: ``c`` bends each score s to ``c * tanh(s / c)``.
         sinks: [H], a logit per head that takes its share of each softmax and adds nothing.
+        bias: [B or 1, H or 1, L or 1, S], added to the scores of this rank's queries with the keys
+            of the whole row, in their original order. It gets no gradient.
         dropout: must be 0; it is here to be refused in words.
 
     Returns:
@@ -80,45 +83,51 @@ def attention(
         )
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
     request = Request(q.device, q.dtype, scores)
+    if bias is not None:
+        _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
     if step is None:
-        bounds = mask.bounds(q.shape[2])
-        kernel = select_kernel("auto", request)
-        plan, transport, uid = _whole_row_plan(bounds, k), _LONE, 0
+        call = _whole_row_call(mask, request, q, k)
     else:
-        _check_length(q, step)
+        call = _call(mask, step, request, q, k)
+    return attend(q, k, v, sinks, bias, call)
+
+
+def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call:
+    """Return the call of a step; layers that ask for the same share it."""
+    _check_length(q, step)
+    key = (mask.key(), request, q.shape[0], k.shape[1])
+    if key not in step.cache:
         bounds = step.bounds(mask)
+        _check_rows(bounds, q)
         kernel = select_kernel(step.kernel, request)
-        plan, transport, uid = _step_plan(mask, step, k.shape[1]), step.groups.attend, step.uid
-        if transport.rank == 0:
+        plan = build_plan(
+            resolve_algorithm(step.algorithm),
+            layout=step.layout,
+            bounds=bounds,
+            rank=step.cp_rank,
+            num_kv_heads=k.shape[1],
+        )
+        if step.cp_rank == 0:
             _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
+        step.cache[key] = Call(plan, step.groups.attend, kernel, request.scores, step.uid)
+    call: Call = step.cache[key]
+    return call
+
+
+def _whole_row_call(mask: Mask, request: Request, q: Tensor, k: Tensor) -> Call:
+    bounds = mask.bounds(q.shape[2])
+    _check_rows(bounds, q)
+    layout = build_layout("contiguous", seq_len=k.shape[2], cp_size=1)
+    plan = build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
+    return Call(plan, LoneTransport(), select_kernel("auto", request), request.scores)
+
+
+def _check_rows(bounds: Bounds, q: Tensor) -> None:
     if bounds.num_rows not in (1, q.shape[0]):
         raise ValueError(
             f"attention(): the mask has {bounds.num_rows} rows (documents, spans or padding), but "
             f"the tensors have a batch of {q.shape[0]}."
         )
-    return attend(q, k, v, sinks, Call(plan, transport, kernel, scores, uid))
-
-
-_LONE: Transport = LoneTransport()
-
-
-def _step_plan(mask: Mask, step: Step, num_kv_heads: int) -> Plan:
-    key = ("plan", mask.key(), num_kv_heads)
-    if key not in step.cache:
-        step.cache[key] = build_plan(
-            resolve_algorithm(step.algorithm),
-            layout=step.layout,
-            bounds=step.bounds(mask),
-            rank=step.cp_rank,
-            num_kv_heads=num_kv_heads,
-        )
-    plan: Plan = step.cache[key]
-    return plan
-
-
-def _whole_row_plan(bounds: Bounds, k: Tensor) -> Plan:
-    layout = build_layout("contiguous", seq_len=k.shape[2], cp_size=1)
-    return build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
 
 
 @lru_cache(maxsize=64)
@@ -134,34 +143,66 @@ def _say(algorithm: str, layout: str, kernel: str, cp_size: int) -> None:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention() needs [batch, heads, tokens, head_dim]; it got {shapes}.")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"attention(): q, k, v do not fit together: {shapes}. Batch must agree, k and v must "
-            "have the same heads and tokens, q and k the same head dim."
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"attention(): {q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly "
-            f"({shapes})."
-        )
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"attention() is self-attention: queries and keys are the same tokens, but there are "
-            f"{q.shape[2]} queries and {k.shape[2]} keys. With a key cache (generate()), or for "
-            "cross-attention, use `with cp.paused():` and plain attention."
-        )
+    queries, keys, values = q.shape, k.shape, v.shape
+    shapes_fit = (
+        len(queries) == len(keys) == len(values) == 4
+        and keys[:3] == values[:3]
+        and queries[::3] == keys[::3]
+        and queries[2] == keys[2]
+        and keys[1] > 0
+        and queries[1] % keys[1] == 0
+    )
+    if not shapes_fit:
+        raise _misfit(q, k, v)
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(
             f"attention(): q, k, v must have one floating dtype, but are {q.dtype}, {k.dtype}, "
             f"{v.dtype}. Cast them to the dtype in which attention shall be computed."
         )
-    if sinks is not None and sinks.shape != (q.shape[1],):
+    if sinks is not None and sinks.shape != (queries[1],):
         raise ValueError(
             f"attention(sinks=...) has shape {tuple(sinks.shape)}, but needs one logit per query "
-            f"head: ({q.shape[1]},)."
+            f"head: ({queries[1]},)."
+        )
+
+
+def _misfit(q: Tensor, k: Tensor, v: Tensor) -> ValueError:
+    """Say what is wrong with the shapes."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return ValueError(f"attention() needs [batch, heads, tokens, head_dim]; it got {shapes}.")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return ValueError(
+            f"attention(): q, k, v do not fit together: {shapes}. Batch must agree, k and v must "
+            "have the same heads and tokens, q and k the same head dim."
+        )
+    if q.shape[2] != k.shape[2]:
+        return ValueError(
+            "attention() is self-attention: queries and keys are the same tokens, but there are "
+            f"{q.shape[2]} queries and {k.shape[2]} keys. With a key cache (generate()), or for "
+            "cross-attention, use `with cp.paused():` and plain attention."
+        )
+    return ValueError(
+        f"attention(): {q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly "
+        f"({shapes})."
+    )
+
+
+def _check_bias(bias: Tensor, q: Tensor, seq_len: int) -> None:
+    wanted = (*q.shape[:3], seq_len)
+    fits = bias.dim() == 4 and all(
+        size == want or (size == 1 and dim < 3)
+        for dim, (size, want) in enumerate(zip(bias.shape, wanted, strict=True))
+    )
+    if not fits or not bias.is_floating_point():
+        raise ValueError(
+            f"attention(bias=...) is {bias.dtype} of shape {tuple(bias.shape)}, but must be "
+            f"floating and of shape {wanted}; each of the first three sizes may be 1."
+        )
+    if bias.requires_grad:
+        raise ValueError(
+            "attention(bias=...) requires a gradient, which it would not get. Use bias.detach() if "
+            "it is not trained; a trained position bias is not supported."
         )
 
 

@@ -9,7 +9,7 @@ out.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -134,12 +134,17 @@ class Stage:
     buffer_len: int
     block: Block | None
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """Say whether the local shard itself serves as the key buffer."""
         return not self.receives and not self.collective
 
-    @property
+    @cached_property
+    def is_alone(self) -> bool:
+        """Say whether nothing travels at all."""
+        return self.is_local and not self.sends
+
+    @cached_property
     def is_one_parcel(self) -> bool:
         """Say whether what one peer sent serves as the key buffer, as it came."""
         if len(self.receives) != 1 or self.collective or self.own:
@@ -156,12 +161,21 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All stages of one attention call on one rank."""
+    """All stages of one attention call on one rank.
+
+    Args:
+        algorithm: by whose rules it was made.
+        rank: whose it is.
+        layout: who owns what.
+        stages: what to do, in order.
+        has_blind_queries: whether some query of this rank sees no key at all.
+    """
 
     algorithm: str
     rank: int
     layout: Layout
     stages: tuple[Stage, ...]
+    has_blind_queries: bool
 
     @property
     def local_len(self) -> int:
@@ -201,7 +215,9 @@ def build_plan(
         stages = _gather_stages(layout, bounds, rank, num_kv_heads, needs)
     else:
         stages = _ring_stages(layout, bounds, rank, num_kv_heads, needs)
-    return Plan(algorithm, rank, layout, stages)
+    mine = layout.ranges(rank)
+    blind = any((bounds.first[:, a:b] == bounds.last[:, a:b]).any() for a, b in mine)
+    return Plan(algorithm, rank, layout, stages, blind)
 
 
 def _needs(layout: Layout, bounds: Bounds, rank: int) -> tuple[Range, ...]:

@@ -71,6 +71,7 @@ class Case:
     kernel: str = "cpu"
     softcap: float | None = None
     scale: float | None = None
+    bias: Tensor | None = None
 
     def build_layout(self, cp_size: int) -> Layout:
         if isinstance(self.layout, Layout):
@@ -110,12 +111,21 @@ def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
 
     leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
-    out = attend(*leaves, sinks, call)
+    bias = None if case.bias is None else _local_bias(case.bias, call, transport)
+    out = attend(*leaves, sinks, bias, call)
     names = ["dq", "dk", "dv"] if sinks is None else ["dq", "dk", "dv", "dsinks"]
     wanted = leaves if sinks is None else [*leaves, sinks]
     grads = torch.autograd.grad(out, wanted, cut(inputs.dout))
     named = {"out": out.detach(), **dict(zip(names, grads, strict=True))}
     return {name: x.cpu() for name, x in named.items()}
+
+
+def _local_bias(bias: Tensor, call: Call, transport: Transport) -> Tensor:
+    """Return the rows of a whole bias that belong to this rank's queries."""
+    if bias.shape[2] == 1:
+        return bias.to(transport.device)
+    mine = shard(bias, 2, layout=call.plan.layout, rank=transport.rank)
+    return mine.to(transport.device)
 
 
 def put_together(parts: list[dict[str, Tensor]], case: Case) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ def test_queries_that_see_nothing_return_zero_and_never(kernel):
     block = call.plan.stages[0].block
     inputs = case.inputs
     out, lse = KERNELS[kernel].forward(
-        inputs.q[:, :, block.rows], inputs.k, inputs.v, block, call.scores
+        inputs.q[:, :, block.rows], inputs.k, inputs.v, None, block, call.scores
     )
     empty = lse == NEVER
     first = block.rows.start

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.merge import NEVER, accumulation_dtype, merge_
+from lightning_cp.engine.merge import Softmax, Sum, merge_
 from lightning_cp.engine.plan import Block, PlacedTile
 from lightning_cp.mask import Bounds
 
@@ -41,7 +41,11 @@ class Request:
 
 
 class Kernel(Protocol):
-    """Computes blocks. Shapes: q [B, H, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]; K divides H."""
+    """Computes blocks. Shapes: q [B, H, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]; K divides H.
+
+    ``bias`` is added to the scores, or None: [B or 1, H or 1, Lq or 1, S], its keys in global
+    positions.
+    """
 
     name: str
 
@@ -49,7 +53,7 @@ class Kernel(Protocol):
         """Return why this kernel cannot do what is asked, or None if it can."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scores: Scores
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Return out [B, H, Lq, Dv] and lse [B, H, Lq] of this block alone."""
 
@@ -59,6 +63,7 @@ class Kernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
         block: Block,
@@ -68,6 +73,48 @@ class Kernel(Protocol):
 
         Queries that see nothing at all come with lse = +inf, which makes their weights 0.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class TileMask:
+    """The mask of one tile, written out only if a kernel asks for it.
+
+    Args:
+        tile: the tile and its place.
+        bounds: what sees what.
+        bias: [.., .., Lq or 1, Lk] to add to the tile's scores, or None.
+        device: where the kernel computes.
+    """
+
+    tile: PlacedTile
+    bounds: Bounds
+    bias: Tensor | None
+    device: torch.device
+
+    @property
+    def is_causal(self) -> bool:
+        """Say whether the mask is ``k <= q`` on a square, and nothing else."""
+        return self.tile.kind == "causal" and self.bias is None
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether every query sees every key, and nothing is added."""
+        return self.tile.kind == "full" and self.bias is None
+
+    def visible(self) -> Tensor | None:
+        """Return bool [R, 1, Lq, Lk], or None if all is visible; R is 1 or the batch size."""
+        if self.tile.kind == "full":
+            return None
+        visible = self.bounds.visible(self.tile.query, self.tile.keys)
+        return visible[self.tile.batch].unsqueeze(1).to(self.device)
+
+
+def _tile_bias(bias: Tensor | None, tile: PlacedTile) -> Tensor | None:
+    if bias is None:
+        return None
+    batch = tile.batch if bias.shape[0] > 1 else slice(None)
+    rows = tile.rows if bias.shape[2] > 1 else slice(None)
+    return bias[batch, :, rows, tile.keys.start : tile.keys.stop]
 
 
 class TiledKernel(ABC):
@@ -85,7 +132,7 @@ class TiledKernel(ABC):
 
     @abstractmethod
     def tile_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: "TileMask", scores: Scores
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse of a tile."""
 
@@ -98,21 +145,23 @@ class TiledKernel(ABC):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        mask: "TileMask",
+        mask: TileMask,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a tile's part of dq, dk, dv."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scores: Scores
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Compute tile after tile and merge them."""
-        dtype = accumulation_dtype(q.dtype)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
-        lse = q.new_full(q.shape[:-1], NEVER, dtype=dtype)
-        for tile in block.tiles(self.tile_size):
+        tiles = block.tiles(self.tile_size)
+        if _is_whole(tiles, q, k):
+            mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
+            return self.tile_forward(q, k, v, mask, scores)
+        out, lse = Softmax(q, v.shape[-1]).result()
+        for tile in tiles:
             batch, rows, columns = tile.batch, tile.rows, tile.columns
-            mask = TileMask(tile, block.bounds, q.device)
+            mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), q.device)
             queries, keys, values = q[batch, :, rows], k[batch, :, columns], v[batch, :, columns]
             part = self.tile_forward(queries, keys, values, mask, scores)
             merge_(out[batch, :, rows], lse[batch, :, rows], *part)
@@ -124,15 +173,19 @@ class TiledKernel(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Tensor | None,
         out: Tensor,
         lse: Tensor,
         block: Block,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute tile after tile and add them up."""
-        dtype = accumulation_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-        for tile in block.tiles(self.tile_size):
+        tiles = block.tiles(self.tile_size)
+        if _is_whole(tiles, q, k):
+            mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
+            return self.tile_backward(dout, q, k, v, out, lse, mask, scores)
+        dq, dk, dv = (Sum(x).running() for x in (q, k, v))
+        for tile in tiles:
             batch, rows, columns = tile.batch, tile.rows, tile.columns
             part = self.tile_backward(
                 dout[batch, :, rows],
@@ -141,7 +194,7 @@ class TiledKernel(ABC):
                 v[batch, :, columns],
                 out[batch, :, rows],
                 lse[batch, :, rows],
-                TileMask(tile, block.bounds, q.device),
+                TileMask(tile, block.bounds, _tile_bias(bias, tile), q.device),
                 scores,
             )
             dq[batch, :, rows] += part[0]
@@ -150,22 +203,10 @@ class TiledKernel(ABC):
         return dq, dk, dv
 
 
-@dataclass(frozen=True, slots=True)
-class TileMask:
-    """The mask of one tile, written out only if a kernel asks for it."""
-
-    tile: PlacedTile
-    bounds: Bounds
-    device: torch.device
-
-    @property
-    def kind(self) -> str:
-        """Return ``full``, ``causal`` or ``masked``."""
-        return self.tile.kind
-
-    def visible(self) -> Tensor | None:
-        """Return bool [R, 1, Lq, Lk], or None for a full tile; R is 1 or the batch size."""
-        if self.tile.kind == "full":
-            return None
-        visible = self.bounds.visible(self.tile.query, self.tile.keys)
-        return visible[self.tile.batch].unsqueeze(1).to(self.device)
+def _is_whole(tiles: tuple[PlacedTile, ...], q: Tensor, k: Tensor) -> bool:
+    """Say whether one tile is all there is: no cutting, no merging."""
+    return (
+        len(tiles) == 1
+        and tiles[0].batch == slice(None)
+        and (tiles[0].query.size, tiles[0].keys.size) == (q.shape[2], k.shape[2])
+    )

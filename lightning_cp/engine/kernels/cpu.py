@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CpuKernel(TiledKernel):
@@ -34,14 +34,14 @@ class CpuKernel(TiledKernel):
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Run the op on one tile."""
-        value_dim = v.shape[-1]
+        dim, value_dim = q.shape[-1], v.shape[-1]
         bias, seen = _bias(mask, q)
-        q, k, v = _same_dim(q, k, v)
-        causal = mask.kind == "causal"
-        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scores.scale)
+        if dim != value_dim:
+            q, k, v = _same_dim(q, k, v)
+        out, lse = _forward(q, k, v, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale)
         if seen is not None:
             lse = torch.where(seen, lse, NEVER)
-        return out[..., :value_dim], lse
+        return (out[..., :value_dim], lse) if dim > value_dim else (out, lse)
 
     def tile_backward(
         self,
@@ -57,21 +57,29 @@ class CpuKernel(TiledKernel):
         """Run the op's backward on one tile."""
         dim, value_dim = q.shape[-1], v.shape[-1]
         bias, _ = _bias(mask, q)
-        q, k, v, out, dout = _same_dim(q, k, v, out, dout)
-        causal = mask.kind == "causal"
+        if dim != value_dim:
+            q, k, v, out, dout = _same_dim(q, k, v, out, dout)
         dq, dk, dv = _backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scores.scale
+            dout, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale
         )
-        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+        if dim != value_dim:
+            dq, dk, dv = dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+        return dq, dk, dv
 
 
 def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the tile's mask as a float bias, and [R, 1, Lq]: which queries see anything in it."""
-    visible = mask.visible() if mask.kind == "masked" else None
-    if visible is None:
+    """Return the tile's mask as a float bias, and [.., .., Lq]: which queries see anything."""
+    if mask.is_causal or mask.is_full:
         return None, None
-    bias = torch.zeros(visible.shape, dtype=accumulation_dtype(q.dtype))
-    return bias.masked_fill_(~visible, NEVER), visible.any(-1)
+    dtype = accumulation_dtype(q.dtype)
+    bias, visible = mask.bias, mask.visible()
+    if bias is None:
+        bias = torch.zeros(1, dtype=dtype)
+    else:
+        bias = bias.to(dtype).expand(-1, -1, q.shape[2], -1)
+    if visible is not None:
+        bias = torch.where(visible, bias, NEVER)
+    return bias, (bias > NEVER).any(-1)
 
 
 def _same_dim(*tensors: Tensor) -> tuple[Tensor, ...]:

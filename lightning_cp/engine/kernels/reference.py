@@ -72,10 +72,18 @@ def _logits(q: Tensor, k: Tensor, mask: TileMask, scores: Scores) -> tuple[Tenso
     if scores.softcap is not None:
         bent = torch.tanh(logits / scores.softcap)
         logits, slope = bent * scores.softcap, 1 - bent * bent
+    if mask.bias is not None:
+        logits = logits + _grouped_bias(mask.bias, q)
     visible = mask.visible()
     if visible is not None:
         logits = logits.masked_fill(~visible.unsqueeze(1), NEVER)
     return logits, slope
+
+
+def _grouped_bias(bias: Tensor, q: Tensor) -> Tensor:
+    """Return [B or 1, K or 1, H / K or 1, Lq or 1, Lk], to go with grouped scores."""
+    shape = q.shape[1:3] if bias.shape[1] > 1 else (1, 1)
+    return bias.to(q.dtype).reshape(bias.shape[0], *shape, *bias.shape[2:])
 
 
 def _finite(lse: Tensor) -> Tensor:
