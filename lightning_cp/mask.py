@@ -114,6 +114,9 @@ class Mask:
 
     def key(self) -> tuple[object, ...]:
         """Return what tells this mask from another: its settings, and which tensors it holds."""
+        settings = (self.causal, self.window, self.chunk, *self.tensors())
+        if not any(isinstance(x, Tensor) for x in settings[3:]):
+            return settings
         tensors = (
             (id(x), tensor_version(x)) if isinstance(x, Tensor) else x for x in self.tensors()
         )

@@ -115,28 +115,40 @@ class _Attend(torch.autograd.Function):
                 "Context-parallel attention has no second derivative: call backward() or "
                 "autograd.grad() without create_graph=True."
             )
-        q, k, v, sinks, bias, out, lse, mark = ctx.saved_tensors
-        call: Call = ctx.call
-        check_mark(mark, call.uid)
-        enter_backward_of(call.uid)
-        needs_q, needs_k, needs_v, needs_sinks, *_ = ctx.needs_input_grad
-        dq = dk = dv = dsinks = None
-        if bias is not None or call.plan.has_blind_queries:
-            # A query that saw nothing: exp(score - inf) makes all of its weights 0.
-            lse = torch.where(lse == NEVER, float("inf"), lse)
-        with plain_functions(), _own_precision(q.device):
-            dout = dout.contiguous()
-            if needs_q or needs_k or needs_v:
-                saved = dout, q, k, v, bias, out, lse
-                dq, dk, dv = _backward(*saved, call, return_keys=needs_k or needs_v)
-            if needs_sinks:
-                dsinks = sink_gradient(dout, out, lse, sinks)
-        return dq, dk, dv, dsinks, None, None
+        saved, call = ctx.saved_tensors, ctx.call
+        with plain_functions(), _own_precision(dout.device):
+            check_mark(saved[-1], call.uid)
+            enter_backward_of(call.uid)
+            gradients = _gradients(dout, saved, call, ctx.needs_input_grad)
+        return (*gradients, None, None)
+
+
+def _gradients(
+    dout: Tensor, saved: tuple[Any, ...], call: Call, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return dq, dk, dv, dsinks, as far as they are needed."""
+    q, k, v, sinks, bias, out, lse, _ = saved
+    needs_q, needs_k, needs_v, needs_sinks, *_ = needed
+    dq = dk = dv = dsinks = None
+    dout = dout.contiguous()
+    if bias is not None or call.plan.has_blind_queries:
+        # A query that saw nothing: exp(score - inf) makes all of its weights 0.
+        lse = torch.where(lse == NEVER, float("inf"), lse)
+    if needs_q or needs_k or needs_v:
+        keys = needs_k or needs_v
+        dq, dk, dv = _backward(dout, q, k, v, bias, out, lse, call, return_keys=keys)
+    if needs_sinks and sinks is not None:
+        dsinks = sink_gradient(dout, out, lse, sinks)
+    return dq, dk, dv, dsinks
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
+    sole = call.plan.sole_block
+    if sole is not None and sinks is None:  # the common case of one rank, without bookkeeping
+        out, lse = call.kernel.forward(q, k, v, bias, sole, call.scores)
+        return out.to(q.dtype), lse
     softmax = Softmax(q, v.shape[-1])
     for stage, buffer in _visit(KeyValues(k, v), call):
         if stage.block is None:
@@ -166,6 +178,10 @@ def _backward(
     *,
     return_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    sole = call.plan.sole_block
+    if sole is not None:
+        parts = call.kernel.backward(dout, q, k, v, bias, out, lse, sole, call.scores)
+        return parts[0].to(q.dtype), parts[1].to(k.dtype), parts[2].to(v.dtype)
     dtype = accumulation_dtype(q.dtype)
     dq, dkv = Sum(q), (Sum(k), Sum(v))
     finish = _nothing
@@ -227,9 +243,6 @@ def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
 def _visit(shard: KeyValues, call: Call) -> Iterator[tuple[Stage, KeyValues]]:
     """Yield each stage with its key buffer; that of the next one is already on its way."""
     stages = call.plan.stages
-    if len(stages) == 1:
-        yield stages[0], fetch(stages[0], shard, call.transport)()
-        return
     # Taken out before it is called: it holds what came over the wire, which would otherwise stay
     # in memory beside the kernel.
     pending = deque([fetch(stages[0], shard, call.transport)])

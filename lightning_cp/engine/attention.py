@@ -65,13 +65,29 @@ def attention(
     else:
         step = current()
         check_recompute(step)
-    _check_tensors(q, k, v, sinks)
     if dropout:
         raise ValueError(
             f"attention(dropout={dropout}): attention dropout is not exact when a row is shared by "
             "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
             "activations is fine."
         )
+    if bias is not None:
+        _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
+    if step is None:
+        _check_tensors(q, k, v, sinks)
+        call = _whole_row_call(mask, _request(q, scale, softcap), q, k)
+    else:
+        # Layers ask for the same again and again: what was checked and planned once is kept.
+        kinds = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
+        key = (mask.key(), q.shape, k.shape, v.shape, *kinds, scale, softcap)
+        if key not in step.cache:
+            _check_tensors(q, k, v, sinks)
+            step.cache[key] = _call(mask, step, _request(q, scale, softcap), q, k)
+        call = step.cache[key]
+    return attend(q, k, v, sinks, bias, call)
+
+
+def _request(q: Tensor, scale: float | None, softcap: float | None) -> Request:
     if isinstance(scale, Tensor):
         raise TypeError(
             "attention(scale=...) got a tensor, whose gradient would be lost. Multiply q by a "
@@ -82,36 +98,25 @@ def attention(
             f"attention(softcap={softcap}): give a number above 0, or None for no cap."
         )
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
-    request = Request(q.device, q.dtype, scores)
-    if bias is not None:
-        _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
-    if step is None:
-        call = _whole_row_call(mask, request, q, k)
-    else:
-        call = _call(mask, step, request, q, k)
-    return attend(q, k, v, sinks, bias, call)
+    return Request(q.device, q.dtype, scores)
 
 
 def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call:
-    """Return the call of a step; layers that ask for the same share it."""
+    """Plan a call of a step."""
     _check_length(q, step)
-    key = (mask.key(), request, q.shape[0], k.shape[1])
-    if key not in step.cache:
-        bounds = step.bounds(mask)
-        _check_rows(bounds, q)
-        kernel = select_kernel(step.kernel, request)
-        plan = build_plan(
-            resolve_algorithm(step.algorithm),
-            layout=step.layout,
-            bounds=bounds,
-            rank=step.cp_rank,
-            num_kv_heads=k.shape[1],
-        )
-        if step.cp_rank == 0:
-            _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
-        step.cache[key] = Call(plan, step.groups.attend, kernel, request.scores, step.uid)
-    call: Call = step.cache[key]
-    return call
+    bounds = step.bounds(mask)
+    _check_rows(bounds, q)
+    kernel = select_kernel(step.kernel, request)
+    plan = build_plan(
+        resolve_algorithm(step.algorithm),
+        layout=step.layout,
+        bounds=bounds,
+        rank=step.cp_rank,
+        num_kv_heads=k.shape[1],
+    )
+    if step.cp_rank == 0:
+        _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
+    return Call(plan, step.groups.attend, kernel, request.scores, step.uid)
 
 
 def _whole_row_call(mask: Mask, request: Request, q: Tensor, k: Tensor) -> Call:

@@ -177,10 +177,14 @@ class Plan:
     stages: tuple[Stage, ...]
     has_blind_queries: bool
 
-    @property
-    def local_len(self) -> int:
-        """Return the number of tokens on each rank."""
-        return self.layout.local_len
+    @cached_property
+    def sole_block(self) -> Block | None:
+        """Return the block that is all there is to do, where nothing travels and all take part."""
+        first, *others = self.stages
+        block = first.block
+        if others or not first.is_alone or block is None:
+            return None
+        return block if block.rows == slice(0, self.layout.local_len) else None
 
 
 def check_algorithm(name: str) -> None:

@@ -15,6 +15,7 @@ from tests.engine.cases import MASKS, attend_rank, make_case, put_together
 from tests.oracle import assert_earned, attend_whole, errors
 from tests.parity import test_lifetime, test_refusals
 from tests.parity.batches import BATCHES
+from tests.parity.sdpa_models import MODELS, SdpaJob, alone, shared_jobs
 from tests.parity.steps import Job, rank_steps, whole_step
 from tests.ranks import RankPool
 
@@ -117,3 +118,15 @@ def test_all_ranks_refuse_a_bad_batch(nccl, name):
 def test_recompute_outside_its_step_is_refused(nccl, where):
     for said in nccl(2).run(test_lifetime.recompute_elsewhere, where, "cuda", timeout=60):
         assert "context_fn=cp.recompute" in said
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_models_that_call_sdpa_are_exact_also_when_recomputed(nccl, cp_size):
+    choices = itertools.product(MODELS, ["gather", "ring"], ["zigzag", "contiguous"], [False, True])
+    jobs = [SdpaJob(*choice, device="cuda") for choice in choices]
+    jobs += [SdpaJob(kind, compiled="whole", device="cuda") for kind in MODELS]
+    exact = {kind: alone(kind) for kind in MODELS}
+    for found in nccl(cp_size).run(shared_jobs, jobs, timeout=300):
+        for job, part in zip(jobs, found, strict=True):
+            worst = errors(part, exact[job.kind])
+            assert max(worst.values()) < 1e-10, (job, worst)
