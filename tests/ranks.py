@@ -196,7 +196,9 @@ class ThreadTransport:
 
         def finish() -> None:
             for box, x in due:
-                x.copy_(box.get(timeout=30))
+                message = box.get(timeout=30)
+                assert (message.dtype, message.shape) == (x.dtype, x.shape), "a message misread"
+                x.copy_(message)
             self.log.append(f"wait {call}")
 
         return finish

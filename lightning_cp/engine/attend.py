@@ -209,6 +209,8 @@ def _backward(
             dkv[0].add(part, found.keys)
             dkv[1].add(part, found.values)
         else:
+            # A kernel may return any precision, another one on each rank; the wire has one.
+            found = KeyValues(*(x.to(dtype) for x in found))
             gradients = KeyValues(*(total.running() for total in dkv))
             previous, finish = finish, give_back(stage, found, gradients, call.transport)
             previous()
