@@ -67,6 +67,30 @@ def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
+    """Let torch.compile call a function while it traces, and keep what it returned.
+
+    What ``torch.compiler.assume_constant_result`` does, without importing the compiler.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def never_compile_alone(fn: Callable[P, T]) -> bool:
+    """Keep torch.compile from compiling a function by itself; inside other graphs it is inlined.
+
+    For a mode's handler: it is called with short-lived functions (the getters of attributes), which
+    compiled code tells apart by their address, and so mistakes one for another. Returns whether it
+    was done: not before somebody has imported the compiler.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+    return True
+
+
 def plain_functions() -> AbstractContextManager[None]:
     """Switch torch function modes off: what runs inside is nobody else's business."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunction()

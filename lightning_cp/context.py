@@ -101,25 +101,44 @@ def current() -> Step | None:
     return _current if isinstance(_current, Step) else None
 
 
+# How many declarations say that attention calls are left alone; each step begins with none.
+_num_unsharded = 0
+
+
 class activate:
     """Make ``step`` the one that attention and loss see, and restore the former on exit.
 
     A class, since checkpointing enters the same one again when a graph is kept for a second
     backward.
+
+    Args:
+        step: the step.
+        num_unsharded: how many declarations of unsharded attention hold from the start.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._previous: list[Step | _Paused | None] = []
+    def __init__(self, step: Step, *, num_unsharded: int = 0) -> None:
+        self._state: tuple[Step | _Paused | None, int] = step, num_unsharded
+        self._previous: list[tuple[Step | _Paused | None, int]] = []
 
     def __enter__(self) -> None:
-        global _current, _ever_active
-        self._previous.append(_current)
-        _current, _ever_active = self._step, True
+        global _current, _num_unsharded, _ever_active
+        self._previous.append((_current, _num_unsharded))
+        (_current, _num_unsharded), _ever_active = self._state, True
 
     def __exit__(self, *_: object) -> None:
-        global _current
-        _current = self._previous.pop()
+        global _current, _num_unsharded
+        _current, _num_unsharded = self._previous.pop()
+
+
+def declare_unsharded(change: int) -> None:
+    """Enter (1) or leave (-1) a place whose attention calls are left alone."""
+    global _num_unsharded
+    _num_unsharded += change
+
+
+def num_unsharded() -> int:
+    """Return in how many such places we are."""
+    return _num_unsharded
 
 
 @contextmanager

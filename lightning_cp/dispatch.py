@@ -2,20 +2,28 @@
 """While a step is active, `F.scaled_dot_product_attention` means attention over the whole row.
 
 Nothing is patched: a torch function mode sees every call, whichever way its caller imported the
-function, and ends with the step. Attention that it cannot serve is refused; what it cannot see is
-attention written out by hand (matmul, softmax, matmul).
+function, and ends with the step. Attention that it cannot serve is refused. What it cannot see:
+attention written out by hand (matmul, softmax, matmul), and SDPA inside TorchScript, inside the
+body of a custom operator or of a custom backward, and on other threads.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp import context
-from lightning_cp.compat import outside_graphs, plain_functions
+from lightning_cp.compat import (
+    constant_in_graphs,
+    never_compile_alone,
+    outside_graphs,
+    plain_functions,
+)
 from lightning_cp.context import Step
 from lightning_cp.engine.attention import attention
 from lightning_cp.engine.merge import NEVER
@@ -41,35 +49,66 @@ class _Dispatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if "att" not in name and name != "_transformer_encoder_layer_fwd":
+        kind = _kind(func)
+        if kind == "other" or context.num_unsharded() > 0 or context.current() is None:
             return func(*args, **kwargs)
-        step = context.current()
-        if step is None or _num_untouched:
-            return func(*args, **kwargs)
-        if func in _SDPA:
+        if kind == "sdpa":
             return _attend(*args, **kwargs)
-        if func is _multi_head:
+        if kind == "multi-head":
             return _attend_multi_head(*args, **kwargs)
-        if "attention" in name or "attn" in name or name == "_transformer_encoder_layer_fwd":
-            raise RuntimeError(
-                f"{name}() was called inside a step: it would see only this rank's tokens. Call "
-                "F.scaled_dot_product_attention or lightning_cp.attention, or declare the module "
-                "with cp.unsharded(module) if its keys are not cut."
-            )
-        return func(*args, **kwargs)
+        if kind == "checkpoint":
+            return _call_outside(func, *args, **kwargs)
+        raise RuntimeError(
+            f"{func.__name__}() was called inside a step: it would see only this rank's tokens. "
+            "Call F.scaled_dot_product_attention or lightning_cp.attention, or declare the module "
+            "with cp.unsharded(module) if its keys are not cut."
+        )
 
 
 _aten = torch.ops.aten.scaled_dot_product_attention
-_SDPA = {_sdpa, _aten, _aten.default}
+_kinds: dict[object, str] = {
+    _sdpa: "sdpa",
+    _aten: "sdpa",
+    _aten.default: "sdpa",
+    _multi_head: "multi-head",
+}
+
+
+@constant_in_graphs
+def _kind(func: Callable[..., Any]) -> str:
+    """Say what a torch function is to us; by its name, where nobody has told."""
+    if func not in _kinds:
+        name = getattr(func, "__name__", "")
+        hides = isinstance(func, HigherOrderOperator) and name in _HIDING
+        if hides or any(part in name for part in ("attention", "attn", "_encoder_layer_fwd")):
+            _kinds[func] = "unknown attention"
+        else:
+            _kinds[func] = "checkpoint" if name == "tag_activation_checkpoint" else "other"
+    return _kinds[func]
+
+
+# What they call runs without the mode, and may be attention.
+_HIDING = {"cond", "while_loop", "scan", "map_impl", "associative_scan"}
+
+
+@outside_graphs
+def _call_outside(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Break the graph around checkpointing: its body would be traced without the mode."""
+    return func(*args, **kwargs)
+
 
 # One object for all steps: compiled code is specialised on the mode that it runs under, and would
 # be compiled again for each new one.
 _mode = _Dispatch()
 
 
+_known_to_compiler = False
+
+
 def enabled() -> TorchFunctionMode:
     """Return the context in which attention calls are routed to the active step."""
+    global _known_to_compiler
+    _known_to_compiler = _known_to_compiler or never_compile_alone(_Dispatch.__torch_function__)
     return _mode
 
 
@@ -91,6 +130,7 @@ def _attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    _check_recomputable(step)
     if dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention(dropout_p={dropout_p}) inside a step: attention dropout "
@@ -102,6 +142,7 @@ def _attend(
         raise ValueError("scaled_dot_product_attention(): give attn_mask or is_causal, not both.")
     lead = query.shape[:-3]
     with plain_functions():
+        query, key, value = (_as_autocast(x) for x in (query, key, value))
         q, k, v = (_four_dims(x) for x in (query, key, value))
         if not enable_gqa and q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -114,6 +155,29 @@ def _attend(
         if query.dim() == 4:
             return out
         return out.reshape(*lead, *query.shape[len(lead) : -1], value.shape[-1])
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Lower the precision where autocast would do it for SDPA."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _check_recomputable(step: Step) -> None:
+    """Refuse SDPA under reentrant checkpointing: when it is recomputed nobody would route it."""
+    if torch.is_grad_enabled() or not step.training:
+        return
+    module = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe() if module is not None else None
+    while frame is not None and module is not None:
+        if frame.f_code is module.CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                "scaled_dot_product_attention() was called under reentrant activation "
+                "checkpointing inside a step. Recomputed in backward it would see only this rank's "
+                "tokens. Use checkpoint(..., use_reentrant=False, context_fn=cp.recompute)."
+            )
+        frame = frame.f_back
 
 
 def _four_dims(x: Tensor) -> Tensor:
@@ -147,18 +211,29 @@ def _check_lengths(query: Tensor, key: Tensor, step: Step) -> None:
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     """Turn an attn_mask into what is added to the scores of this rank's queries with all keys."""
     layout = step.layout
+    if type(mask) not in (Tensor, nn.Parameter):
+        raise TypeError(
+            f"attn_mask is a {type(mask).__name__}, which stands for more than its numbers. Give a "
+            "plain tensor; for a causal mask, is_causal=True."
+        )
     if mask.requires_grad:
         raise ValueError(
             "attn_mask requires a gradient, which it would not get. Use attn_mask.detach() if it "
             "is not trained; a trained position bias is not supported inside a step."
         )
     rows, columns = mask.shape[-2:]
-    if columns == 1:
+    if layout.seq_len == layout.local_len < layout.padded_len:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} is ambiguous: a row of {layout.seq_len} "
+            f"tokens is as short as the {layout.local_len} that each rank holds. Give longer rows, "
+            "or no mask."
+        )
+    if rows == 1 and columns == layout.local_len != layout.seq_len:
+        mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
+    elif columns == 1:
         mask = mask.expand(*mask.shape[:-1], layout.seq_len)
     elif columns != layout.seq_len:
-        if columns != layout.local_len or rows != 1:
-            _refuse_mask(mask, step)
-        mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
+        _refuse_mask(mask, step)
     if rows not in (1, layout.local_len):
         if rows != layout.seq_len:
             _refuse_mask(mask, step)
@@ -203,17 +278,12 @@ def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
         functional.scaled_dot_product_attention = _sdpa
 
 
-_num_untouched = 0
+def _enter_unsharded(*_: object) -> None:
+    context.declare_unsharded(1)
 
 
-def _enter_untouched(*_: object) -> None:
-    global _num_untouched
-    _num_untouched += 1
-
-
-def _leave_untouched(*_: object) -> None:
-    global _num_untouched
-    _num_untouched -= 1
+def _leave_unsharded(*_: object) -> None:
+    context.declare_unsharded(-1)
 
 
 class Unsharded:
@@ -230,8 +300,8 @@ class Unsharded:
             handle
             for module in modules
             for handle in (
-                module.register_forward_pre_hook(_enter_untouched),
-                module.register_forward_hook(_leave_untouched, always_call=True),
+                module.register_forward_pre_hook(_enter_unsharded),
+                module.register_forward_hook(_leave_unsharded, always_call=True),
             )
         ]
 
@@ -241,8 +311,8 @@ class Unsharded:
             handle.remove()
 
     def __enter__(self) -> "Unsharded":
-        _enter_untouched()
+        _enter_unsharded()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _leave_untouched()
+        _leave_unsharded()

@@ -34,6 +34,20 @@ class _Recompute(context.activate):
         super().__exit__(*error)
 
 
+def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Give activation checkpointing the step in which to recompute.
+
+    ``checkpoint(layer, x, use_reentrant=False, context_fn=cp.recompute)``. A plain function, for
+    the compiler takes no other.
+    """
+    step = context.current()
+    if step is None:
+        raise RuntimeError(
+            "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
+        )
+    return nullcontext(), _Recompute(step, num_unsharded=context.num_unsharded())
+
+
 class ContextParallel:
     """Share every row of a batch among the ranks of a group.
 
@@ -213,12 +227,7 @@ class ContextParallel:
         """
         return Unsharded(modules)
 
-    def recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Give activation checkpointing the step in which to recompute.
-
-        ``checkpoint(layer, x, use_reentrant=False, context_fn=cp.recompute)``
-        """
-        return nullcontext(), _Recompute(self._active("recompute()"))
+    recompute = staticmethod(_recompute)
 
     def _active(self, what: str) -> Step:
         step = context.current()

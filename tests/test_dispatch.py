@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported
+from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, dispatch
+from lightning_cp import ContextParallel, context, dispatch
 
 LENGTH, DIM = 6, 8
 ORIGINAL = functional.scaled_dot_product_attention
@@ -135,6 +137,22 @@ REFUSED = {
         lambda x: imported(*[heads()] * 3, attn_mask=torch.ones(6, 6).requires_grad_()),
         "attn_mask requires a gradient",
     ),
+    "a mask that is no plain tensor": (
+        lambda x: imported(*[heads()] * 3, attn_mask=causal_upper_left(LENGTH, LENGTH)),
+        "attn_mask is a CausalBias.*is_causal=True",
+    ),
+    "reentrant checkpointing": (
+        lambda x: checkpoint(
+            lambda q: imported(q, q, q), heads().requires_grad_(), use_reentrant=True
+        ),
+        "under reentrant activation checkpointing inside a step.*context_fn=cp.recompute",
+    ),
+    "control flow": (
+        lambda x: torch.ops.higher_order.cond(
+            torch.tensor(True), lambda q: imported(q, q, q), lambda q: q.clone(), (heads(),)
+        ),
+        r"cond\(\) was called inside a step",
+    ),
     "heads": (
         lambda x: imported(heads(), heads(2, 2, 6, DIM), heads(2, 2, 6, DIM)),
         "4 query heads and 2 key heads: set enable_gqa=True",
@@ -153,7 +171,7 @@ def test_what_cannot_be_served_is_refused(name, cp, batch):
     call, message = REFUSED[name]
     with (
         cp.step(batch) as local,
-        pytest.raises((ValueError, RuntimeError), match=message),
+        pytest.raises((TypeError, ValueError, RuntimeError), match=message),
     ):
         call(local["inputs_embeds"])
     assert functional.scaled_dot_product_attention is ORIGINAL
@@ -219,6 +237,50 @@ def test_declared_calls_are_left_alone(cp, batch, routed):
     assert len(routed) == 1
 
 
+def test_a_declaration_that_sticks_ends_with_its_step(cp, batch, routed):
+    module = nn.Linear(DIM, DIM)
+    cp.unsharded(module)
+    module.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), cp.step(batch) as local:
+        module(local["inputs_embeds"])
+    assert context.num_unsharded() == 0
+    with cp.step(batch):
+        imported(heads(), heads(), heads())
+    assert len(routed) == 1
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_step_inside_a_declaration_is_routed(cp, batch, routed):
+    with cp.unsharded(), cp.step(batch):
+        imported(heads(), heads(), heads())
+    assert len(routed) == 1
+
+
+def test_autocast_lowers_what_it_would_lower_for_sdpa(cp, batch):
+    q, k = heads(), heads().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = ORIGINAL(q, k, k, is_causal=True)
+        with cp.step(batch):
+            found = imported(q, k, k, is_causal=True)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected)
+
+
+def test_checkpointing_inside_compiled_code_is_routed(cp, batch, routed):
+    def model(q):
+        return checkpoint(lambda x: imported(x, x, x), q * 2, use_reentrant=False).sin()
+
+    compiled = torch.compile(model, backend="aot_eager")
+    q = heads()
+    expected = model(q)
+    with cp.step(batch):
+        torch.testing.assert_close(compiled(q), expected)
+    assert len(routed) == 1
+
+
 MASKS = {
     "square": (LENGTH, LENGTH),
     "of rows": (2, 1, LENGTH, LENGTH),
@@ -258,12 +320,20 @@ def test_code_compiled_outside_a_step_is_routed_inside_one(cp, batch, routed):
     def model(q):
         return functional.scaled_dot_product_attention(q * 2, q, q, is_causal=True).sin()
 
-    compiled = torch.compile(model, backend="eager")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
     q = heads()
     expected = model(q)
     torch.testing.assert_close(compiled(q), expected)
-    for _ in range(2):
+    for _ in range(3):
         with cp.step(batch):
             torch.testing.assert_close(compiled(q), expected)
         torch.testing.assert_close(compiled(q), expected)
-    assert len(routed) == 2
+    assert len(routed) == 3
+    # Once outside; inside, what comes before attention and what comes after it; never again.
+    assert graphs == [["mul", "scaled_dot_product_attention", "sin"], ["mul"], ["sin"]]

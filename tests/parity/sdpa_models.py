@@ -151,6 +151,7 @@ class SdpaJob:
     layout: str = "zigzag"
     checkpointing: bool = False
     compiled: str | None = None
+    backend: str = "aot_eager"
     device: str = "cpu"
 
 
@@ -168,9 +169,10 @@ def shared(job: SdpaJob) -> dict[str, Tensor]:
             if isinstance(
                 module, GPTBlock | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
             ):
-                module.compile(backend="aot_eager")
+                module.compile(backend=job.backend)
     if job.compiled == "whole":
-        model.compile(backend="aot_eager")
+        for module in model.children() if job.kind == "pair" else [model]:
+            module.compile(backend=job.backend)
     if job.kind == "gpt":
         with cp.step(whole) as local:
             logits = model(local["tokens"], cp.position_ids(), call)
@@ -188,6 +190,11 @@ def shared(job: SdpaJob) -> dict[str, Tensor]:
             logits = model.decoder(local["tokens"], cp.position_ids(), memory, call)
             loss = token_mean(logits, local["labels"])
     loss.backward()
+    if job.compiled:
+        if job.kind == "gpt" and not job.checkpointing:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 3
+        torch._dynamo.utils.counters.clear()
+        torch.compiler.reset()
     average_(model)
     found = {"loss": loss.detach(), **gradients(model)}
     return {name.replace("_orig_mod.", ""): x.cpu() for name, x in found.items()}

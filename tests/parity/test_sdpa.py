@@ -32,6 +32,12 @@ def test_compiled_models_are_exact(ranks, compiled):
 
 
 @pytest.mark.slow
+def test_models_compiled_to_machine_code_are_exact(ranks):
+    jobs = [SdpaJob(kind, compiled="layers", backend="inductor") for kind in MODELS]
+    check(ranks, 2, jobs, timeout=580)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_compiled_models_are_exact_on_all_roads(ranks, cp_size):
     choices = itertools.product(

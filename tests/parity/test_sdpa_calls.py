@@ -100,6 +100,29 @@ def test_masks_of_every_shape(ranks, cp_size, dtype):
     check(ranks, cp_size, jobs)
 
 
+def short_rows(length):
+    """Give keys of very short rows a mask, this rank's part of it; return the largest error."""
+    cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+    q, k, v = (draw(seed, 2, 4, length, 8) for seed in range(3))
+    mask = draw(20, 2, 1, 1, length)
+    with cp.step({"inputs_embeds": torch.zeros(2, length, 1)}):
+        layout = context.current().layout
+        local = [shard(x, 2, layout=layout, rank=cp.cp_rank) for x in (q, k, v)]
+        part = shard(mask, 3, layout=layout, rank=cp.cp_rank)
+        try:
+            out = functional.scaled_dot_product_attention(*local, attn_mask=part)
+        except ValueError as error:
+            return str(error)
+        found = cp.unshard(out, dim=2)
+    return float((found - functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)).norm())
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_masks_of_rows_as_short_as_the_number_of_ranks(ranks, cp_size):
+    assert max(ranks(cp_size).run(short_rows, cp_size)) < 1e-12
+    assert all("is ambiguous" in said for said in ranks(cp_size).run(short_rows, 1))
+
+
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_what_torch_checks_of_its_own(ranks, cp_size):
     """Load balancing, way of moving keys, causal, shared heads, compiled."""
