@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -122,17 +122,23 @@ class Job:
     device: str = "cpu"
 
 
-def rank_step(job: Job) -> dict[str, Tensor]:
-    """Return loss and every averaged gradient, as this rank has them."""
-    dp_size = len(job.rows)
+@cache  # making groups takes longer than most jobs
+def build_cp(device: str, dp_size: int, **options: Any) -> tuple[ContextParallel, int]:
+    """Return context parallelism over all processes, and this one's place on the data axis."""
     mesh = init_device_mesh(
-        job.device,
+        device,
         (dp_size, dist.get_world_size() // dp_size),  # noqa: TID251
         mesh_dim_names=("data_parallel", "context_parallel"),
     )
     data = mesh["data_parallel"] if dp_size > 1 else None
-    cp = ContextParallel(mesh["context_parallel"], data, **job.options)
-    rows = job.rows[mesh["data_parallel"].get_local_rank()]
+    cp = ContextParallel(mesh["context_parallel"], data, **options)
+    return cp, mesh["data_parallel"].get_local_rank()
+
+
+def rank_step(job: Job) -> dict[str, Tensor]:
+    """Return loss and every averaged gradient, as this rank has them."""
+    cp, data_rank = build_cp(job.device, len(job.rows), **job.options)
+    rows = job.rows[data_rank]
     batch = {
         key: value.to(job.device) if isinstance(value, Tensor) else value
         for key, value in rows.batch.items()
