@@ -75,7 +75,7 @@ class GroupTransport:
             for peer, x in messages
         ]
         if not calls:
-            return _nothing
+            return nothing
         return _Waiting(dist.batch_isend_irecv(calls), [call.tensor for call in calls])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
@@ -105,23 +105,23 @@ class LoneTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         """Do nothing: there is nobody to send to."""
         assert not [*sends, *receives]  # noqa: S101  a plan for one rank has no messages
-        return _nothing
+        return nothing
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Copy."""
         out[0].copy_(x)
-        return _nothing
+        return nothing
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Copy."""
         out.copy_(x[0])
-        return _nothing
+        return nothing
 
     def all_reduce(self, x: Tensor) -> None:
         """Leave ``x`` as it is."""
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Wait for nothing."""
 
 

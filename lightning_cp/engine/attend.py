@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import Transport, nothing
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of
 from lightning_cp.engine.exchange import KeyValues, fetch, give_back
@@ -184,7 +184,7 @@ def _backward(
         return parts[0].to(q.dtype), parts[1].to(k.dtype), parts[2].to(v.dtype)
     dtype = accumulation_dtype(q.dtype)
     dq, dkv = Sum(q), (Sum(k), Sum(v))
-    finish = _nothing
+    finish = nothing
     for stage, buffer in _visit(KeyValues(k, v), call):
         if stage.block is None:
             found = buffer.zeros(buffer.num_tokens, dtype)
@@ -230,10 +230,6 @@ def _bias_of(bias: Tensor, heads: slice, rows: slice) -> Tensor:
     heads = heads if bias.shape[1] > 1 else slice(None)
     rows = rows if bias.shape[2] > 1 else slice(None)
     return bias[:, heads, rows]
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
