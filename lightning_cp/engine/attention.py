@@ -75,19 +75,19 @@ def attention(
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
     if step is None:
         _check_tensors(q, k, v, sinks)
-        call = _whole_row_call(mask, _request(q, scale, softcap), q, k)
+        call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
     else:
         # Layers ask for the same again and again: what was checked and planned once is kept.
         kinds = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
         key = (mask.key(), q.shape, k.shape, v.shape, *kinds, scale, softcap)
         if key not in step.cache:
             _check_tensors(q, k, v, sinks)
-            step.cache[key] = _call(mask, step, _request(q, scale, softcap), q, k)
+            step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k)
         call = step.cache[key]
     return attend(q, k, v, sinks, bias, call)
 
 
-def _request(q: Tensor, scale: float | None, softcap: float | None) -> Request:
+def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Request:
     if isinstance(scale, Tensor):
         raise TypeError(
             "attention(scale=...) got a tensor, whose gradient would be lost. Multiply q by a "
@@ -98,7 +98,7 @@ def _request(q: Tensor, scale: float | None, softcap: float | None) -> Request:
             f"attention(softcap={softcap}): give a number above 0, or None for no cap."
         )
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
-    return Request(q.device, q.dtype, scores)
+    return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
 
 
 def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call:

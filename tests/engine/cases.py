@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport
 from lightning_cp.engine.attend import Call, attend
-from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import _KERNELS
 from lightning_cp.engine.plan import build_plan
 from lightning_cp.layout import Layout, build_layout
@@ -16,7 +16,9 @@ from lightning_cp.mask import Mask
 from lightning_cp.sequence import shard
 from tests.oracle import Inputs, make_inputs, put_back
 
-KERNELS = {kernel.name: kernel for kernel in _KERNELS}
+ALL_KERNELS = {kernel.name: kernel for kernel in _KERNELS}
+_ON_CPU = Request(torch.device("cpu"), torch.float64, Scores(1.0), head_dim=8)
+KERNELS = {name: k for name, k in ALL_KERNELS.items() if k.refuse(_ON_CPU) is None}
 
 
 def documents(batch: int, length: int) -> Tensor:
@@ -99,7 +101,7 @@ def build_call(case: Case, transport: Transport) -> Call:
         num_kv_heads=inputs.k.shape[1],
     )
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
-    return Call(plan, transport, KERNELS[case.kernel], Scores(scale, case.softcap))
+    return Call(plan, transport, ALL_KERNELS[case.kernel], Scores(scale, case.softcap))
 
 
 def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:

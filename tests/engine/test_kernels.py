@@ -3,9 +3,11 @@ import torch
 
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import select_kernel
+from lightning_cp.engine.kernels.dense import DenseKernel
+from lightning_cp.engine.kernels.select import _KERNELS, select_kernel
 from lightning_cp.engine.merge import NEVER
 from tests.engine.cases import (
+    ALL_KERNELS,
     KERNELS,
     MASKS,
     Case,
@@ -74,30 +76,218 @@ def test_queries_that_see_nothing_return_zero_and_never(kernel):
     assert not out[empty].any()
 
 
+class DenseOnCpu(DenseKernel):
+    """Stands in for a kernel of the GPU: rectangles by the CPU's op, which is as ignorant."""
+
+    name = "dense"
+    max_head_dim = 256
+    min_capability = 0
+    tile_size = 16
+
+    def rectangle_forward(self, q, k, v, *, causal, scale):
+        self._check(q, k, v, causal=causal)
+        return FORWARD(q, k, v, 0.0, causal, scale=scale)
+
+    def rectangle_backward(self, dout, q, k, v, out, lse, *, causal, scale):
+        self._check(q, k, v, out, dout, causal=causal)
+        assert lse.is_contiguous()
+        assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+        return BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+    def _check(self, *tensors, causal):
+        assert len({x.shape[-1] for x in tensors}) == 1
+        assert len({x.dtype for x in tensors}) == 1
+        assert tensors[0].shape[2] == tensors[1].shape[2] or not causal
+        for x in tensors:
+            assert x.shape[-1] % 8 == 0
+            assert x.data_ptr() % 16 == 0
+            assert all(stride % 8 == 0 for stride in x.stride()[:-1])
+
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@pytest.fixture
+def dense(monkeypatch):
+    monkeypatch.setitem(ALL_KERNELS, "dense", DenseOnCpu())
+    return "dense"
+
+
+@pytest.mark.parametrize("heads", ["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_kernel_of_rectangles_knows_every_mask(dense, mask, heads):
+    case = make_case(mask, kernel=dense, heads=heads, length=61)
+    found = run_alone(case)
+    assert max(errors(found, attend_whole(case.inputs, case.mask)).values()) < 1e-13
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional", "documents"])
+def test_a_kernel_of_rectangles_takes_a_bias_in_small_tiles(dense, mask):
+    case = make_case(mask, kernel=dense, length=61)
+    case.bias = torch.randn(2, 4, 61, 61, dtype=torch.float64)
+    case.bias[0, :, 5:9] = NEVER
+    found = run_alone(case)
+    exact = attend_whole(case.inputs, case.mask, bias=case.bias)
+    assert max(errors(found, exact).values()) < 1e-13
+    block = build_call(case, LoneTransport()).plan.stages[0].block
+    tiles = ALL_KERNELS[dense].tiles(block, case.bias)
+    assert max(tile.query.size * tile.keys.size for tile in tiles) <= 16 * 16
+    work = sum(block.bounds.row(r).work(t.query, t.keys) for t in tiles for r in rows_of(t, block))
+    assert work == block.work
+
+
+def rows_of(tile, block):
+    return range(*tile.batch.indices(block.bounds.num_rows))
+
+
+def test_rows_that_start_anywhere_in_memory_are_copied_for_the_op(dense):
+    case = make_case("causal", kernel=dense)
+    for name in ("q", "k", "v"):
+        x = getattr(case.inputs, name)
+        larger = x.new_zeros(*x.shape[:-1], 11)
+        larger[..., 1 : 1 + x.shape[-1]] = x
+        setattr(case.inputs, name, larger[..., 1 : 1 + x.shape[-1]])
+    call, inputs = build_call(case, LoneTransport()), case.inputs
+    block = call.plan.stages[0].block
+    out, _ = call.kernel.forward(inputs.q, inputs.k, inputs.v, None, block, call.scores)
+    inputs.sinks = None
+    assert errors({"out": out}, {"out": attend_whole(inputs, case.mask)["out"]})["out"] < 1e-13
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_ops_of_the_gpu_exist_and_take_what_they_are_given(name, causal):
+    kernel, how = ALL_KERNELS[name], {"causal": causal, "scale": 0.5}
+    q = torch.empty(2, 4, 256, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 256, 64, dtype=torch.bfloat16, device="meta")
+    out, lse = kernel.rectangle_forward(q, k, k, **how)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 256), torch.float32)
+    grads = kernel.rectangle_backward(out, q, k, k, out, lse, **how)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "worth"),
+    [
+        (256, 128, True),
+        (8192, 65536, True),
+        (300, 256, False),
+        (256, 300, False),
+        (8000, 8000, False),
+        (9001, 9001, True),
+        (100_000, 1, False),
+    ],
+)
+def test_cudnn_takes_lengths_that_come_again_and_large_tiles(queries, keys, worth):
+    q = torch.empty(1, 32, queries, 128, device="meta")
+    k = torch.empty(1, 8, keys, 128, device="meta")
+    assert ALL_KERNELS["cudnn"].is_worth_a_plan(q, k) == worth
+
+
+def on_cpu(dtype=torch.float32, *, device=CPU, softcap=None, scale=1.0, head_dim=64):
+    return Request(device, dtype, Scores(scale, softcap), head_dim)
+
+
+def on_gpu(dtype=torch.bfloat16, **kwargs):
+    return on_cpu(dtype, device=torch.device("cuda:0"), **kwargs)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a GPU: a Hopper, unless another capability is given."""
+
+    def pretend(capability=(9, 0), cudnn=91900, flash=True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    pretend()
+    return pretend
+
+
+def test_kernels_stand_in_the_order_of_their_speed():
+    assert [kernel.name for kernel in _KERNELS] == ["cpu", "cudnn", "flash", "reference"]
+
+
 @pytest.mark.parametrize(
     ("request_", "chosen"),
     [
-        (Request(CPU, torch.float32, Scores(1.0)), "cpu"),
-        (Request(CPU, torch.float32, Scores(1.0, softcap=30.0)), "reference"),
-        (Request(torch.device("meta"), torch.float32, Scores(1.0)), "reference"),
+        (on_cpu(), "cpu"),
+        (on_cpu(torch.bfloat16), "cpu"),
+        (on_cpu(softcap=30.0), "reference"),
+        (on_cpu(device=torch.device("meta")), "reference"),
+        (on_gpu(), "cudnn"),
+        (on_gpu(torch.float16, head_dim=128), "cudnn"),
+        (on_gpu(head_dim=129), "flash"),
+        (on_gpu(head_dim=257), "reference"),
+        (on_gpu(torch.float32), "reference"),
+        (on_gpu(softcap=30.0), "reference"),
+        (on_gpu(scale=-0.5), "reference"),
     ],
 )
-def test_auto_takes_the_first_kernel_that_can(request_, chosen):
+def test_auto_takes_the_first_kernel_that_can(request_, chosen, gpu):
     assert select_kernel("auto", request_).name == chosen
 
 
-def test_a_named_kernel_that_cannot_is_refused():
-    request = Request(CPU, torch.float32, Scores(1.0, softcap=30.0))
+@pytest.mark.parametrize(
+    ("name", "request_", "reason"),
+    [
+        ("cpu", on_cpu(softcap=30.0), r"it has no softcap \(asked: 30.0\)"),
+        ("cpu", on_gpu(), "it runs on the CPU, and the tensors are on cuda:0"),
+        ("flash", on_cpu(), "it runs on a GPU, and the tensors are on cpu"),
+        ("cudnn", on_cpu(), "it runs on a GPU, and the tensors are on cpu"),
+        (
+            "flash",
+            on_gpu(torch.float32),
+            "it computes bfloat16 and float16, and the tensors are torch.float32",
+        ),
+        ("cudnn", on_gpu(softcap=30.0), r"it has no softcap \(asked: 30.0\)"),
+        ("flash", on_gpu(scale=-0.7), r"its scale must be above 0 \(asked: -0.7\)"),
+        ("flash", on_gpu(head_dim=264), r"its head dims end at 256 \(asked: 264\)"),
+        ("cudnn", on_gpu(head_dim=192), r"its head dims end at 128 \(asked: 192\)"),
+    ],
+)
+def test_a_named_kernel_that_cannot_is_refused(name, request_, reason, gpu):
     with pytest.raises(
         ValueError,
-        match=r"kernel='cpu' cannot compute this attention: it has no softcap \(asked: 30.0\). "
-        r"Use kernel='auto', or 'reference'",
+        match=f"kernel='{name}' cannot compute this attention: {reason}. Use kernel='auto', or '",
     ):
-        select_kernel("cpu", request)
-    with pytest.raises(ValueError, match="it runs on the CPU, and the tensors are on meta"):
-        select_kernel("cpu", Request(torch.device("meta"), torch.float32, Scores(1.0)))
+        select_kernel(name, request_)
+
+
+def test_a_gpu_or_a_build_that_cannot_is_refused(gpu, monkeypatch):
+    gpu(capability=(8, 6))
+    assert select_kernel("auto", on_gpu()).name == "flash"
+    with pytest.raises(
+        ValueError,
+        match="it needs a GPU of compute capability 9.0 or newer, and cuda:0 has 8.6. "
+        "Use kernel='auto', or 'flash' or 'reference'",
+    ):
+        select_kernel("cudnn", on_gpu())
+    gpu(capability=(7, 5))
+    with pytest.raises(ValueError, match="compute capability 8.0 or newer, and cuda:0 has 7.5"):
+        select_kernel("flash", on_gpu())
+    gpu(flash=False)
+    with pytest.raises(ValueError, match="this build of torch has no flash attention"):
+        select_kernel("flash", on_gpu())
+    gpu(cudnn=None)
+    with pytest.raises(ValueError, match="this build of torch has no cuDNN"):
+        select_kernel("cudnn", on_gpu())
+    gpu(cudnn=91002)
+    with pytest.raises(ValueError, match="it needs cuDNN 9.15.1 or newer, and torch has 9.10.2"):
+        select_kernel("cudnn", on_gpu())
+    gpu()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ValueError, match="not deterministic, and torch.use_deterministic_algor"):
+        select_kernel("cudnn", on_gpu())
+    assert select_kernel("auto", on_gpu()).name == "flash"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match="written for NVIDIA's GPUs, and this torch is built for"):
+        select_kernel("flash", on_gpu())
 
 
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="kernel='magic' is unknown. Use one of 'auto', 'cpu'"):
-        select_kernel("magic", Request(CPU, torch.float32, Scores(1.0)))
+        select_kernel("magic", on_cpu())

@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_cp.engine.merge import Softmax, Sum, merge_
 from lightning_cp.engine.plan import Block, PlacedTile
-from lightning_cp.mask import Bounds
+from lightning_cp.mask import Bounds, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,19 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a kernel is asked to do, as far as it may refuse it."""
+    """What a kernel is asked to do, as far as it may refuse it.
+
+    Args:
+        device: where the tensors are.
+        dtype: of queries, keys and values.
+        scores: how a score is made.
+        head_dim: the larger of the head dims of keys and values.
+    """
 
     device: torch.device
     dtype: torch.dtype
     scores: Scores
+    head_dim: int
 
 
 class Kernel(Protocol):
@@ -102,11 +111,30 @@ class TileMask:
         return self.tile.kind == "full" and self.bias is None
 
     def visible(self) -> Tensor | None:
-        """Return bool [R, 1, Lq, Lk], or None if all is visible; R is 1 or the batch size."""
+        """Return bool [R, 1, Lq, Lk], or None if all is visible; R is 1 or the tile's rows."""
         if self.tile.kind == "full":
             return None
-        visible = self.bounds.visible(self.tile.query, self.tile.keys)
-        return visible[self.tile.batch].unsqueeze(1).to(self.device)
+        batch, query, keys = self.tile.batch, self.tile.query, self.tile.keys
+        first = self._there(self.bounds.first[batch, None, slice(*query), None])
+        last = self._there(self.bounds.last[batch, None, slice(*query), None])
+        real_before = self._there(
+            self.bounds.real_before[batch, None, None, keys.start : keys.stop + 1]
+        )
+        positions = torch.arange(*keys, device=self.device)
+        return (positions >= first) & (positions < last) & (real_before.diff() > 0)
+
+    def _there(self, bounds: IntArray) -> Tensor:
+        """Bring bounds to the device: they are small, and the table that they make is not."""
+        return torch.from_numpy(bounds).to(self.device, non_blocking=True)
+
+
+def same_dim(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Pad head dims with zeros to the largest, and on to a multiple of a number.
+
+    Neither scores nor the kept outputs change.
+    """
+    dim = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    return tuple(pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in tensors)
 
 
 def _tile_bias(bias: Tensor | None, tile: PlacedTile) -> Tensor | None:
@@ -129,6 +157,10 @@ class TiledKernel(ABC):
     @abstractmethod
     def refuse(self, request: Request) -> str | None:
         """Return why this kernel cannot do what is asked, or None if it can."""
+
+    def tiles(self, block: Block, bias: Tensor | None) -> tuple[PlacedTile, ...]:
+        """Return the tiles to compute; whole and causal ones are as large as the block allows."""
+        return block.tiles(self.tile_size)
 
     @abstractmethod
     def tile_forward(
@@ -154,7 +186,7 @@ class TiledKernel(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Compute tile after tile and merge them."""
-        tiles = block.tiles(self.tile_size)
+        tiles = self.tiles(block, bias)
         if _is_whole(tiles, q, k):
             mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
             return self.tile_forward(q, k, v, mask, scores)
@@ -180,7 +212,7 @@ class TiledKernel(ABC):
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute tile after tile and add them up."""
-        tiles = block.tiles(self.tile_size)
+        tiles = self.tiles(block, bias)
         if _is_whole(tiles, q, k):
             mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
             return self.tile_backward(dout, q, k, v, out, lse, mask, scores)

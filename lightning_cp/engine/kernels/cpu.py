@@ -7,9 +7,8 @@ mask leaves empty returns lse 0; head dims of keys and values must be equal; a m
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask
+from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask, same_dim
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -37,7 +36,7 @@ class CpuKernel(TiledKernel):
         dim, value_dim = q.shape[-1], v.shape[-1]
         bias, seen = _bias(mask, q)
         if dim != value_dim:
-            q, k, v = _same_dim(q, k, v)
+            q, k, v = same_dim(q, k, v)
         out, lse = _forward(q, k, v, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale)
         if seen is not None:
             lse = torch.where(seen, lse, NEVER)
@@ -58,7 +57,7 @@ class CpuKernel(TiledKernel):
         dim, value_dim = q.shape[-1], v.shape[-1]
         bias, _ = _bias(mask, q)
         if dim != value_dim:
-            q, k, v, out, dout = _same_dim(q, k, v, out, dout)
+            q, k, v, out, dout = same_dim(q, k, v, out, dout)
         dq, dk, dv = _backward(
             dout, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale
         )
@@ -80,9 +79,3 @@ def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if visible is not None:
         bias = torch.where(visible, bias, NEVER)
     return bias, (bias > NEVER).any(-1)
-
-
-def _same_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad head dims with zeros to the largest: neither scores nor the kept outputs change."""
-    dim = max(x.shape[-1] for x in tensors)
-    return tuple(pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in tensors)

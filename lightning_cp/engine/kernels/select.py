@@ -5,12 +5,14 @@ from typing import Literal, get_args
 
 from lightning_cp.engine.kernels.base import Kernel, Request
 from lightning_cp.engine.kernels.cpu import CpuKernel
+from lightning_cp.engine.kernels.cudnn import CudnnKernel
+from lightning_cp.engine.kernels.flash import FlashKernel
 from lightning_cp.engine.kernels.reference import ReferenceKernel
 
-KernelName = Literal["auto", "cpu", "reference"]
+KernelName = Literal["auto", "cpu", "cudnn", "flash", "reference"]
 
 # Fastest first; the last refuses nothing.
-_KERNELS: tuple[Kernel, ...] = (CpuKernel(), ReferenceKernel())
+_KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), ReferenceKernel())
 
 
 def check_kernel(name: str) -> None:

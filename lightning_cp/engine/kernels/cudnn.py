@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuDNN's attention, nearly twice as fast as FA2 on Hopper.
+
+Its traps: every new shape is planned, which takes the host some 40 ms for each of forward and
+backward, and the plan is kept for ever; backward's plans are told apart by the layouts of q, k and
+v only, so that out and dout must come in one layout always.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_cp.engine.kernels.base import Request
+from lightning_cp.engine.kernels.flash import FlashKernel
+
+_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+# No dropout, like 0.0, but torch keeps our plans apart from those of other calls by it. They were
+# made for the dout of those calls, and with ours they give wrong gradients without a word (seen in
+# torch 2.11; later versions compare its layout too).
+_OURS = -0.0
+
+# Older ones are wrong on rows whose length is no multiple of 128 (pytorch#169849).
+_OLDEST = 91501
+
+
+class CudnnKernel(FlashKernel):
+    """`aten._scaled_dot_product_cudnn_attention` and its backward; FA2 for tiles not worth a plan.
+
+    Documents come in ever new lengths, whose plans would cost more than they bring. Those of chunks
+    come again with every layer and step.
+    """
+
+    name = "cudnn"
+    max_head_dim = 128
+    min_capability = 9
+    # Lengths that are multiples of this are taken for those of chunks.
+    grain = 128
+    # Other tiles must be so large (multiply-adds of one matrix product; 32 heads of 128, 8k by 8k)
+    # that the layers of one step pay for their plan.
+    large = 2**38
+
+    def refuse(self, request: Request) -> str | None:
+        """Refuse what FA2 refuses too, a cuDNN that is too old, and determinism."""
+        reason = super().refuse(request)
+        if reason is not None:
+            return reason
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        if version is None:
+            return "this build of torch has no cuDNN"
+        if version < _OLDEST:
+            return f"it needs cuDNN {_spelled(_OLDEST)} or newer, and torch has {_spelled(version)}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "it is not deterministic, and torch.use_deterministic_algorithms() is on"
+        return None
+
+    def rectangle_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Run the op. Its causal mask starts at the top left, so on squares it is the usual."""
+        if not self.is_worth_a_plan(q, k):
+            return super().rectangle_forward(q, k, v, causal=causal, scale=scale)
+        out, lse, *_ = _forward(
+            q,
+            k,
+            v,
+            attn_bias=None,
+            compute_log_sumexp=True,
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=scale,
+        )
+        return out, lse.squeeze(-1)
+
+    def rectangle_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the op's backward."""
+        if not self.is_worth_a_plan(q, k):
+            return super().rectangle_backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = _backward(
+            _laid_out_like(q, dout),
+            q,
+            k,
+            v,
+            _laid_out_like(q, out),
+            lse.unsqueeze(-1),
+            philox_seed=no_dropout,
+            philox_offset=no_dropout,
+            attn_bias=None,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q.shape[2],
+            max_k=k.shape[2],
+            dropout_p=_OURS,
+            is_causal=causal,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+    def is_worth_a_plan(self, q: Tensor, k: Tensor) -> bool:
+        """Say whether cuDNN computes this rectangle."""
+        queries, keys = q.shape[2], k.shape[2]
+        if min(queries, keys) == 1 or q.numel() == 0:
+            return False  # torch does not trust cuDNN with a single key, nor with a single query
+        if queries % self.grain == 0 and keys % self.grain == 0:
+            return True
+        return q.numel() * keys >= self.large
+
+
+def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
+    """Return x in the layout that the op's own forward would have given it: that of empty_like."""
+    layout = torch.empty_like(q, device="meta").stride()
+    return x if x.stride() == layout else torch.empty_like(q).copy_(x)
+
+
+def _spelled(version: int) -> str:
+    """Return a version of cuDNN 9 or newer in words.
+
+    Example:
+        >>> _spelled(91501)
+        '9.15.1'
+    """
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
