@@ -7,7 +7,7 @@ same order; sizes are known beforehand on both sides.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_cp import compat
 
+T = TypeVar("T")
 Message = tuple[int, Tensor]
 """A peer's rank in the group, and the contiguous tensor that goes to it or comes from it."""
 
@@ -45,6 +46,9 @@ class Transport(Protocol):
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace ``x`` by its sum over the ranks, and wait."""
+
+    def first(self, x: T) -> T:
+        """Return what the first rank of the group has; anything that pickles."""
 
 
 class GroupTransport:
@@ -94,6 +98,12 @@ class GroupTransport:
         """Sum over the group."""
         dist.all_reduce(x, group=self.group)
 
+    def first(self, x: T) -> T:
+        """Broadcast an object."""
+        box = [x]
+        dist.broadcast_object_list(box, self._global_ranks[0], self.group)
+        return box[0]
+
 
 class LoneTransport:
     """The transport of one process that shares with nobody."""
@@ -119,6 +129,10 @@ class LoneTransport:
 
     def all_reduce(self, x: Tensor) -> None:
         """Leave ``x`` as it is."""
+
+    def first(self, x: T) -> T:
+        """Return ``x``."""
+        return x
 
 
 def nothing() -> None:

@@ -5,15 +5,18 @@ Checked against torch 2.11, 2.13 and 2.15. Nothing else in the package may touch
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import checkpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +45,16 @@ def num_process_groups() -> int:
     A group that only its members make is named by that number, so it must be the same on all.
     """
     return len(distributed_c10d._world.pg_names)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set how long a group waits; groups of a mesh are made with torch's default."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the ranks of several axes as one axis, and let the root mesh know its name."""
+    return mesh._flatten(name)
 
 
 def tensor_version(x: Tensor) -> int | None:
@@ -95,6 +108,56 @@ def plain_functions() -> AbstractContextManager[None]:
     """Switch torch function modes off: what runs inside is nobody else's business."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return off
+
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""What activation checkpointing enters in forward, and when it recomputes."""
+
+
+@contextmanager
+def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
+    """Let every ``checkpoint(use_reentrant=False)`` call inside use a context_fn.
+
+    There is no door for callers that pass none (models, wrappers), so the function that all of
+    them reach is replaced meanwhile. It has had this name and these arguments since torch 2.1.
+    """
+    original = checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(
+        fn: Any, preserve_rng_state: bool, given: ContextFn, *args: Any, **kwargs: Any
+    ) -> Any:
+        chosen = context_fn if given in (checkpoint.noop_context_fn, context_fn) else both(given)
+        return original(fn, preserve_rng_state, chosen, *args, **kwargs)
+
+    def both(given: ContextFn) -> ContextFn:
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            (ours, ours_again), (theirs, theirs_again) = context_fn(), given()
+            return _Nested(ours, theirs), _Nested(ours_again, theirs_again)
+
+        return contexts
+
+    checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = original
+
+
+class _Nested:
+    """Two contexts as one, which may be entered again."""
+
+    def __init__(
+        self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+    ) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
 
 
 def in_backward() -> bool:

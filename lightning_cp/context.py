@@ -2,7 +2,8 @@
 """What one step knows, and the one variable that says which step is active.
 
 A `Step` holds values only: who owns what, the row's documents and padding, this rank's position
-ids, the groups. Attention, loss and unshard read it; nothing writes to it.
+ids, the groups. Attention, loss and unshard read it; they add nothing but what they worked out and
+which losses were computed.
 """
 
 import itertools
@@ -15,13 +16,29 @@ from torch import Tensor
 
 from lightning_cp.compat import in_backward
 from lightning_cp.layout import Layout
-from lightning_cp.mask import BoolArray, Bounds, IntArray, Mask
+from lightning_cp.mask import BoolArray, Bounds, IntArray, Mask, Range
 from lightning_cp.mesh import Groups
 
 IGNORED_LABEL: Final = -100
 """The label of a token that counts for no loss."""
 
 _uids = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossMark:
+    """A loss of a step that is a mean over the tokens of all ranks.
+
+    Args:
+        value: the loss, detached.
+        num_tokens: over how many tokens of all ranks it is the mean.
+        by_position: [2, buckets], sums and numbers of this rank's tokens by their place in the row;
+            None where nobody has asked.
+    """
+
+    value: Tensor
+    num_tokens: Tensor
+    by_position: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +55,7 @@ class Step:
         training: whether the loss is averaged over the data axis too.
         algorithm: how keys travel: ``auto`` or a name.
         kernel: what computes a block: ``auto`` or a name.
+        position_edges: where buckets of positions begin, for losses by position; () for none.
     """
 
     layout: Layout
@@ -49,9 +67,12 @@ class Step:
     training: bool
     algorithm: str
     kernel: str
+    position_edges: tuple[int, ...] = ()
     uid: int = field(default_factory=lambda: next(_uids))
     # What attention worked out for a mask, by the mask's key; layers share it.
     cache: dict[object, Any] = field(default_factory=dict, repr=False)
+    # What token_mean() computed in this step. A step without any has a loss that we did not make.
+    losses: list[LossMark] = field(default_factory=list, repr=False)
 
     @property
     def cp_rank(self) -> int:
@@ -78,6 +99,19 @@ class Step:
         found: Bounds = self.cache[key][0]
         return found
 
+    def work_by_rank(self) -> list[int]:
+        """Return how many pairs each rank's tokens see, over the masks that attention has met."""
+        row = Range(0, self.layout.padded_len)
+        met = [kept[0] for key, kept in self.cache.items() if _is_bounds(key)]
+        return [
+            sum(bounds.work(part, row) for bounds in met for part in self.layout.ranges(rank))
+            for rank in range(self.cp_size)
+        ]
+
+
+def _is_bounds(key: object) -> bool:
+    return isinstance(key, tuple) and key[:1] == ("bounds",)
+
 
 @dataclass(frozen=True, eq=False)
 class StepMask(Mask):
@@ -90,6 +124,8 @@ class _Paused:
     """Stands for: context parallelism is off, on purpose."""
 
 
+PAUSED: Final = _Paused()
+
 # A module variable, not a ContextVar: with activation checkpointing, attention runs again on
 # autograd's device threads, which do not inherit the caller's context.
 _current: Step | _Paused | None = None
@@ -99,6 +135,11 @@ _ever_active = False
 def current() -> Step | None:
     """Return the active step; None when there is none, or when it is paused."""
     return _current if isinstance(_current, Step) else None
+
+
+def is_paused() -> bool:
+    """Say whether context parallelism is off, on purpose."""
+    return _current is PAUSED
 
 
 # How many declarations say that attention calls are left alone; each step begins with none.
@@ -112,11 +153,11 @@ class activate:
     backward.
 
     Args:
-        step: the step.
+        step: the step, or `PAUSED`.
         num_unsharded: how many declarations of unsharded attention hold from the start.
     """
 
-    def __init__(self, step: Step, *, num_unsharded: int = 0) -> None:
+    def __init__(self, step: Step | _Paused, *, num_unsharded: int = 0) -> None:
         self._state: tuple[Step | _Paused | None, int] = step, num_unsharded
         self._previous: list[tuple[Step | _Paused | None, int]] = []
 
@@ -145,14 +186,14 @@ def num_unsharded() -> int:
 def paused() -> Iterator[None]:
     """Switch context parallelism off: whole rows, on this rank alone."""
     global _current
-    previous, _current = _current, _Paused()
+    previous, _current = _current, PAUSED
     try:
         yield
     finally:
         _current = previous
 
 
-_CURE = "Use checkpoint(..., use_reentrant=False, context_fn=cp.recompute)"
+_CURE = "Use checkpoint(..., use_reentrant=False)"
 
 
 def check_recompute(step: Step | None) -> None:

@@ -175,7 +175,7 @@ def _check_recomputable(step: Step) -> None:
             raise RuntimeError(
                 "scaled_dot_product_attention() was called under reentrant activation "
                 "checkpointing inside a step. Recomputed in backward it would see only this rank's "
-                "tokens. Use checkpoint(..., use_reentrant=False, context_fn=cp.recompute)."
+                "tokens. Use checkpoint(..., use_reentrant=False)."
             )
         frame = frame.f_back
 

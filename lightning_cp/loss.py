@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lightning_cp.collectives import Transport
-from lightning_cp.compat import outside_graphs
+from lightning_cp.compat import in_backward, outside_graphs
 from lightning_cp.context import (
     IGNORED_LABEL,
+    LossMark,
     Step,
     check_mark,
     check_recompute,
@@ -57,12 +58,51 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     check_recompute(step)
     targets = _targets(labels, shift, step)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = cross_entropy(
-        wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    total, by_position = _summed(wide, targets, step)
+    return global_mean(total, (targets != IGNORED_LABEL).sum(), by_position=by_position)
+
+
+def _summed(logits: Tensor, targets: Tensor, step: Step | None) -> tuple[Tensor, Tensor | None]:
+    """Return the summed cross entropy, and by position if that was asked for."""
+    asked = step is not None and bool(step.position_edges)
+    losses = cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="none" if asked else "sum",
     )
-    count = (targets != IGNORED_LABEL).sum()
-    mean: Tensor = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
-    return mean
+    if step is None or not asked:
+        return losses, None
+    edges = torch.tensor(step.position_edges, device=losses.device)
+    places = step.layout.positions(step.cp_rank).to(losses.device)
+    bucket = torch.bucketize(places, edges, right=True).expand_as(targets).flatten()
+    pairs = torch.stack([losses.detach().double(), (targets.flatten() != IGNORED_LABEL).double()])
+    sums = pairs.new_zeros(2, len(edges) + 1).index_add_(1, bucket, pairs)
+    return losses.sum(), sums
+
+
+def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = None) -> Tensor:
+    """Return the mean over all ranks of a loss that this rank has summed over its own tokens.
+
+    For losses of one's own: give the sum over this rank's tokens and how many they are. Inside a
+    step every rank gets the same value, and gradients averaged over the ranks are exact.
+
+    Args:
+        total: the sum of this rank's losses, a scalar.
+        count: how many tokens it is the sum of, a scalar; may be 0.
+        by_position: the same in buckets of positions, for reports.
+
+    Example:
+        >>> global_mean(torch.tensor(6.0), torch.tensor(4))
+        tensor(1.5000)
+    """
+    step = current()
+    check_recompute(step)
+    mean, num_tokens = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
+    if step is not None and not in_backward():
+        step.losses.append(LossMark(mean.detach(), num_tokens, by_position))
+    result: Tensor = mean
+    return result
 
 
 def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
@@ -103,20 +143,22 @@ def _transports(step: Step | None) -> tuple[Transport, ...]:
 
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, step: Step | None) -> Tensor:
+    def forward(ctx: Any, total: Tensor, count: Tensor, step: Step | None) -> tuple[Tensor, Tensor]:
         # One message for both; float64 counts exactly.
         sums = torch.stack([total.double(), count.double()])
         num_ranks = 1
         for transport in _transports(step):
             transport.all_reduce(sums)
             num_ranks *= transport.size
-        summed, num_tokens = sums[0], sums[1].clamp(min=1)
+        num_tokens = sums[1].clamp(min=1)
         ctx.uid = 0 if step is None else step.uid
         ctx.save_for_backward(num_ranks / num_tokens, torch.tensor(ctx.uid))
-        return (summed / num_tokens).to(total.dtype)
+        count = sums[1].clone()
+        ctx.mark_non_differentiable(count)
+        return (sums[0] / num_tokens).to(total.dtype), count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         factor, mark = ctx.saved_tensors
         check_mark(mark, ctx.uid)
         enter_backward_of(ctx.uid)

@@ -1,25 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks work together, and for what.
 
-Turns what a user has (a 1-D device mesh, a process group, or nothing) into groups named by use.
-The only module that asks `torch.distributed` how many ranks there are.
+Turns sizes that a user asks for into a mesh, and what a user has (a 1-D device mesh, a process
+group, or nothing) into groups named by use. The only module that asks `torch.distributed` how many
+ranks there are.
 """
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.collectives import GroupTransport, LoneTransport, Transport
-from lightning_cp.compat import num_process_groups
+from lightning_cp.compat import flatten, num_process_groups, set_timeout
 
 DATA_AXIS: Final = "data_parallel"
 """Mesh axis along which ranks hold different rows."""
 CONTEXT_AXIS: Final = "context_parallel"
 """Mesh axis along which ranks hold different tokens of the same rows."""
+TENSOR_AXIS: Final = "tensor_parallel"
+"""Mesh axis along which ranks would share a layer; of size 1 so far."""
+SHARD_AXIS: Final = "dp_cp"
+"""Data and context as one axis: all ranks over which gradients are averaged, parameters cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ranks lie along each axis.
+
+    Args:
+        data: ranks that hold different rows.
+        context: ranks that share a row.
+    """
+
+    data: int
+    context: int
+
+
+def resolve_sizes(
+    context: int | Literal["auto"],
+    data: int | Literal["auto"],
+    *,
+    world_size: int,
+    ranks_per_node: int,
+) -> Sizes:
+    """Turn what was asked for into sizes that use every process.
+
+    ``auto`` for both shares rows inside a node and puts different rows on different nodes.
+
+    Example:
+        >>> resolve_sizes("auto", "auto", world_size=16, ranks_per_node=8)
+        Sizes(data=2, context=8)
+        >>> resolve_sizes(4, "auto", world_size=16, ranks_per_node=8)
+        Sizes(data=4, context=4)
+    """
+    for name, size in (("context_parallel_size", context), ("data_parallel_size", data)):
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name}={size!r}: give a whole number of at least 1, or 'auto'.")
+    if data == "auto":
+        context = ranks_per_node if context == "auto" else context
+        _check_divides("context_parallel_size", context, world_size)
+        return Sizes(world_size // context, context)
+    if context == "auto":
+        _check_divides("data_parallel_size", data, world_size)
+        return Sizes(data, world_size // data)
+    if data * context != world_size:
+        raise ValueError(
+            f"data_parallel_size={data} times context_parallel_size={context} is {data * context}, "
+            f"but this job has {world_size} processes. Leave one of the two 'auto', or start "
+            f"{data * context} processes."
+        )
+    return Sizes(data, context)
+
+
+def _check_divides(name: str, size: int, world_size: int) -> None:
+    if world_size % size == 0:
+        return
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    raise ValueError(
+        f"{name}={size} does not divide the {world_size} processes of this job. Use one of "
+        f"{divisors}, or start {size * -(-world_size // size)} processes."
+    )
+
+
+def build_mesh(
+    sizes: Sizes, *, device_type: str, timeout: timedelta | None
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh (data, context, tensor), and data x context as one axis.
+
+    Ranks that share a row are neighbours, so that they lie in one node where nodes are numbered in
+    blocks.
+    """
+    mesh = init_device_mesh(
+        device_type,
+        (sizes.data, sizes.context, 1),
+        mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
+    )
+    shard_mesh = flatten(mesh[DATA_AXIS, CONTEXT_AXIS], SHARD_AXIS)
+    if timeout is not None:
+        for one in (mesh[DATA_AXIS], mesh[CONTEXT_AXIS], mesh[TENSOR_AXIS], shard_mesh):
+            set_timeout(one.get_group(), timeout)
+    return mesh, shard_mesh
+
+
+def hosts_of(mesh: DeviceMesh, host: str) -> list[str]:
+    """Return the host of each rank of a 1-D mesh, given one's own."""
+    hosts: list[str] = [""] * mesh.size()
+    dist.all_gather_object(hosts, host, group=mesh.get_group())
+    return hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +127,11 @@ class Groups:
     attend: Transport
     context: Transport
     data: Transport
+
+
+def lone_groups() -> Groups:
+    """Return the groups of a process that shares with nobody."""
+    return Groups(LoneTransport(), LoneTransport(), LoneTransport())
 
 
 def build_groups(

@@ -13,17 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import batch as batches
 from lightning_cp import context, dispatch
+from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
 from lightning_cp.engine.kernels.select import KernelName, check_kernel
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, build_layout, check_layout
-from lightning_cp.mesh import build_groups
+from lightning_cp.mesh import Groups, build_groups, lone_groups
 from lightning_cp.sequence import shard, unshard
 
 
-class _Recompute(context.activate):
-    """A step that is active again, with its dispatch, while activations are recomputed."""
+class reenter(context.activate):
+    """A step that is active again, with its dispatch: for backward, and while recomputing."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -37,15 +38,18 @@ class _Recompute(context.activate):
 def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Give activation checkpointing the step in which to recompute.
 
-    ``checkpoint(layer, x, use_reentrant=False, context_fn=cp.recompute)``. A plain function, for
-    the compiler takes no other.
+    ``checkpoint(layer, x, use_reentrant=False)`` inside a step does so by itself; this is for other
+    ways of checkpointing that take a ``context_fn``. A plain function, for the compiler takes no
+    other.
     """
     step = context.current()
+    if step is None and context.is_paused():
+        return nullcontext(), context.activate(context.PAUSED)
     if step is None:
         raise RuntimeError(
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
-    return nullcontext(), _Recompute(step, num_unsharded=context.num_unsharded())
+    return nullcontext(), reenter(step, num_unsharded=context.num_unsharded())
 
 
 class ContextParallel:
@@ -92,7 +96,9 @@ class ContextParallel:
         self.kernel = kernel
         self.sequence_dims = dict(sequence_dims or {})
         self.check_batches = check_batches
+        self.position_edges: tuple[int, ...] = ()
         self._groups = build_groups(mesh, data=data, timeout=timeout)
+        self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
         self._num_batches = 0
 
@@ -127,8 +133,30 @@ class ContextParallel:
         training = torch.is_grad_enabled() if training is None else training
         opened, local = self._open(batch, training)
         context.forget_backward()
-        with context.activate(opened), dispatch.enabled():
+        with context.activate(opened), dispatch.enabled(), checkpoint_contexts(_recompute):
             yield local
+
+    @contextmanager
+    def alone(
+        self, batch: Mapping[str, Any], *, training: bool | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Work on the whole batch, on this rank only: what `step` is compared with.
+
+        SDPA calls are torch's own; attention() and token_mean() see whole rows, with the documents
+        and padding of the batch, by the reference kernel. No other rank takes part.
+
+        Args:
+            batch: the whole batch.
+            training: as in `step`.
+
+        Yields:
+            The batch's keys and tensors, uncut.
+        """
+        training = torch.is_grad_enabled() if training is None else training
+        opened, whole = self._cut(batch, training, self._alone)
+        context.forget_backward()
+        with context.activate(opened):
+            yield whole
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
@@ -136,7 +164,7 @@ class ContextParallel:
         compare = self._num_batches < self.check_batches
         self._num_batches += 1
         try:
-            opened, local = self._cut(batch, training)
+            opened, local = self._cut(batch, training, groups)
             fingerprint = batches.build_fingerprint(batch, values=compare)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
@@ -147,24 +175,27 @@ class ContextParallel:
             raise problem
         return opened, local
 
-    def _cut(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
+    def _cut(
+        self, batch: Mapping[str, Any], training: bool, groups: Groups
+    ) -> tuple[Step, dict[str, Any]]:
         """Work out a step and this rank's part of the batch; no rank waits for another."""
         whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
-        context = self._groups.context
+        context = groups.context
         layout = build_layout(self.layout, seq_len=whole.seq_len, cp_size=context.size)
         local = batches.shard_batch(whole, layout=layout, rank=context.rank)
         device = next(local[key].device for key in whole.dims)
         positions = batches.build_position_ids(whole, device)
         opened = Step(
             layout=layout,
-            groups=self._groups,
+            groups=groups,
             batch_size=whole.batch_size,
             documents=whole.documents,
             padding=whole.padding,
             position_ids=shard(positions, -1, layout=layout, rank=context.rank),
             training=training,
             algorithm=self.algorithm,
-            kernel=self.kernel,
+            kernel="reference" if groups is self._alone else self.kernel,
+            position_edges=self.position_edges,
         )
         return opened, local
 
@@ -210,6 +241,20 @@ class ContextParallel:
         groups, layout = step.groups, step.layout
         return unshard(x, dim, layout=layout, transport=groups.context, uid=step.uid)
 
+    def same_rows(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return, on every data rank, the batch of the first."""
+        return self._groups.data.first(batch)
+
+    def averaged(self, x: Tensor) -> Tensor:
+        """Replace ``x`` by its mean over data x context, as DDP does with gradients."""
+        return self.summed(x).div_(self._groups.context.size * self._groups.data.size)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Replace ``x`` by its sum over data x context."""
+        self._groups.context.all_reduce(x)
+        self._groups.data.all_reduce(x)
+        return x
+
     def paused(self) -> AbstractContextManager[None]:
         """Switch context parallelism off inside a step: whole rows, on this rank alone.
 
@@ -235,7 +280,7 @@ class ContextParallel:
             raise RuntimeError(
                 f"cp.{what} was called outside a step. Call it inside `with cp.step(batch):`."
             )
-        if step.groups is not self._groups:
+        if step.groups not in (self._groups, self._alone):
             raise RuntimeError(
                 f"cp.{what} was called inside a step of another ContextParallel. Use the one whose "
                 "step is active."

@@ -163,7 +163,7 @@ def shared(job: SdpaJob) -> dict[str, Tensor]:
     whole = {key: value.to(job.device) for key, value in batch().items()}
     call: Callable[..., Any] = plain_call
     if job.checkpointing:
-        call = partial(checkpoint, use_reentrant=False, context_fn=cp.recompute)
+        call = partial(checkpoint, use_reentrant=False)
     if job.compiled == "layers":
         for module in model.modules():
             if isinstance(

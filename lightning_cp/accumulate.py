@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several backward passes before one optimizer step: the gradient of all their tokens' mean.
+
+With L_i the mean over the n_i tokens of microbatch i, one process that saw them all has the loss
+
+    L = sum_i n_i L_i / sum_i n_i = (n_1 / N) * sum_i (n_i / n_1) L_i          N = sum_i n_i
+
+Microbatch i goes backward with the weight n_i / n_1, which is near 1; N is known only at the end,
+when gradients are multiplied once by n_1 / N. Counts stay on the device: nothing waits for them.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_cp.context import Step
+
+
+class GradientWindow:
+    """The microbatches since the last optimizer step."""
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None
+        self._total: Tensor | None = None
+        self._num_microbatches = 0
+        self._disagreements: list[Tensor] = []
+
+    def weigh(self, step: Step) -> Tensor:
+        """Return the weight with which the loss of a step goes backward, and count its tokens."""
+        first, *others = step.losses
+        # Two means over different tokens in one step have no common weight: see `finish`.
+        self._disagreements += [other.num_tokens != first.num_tokens for other in others]
+        count = first.num_tokens
+        if self._first is None or self._total is None:
+            self._first, self._total = count.clamp(min=1), torch.zeros_like(count)
+        self._total = self._total + count
+        self._num_microbatches += 1
+        return count / self._first
+
+    def finish(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Turn accumulated gradients into those of the mean over all tokens; start anew.
+
+        Does nothing after one microbatch, whose gradients are right as they are, nor when called
+        again.
+        """
+        first, total, disagreements = self._first, self._total, self._disagreements
+        num_microbatches = self._num_microbatches
+        self.__init__()  # type: ignore[misc]
+        if num_microbatches < 2 or first is None or total is None:
+            return
+        if disagreements and bool(torch.stack(disagreements).any()):
+            raise RuntimeError(
+                "A training step computed two token means over different numbers of tokens, and "
+                f"{num_microbatches} steps were accumulated: their gradients have no common "
+                "weight. Use accumulate_grad_batches=1 with larger batches, or compute both "
+                "losses over the same tokens."
+            )
+        factor = first / total.clamp(min=1)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradient = _local(parameter.grad)
+                # A scalar of higher precision keeps it: bfloat16 gradients are multiplied exactly.
+                gradient.mul_(factor.to(gradient.device))
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, whose memory it shares."""
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
