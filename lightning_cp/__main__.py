@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m lightning_cp consolidate DIR OUT`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser; each command sets ``run``, which is called with the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_cp", description="Tools for context-parallel training."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    consolidate = commands.add_parser(
+        "consolidate",
+        help="turn a checkpoint folder into one file",
+        description=(
+            "Turn a checkpoint folder into the single file of a plain Trainer, with which to "
+            "resume on one device or to call load_from_checkpoint. Needs no GPU and no process "
+            "group; the whole checkpoint must fit into memory. A checkpoint holds pickles, which "
+            "can run any code: convert only those that you trust."
+        ),
+    )
+    consolidate.add_argument("folder", metavar="DIR", type=Path, help="the checkpoint folder")
+    consolidate.add_argument("out", metavar="OUT", type=Path, help="the file to write")
+    consolidate.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    consolidate.set_defaults(run=_consolidate)
+    return parser
+
+
+def _consolidate(args: argparse.Namespace) -> None:
+    """Run the command."""
+    # Imported here: torch takes seconds, and --help should not.
+    from lightning_cp.checkpoint import consolidate
+
+    consolidate(args.folder, args.out, overwrite=args.overwrite)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code: 2 for what the user can mend."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
