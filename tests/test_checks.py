@@ -1,0 +1,115 @@
+"""`verify` lets exact models pass and stops those that mix tokens behind our back."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import pad
+
+from lightning_cp import ContextParallel, token_mean, verify
+from lightning_cp.checks import Report, cut_rows
+from tests.parity.batches import BATCHES
+from tests.parity.steps import build_model
+
+pytestmark = pytest.mark.ranks
+
+
+class Broken(nn.Module):
+    """A model with something that a step does not see."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.inner = build_model(torch.float32)
+        self.mix = nn.Conv1d(32, 32, 3)
+
+    def forward(self, input_ids, position_ids):
+        x = self.inner.tokens(input_ids)
+        if self.kind == "convolution":
+            x = x + self.mix(pad(x.mT, (2, 0))).mT
+        elif self.kind == "hand-written attention":
+            x = x + torch.softmax(x @ x.mT, -1).tril() @ x
+        elif self.kind == "own positions":
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return self.inner(None, position_ids, inputs_embeds=x)
+
+
+def run_verify(kind, batch, sharded, dp_size=1, max_len=None):
+    """Return the report, or what was said."""
+    mesh = init_device_mesh(
+        "cpu",
+        (dp_size, dist.get_world_size() // dp_size),  # noqa: TID251
+        mesh_dim_names=("data_parallel", "context_parallel"),
+    )
+    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    model = Broken(kind).train()
+    if sharded:
+        fully_shard(model, mesh=mesh["data_parallel", "context_parallel"]._flatten("dp_cp"))
+
+    def loss_fn(given):
+        logits = model(given["input_ids"], cp.position_ids())
+        loss = token_mean(logits, given["labels"])
+        if kind == "scaled loss" and cp.cp_size > 1 and given["labels"] is not batch["labels"]:
+            return loss * 1.5 if given["labels"].shape[1] < batch["labels"].shape[1] else loss
+        return loss
+
+    try:
+        report = verify(model, batch, cp=cp, loss_fn=loss_fn, max_len=max_len)
+    except RuntimeError as error:
+        return str(error)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    return report
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["document_ids", "left_padded", "cu_seq_lens"])
+def test_an_exact_model_passes(ranks, sharded, name):
+    batch = BATCHES[name](13).batch
+    for report in ranks(2).run(run_verify, "exact", batch, sharded):
+        assert report.passed
+        assert max(report.errors.values()) < 1e-4
+        assert report.num_tokens == batch["input_ids"].shape[1]
+
+
+def test_data_ranks_verify_the_same_rows(ranks):
+    batch = BATCHES["document_ids"](13).batch
+    reports = ranks(4).run(run_verify, "exact", batch, True, 2)
+    assert all(report == reports[0] for report in reports)
+
+
+@pytest.mark.parametrize(
+    "kind", ["convolution", "hand-written attention", "own positions", "scaled loss"]
+)
+def test_what_mixes_tokens_unseen_is_stopped_with_the_worst_parameters(ranks, kind):
+    batch = BATCHES["plain"](16).batch
+    for said in ranks(2).run(run_verify, kind, batch, False):
+        assert "Context parallelism changes the numbers of this model" in said
+        assert "Worst gradients: " in said
+        assert "inner." in said
+
+
+def test_rows_are_cut_around_their_first_label():
+    cp = ContextParallel(None)
+    batch = {"input_ids": torch.arange(100)[None], "labels": torch.full((1, 100), -100)}
+    batch["labels"][:, 70:] = 1
+    cut = cut_rows(batch, cp=cp, max_len=20)
+    assert cut["input_ids"][0].tolist() == list(range(60, 80))
+    assert cut_rows(batch, cp=cp, max_len=100)["input_ids"].shape == (1, 100)
+
+
+def test_packed_lengths_become_document_ids_when_rows_are_cut():
+    cp = ContextParallel(None)
+    batch = {"input_ids": torch.arange(12)[None], "cu_seq_lens_q": torch.tensor([0, 5, 12])}
+    cut = cut_rows(batch, cp=cp, max_len=7)
+    assert cut["document_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1]]
+    assert "cu_seq_lens_q" not in cut
+
+
+def test_nan_is_the_worst_gradient_and_does_not_pass():
+    report = Report(1.0, 1.0, {"a": 0.5, "b": float("nan"), "c": 0.0}, 1.0, 8)
+    assert not report.passed
+    assert [name for name, _ in report.worst(2)] == ["b", "a"]
