@@ -7,21 +7,39 @@ Names are imported when they are first used, so that `import lightning_cp` stays
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_cp.registration import register
+
 if TYPE_CHECKING:
+    from lightning_cp.callback import ContextParallelCallback
+    from lightning_cp.checks import verify
     from lightning_cp.engine.attention import attention
     from lightning_cp.loss import token_mean
     from lightning_cp.mask import Mask
     from lightning_cp.parallel import ContextParallel
+    from lightning_cp.strategy import ContextParallelStrategy
 
-__all__ = ["ContextParallel", "Mask", "attention", "token_mean"]
+__all__ = [
+    "ContextParallel",
+    "ContextParallelCallback",
+    "ContextParallelStrategy",
+    "Mask",
+    "attention",
+    "token_mean",
+    "verify",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "ContextParallel": "lightning_cp.parallel",
+    "ContextParallelCallback": "lightning_cp.callback",
+    "ContextParallelStrategy": "lightning_cp.strategy",
     "Mask": "lightning_cp.mask",
     "attention": "lightning_cp.engine.attention",
     "token_mean": "lightning_cp.loss",
+    "verify": "lightning_cp.checks",
 }
+
+register()
 
 
 def __getattr__(name: str) -> object:

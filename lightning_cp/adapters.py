@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How models that other libraries have made are prepared, without this package knowing them.
+
+A package that knows a library names an adapter in the entry-point group `lightning_cp.adapters`.
+"""
+
+from importlib.metadata import entry_points
+from typing import Final, Protocol
+
+from torch import nn
+
+ADAPTERS: Final = "lightning_cp.adapters"
+"""The entry-point group."""
+
+
+class Handle(Protocol):
+    """What an adapter leaves behind."""
+
+    def undo(self) -> None:
+        """Put the model back as it was."""
+
+
+class Adapter(Protocol):
+    """Prepares the models of another library."""
+
+    def matches(self, module: nn.Module) -> bool:
+        """Say whether a module is one of its models."""
+
+    def enable(self, module: nn.Module) -> Handle:
+        """Let a model run inside steps."""
+
+
+def enable_models(owner: nn.Module) -> list[Handle]:
+    """Let adapters prepare the models inside a module; refuse those that need one and have none."""
+    adapters: list[Adapter] = [found.load() for found in entry_points(group=ADAPTERS)]
+    handles: list[Handle] = []
+
+    def visit(module: nn.Module) -> None:
+        for adapter in adapters:
+            if adapter.matches(module):
+                handles.append(adapter.enable(module))
+                return
+        if hasattr(module, "set_attn_implementation"):
+            raise ValueError(
+                f"{type(module).__name__} chooses its attention by set_attn_implementation(), and "
+                "no adapter that is installed knows it: its masks would be lost. Adapters are "
+                f"found by the entry-point group '{ADAPTERS}'."
+            )
+        for child in module.children():
+            visit(child)
+
+    visit(owner)
+    return handles

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds which parameters: FSDP2 over data x context, block by block.
+
+Finds the blocks of a model, gives every rank the weights of rank 0, fills in models that were built
+on the meta device one block at a time, and checks what a user has sharded by hand.
+"""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from typing import Any, Final, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+ParameterSharding = Literal["full", "none"]
+
+_CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
+
+
+def check_parameter_sharding(name: str) -> None:
+    """Refuse a way of sharding that does not exist."""
+    if name not in get_args(ParameterSharding):
+        known = ", ".join(repr(known) for known in get_args(ParameterSharding))
+        raise ValueError(f"parameter_sharding={name!r} is unknown. Use one of {known}.")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Say whether any parameter is held in parts."""
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def shard_parameters(
+    owner: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sharding: ParameterSharding = "full",
+    shard_modules: Sequence[str] | None = None,
+    device: torch.device,
+) -> None:
+    """Give each rank its part of the parameters, the same weights on all ranks.
+
+    Args:
+        owner: whose children are sharded; it is not called itself (a LightningModule), so it may
+            hold no parameters of its own.
+        mesh: data x context, one axis.
+        sharding: ``full`` cuts every parameter; ``none`` keeps all of them on every rank.
+        shard_modules: class names or name patterns of the blocks; by default those that the model
+            names in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
+        device: where this rank computes.
+    """
+    stray = [name for name, _ in owner.named_parameters(recurse=False)]
+    if stray:
+        raise ValueError(
+            f"{type(owner).__name__} holds the parameter `{stray[0]}` itself, but is never called "
+            "as a module, so that it cannot be gathered in time. Put it into a submodule with a "
+            "forward(), or shard the model in configure_model()."
+        )
+    if sharding == "none":
+        mesh = init_device_mesh(
+            mesh.device_type, (mesh.size(), 1), mesh_dim_names=("replicate", "shard")
+        )
+    roots = list(_roots(owner))
+    blocks = [block for root in roots for block in find_blocks(root, shard_modules)]
+    if shard_modules and not blocks:
+        known = sorted({type(m).__name__ for root in roots for m in root.modules()})
+        raise ValueError(
+            f"shard_modules={list(shard_modules)} names no module of {type(owner).__name__}. Give "
+            f"class names or patterns of module names; the classes are {', '.join(known)}."
+        )
+    # Blocks inside blocks come first: FSDP2 takes the innermost for itself.
+    units = list(dict.fromkeys([*reversed(blocks), *roots]))
+    for unit in units:
+        _fill(owner, unit, device)
+        _share_weights(unit, device)
+        fully_shard(unit, mesh=mesh, mp_policy=_policy(unit))
+
+
+def _roots(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are called and hold parameters."""
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _roots(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def find_blocks(root: nn.Module, shard_modules: Sequence[str] | None = None) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered together, outermost first.
+
+    Example:
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), num_layers=3)
+        >>> [type(block).__name__ for block in find_blocks(encoder)]
+        ['TransformerEncoderLayer', 'TransformerEncoderLayer', 'TransformerEncoderLayer']
+    """
+    named = [
+        (name, module)
+        for name, module in root.named_modules()
+        if name and not isinstance(module, _CONTAINERS) and any(True for _ in module.parameters())
+    ]
+    if shard_modules:
+        return [
+            module
+            for name, module in named
+            if any(type(module).__name__ == p or fnmatch(name, p) for p in shard_modules)
+        ]
+    told = {c for m in root.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
+    blocks = [module for _, module in named if type(module).__name__ in told]
+    return blocks or list(_list_items(root))
+
+
+def _list_items(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of the outermost lists of modules."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            for item in child:
+                if not isinstance(item, _CONTAINERS) and any(True for _ in item.parameters()):
+                    yield item
+        else:
+            yield from _list_items(child)
+
+
+def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
+    """Sum the gradients of half-precision parameters in float32."""
+    half = any(p.dtype.itemsize < 4 for p in unit.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+
+
+def _own(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a unit that no inner unit has taken."""
+    stack = [unit]
+    while stack:
+        module = stack.pop()
+        yield module
+        stack += [m for m in reversed(list(module.children())) if not isinstance(m, FSDPModule)]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for home in (module._parameters, module._buffers):
+        for name, x in home.items():
+            if x is not None:
+                yield home, name, x
+
+
+def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
+    """Give memory and initial values to what was built on the meta device."""
+    homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    fresh: dict[int, Tensor] = {}
+    modules = []
+    for module in _own(unit):
+        metas = [(home, name, x) for home, name, x in _tensors(module) if x.is_meta]
+        for home, name, x in metas:
+            homes.setdefault(id(x), []).append((home, name))
+            fresh[id(x)] = x
+        if metas:
+            modules.append(module)
+    for key, places in homes.items():
+        x = fresh[key]
+        empty = torch.empty_like(x, device=device)
+        if isinstance(x, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=x.requires_grad)
+        for home, name in places:  # more than one where weights are tied
+            home[name] = empty
+    for module in modules:
+        _initialise(owner, module)
+
+
+def _initialise(owner: nn.Module, module: nn.Module) -> None:
+    """Let a module, or the model that it belongs to, set its initial values."""
+    with torch.no_grad():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+            return
+        for model in owner.modules():
+            if callable(init := getattr(model, "_init_weights", None)) and module in list(
+                model.modules()
+            ):
+                init(module)
+                return
+    raise TypeError(
+        f"{type(module).__name__} was built on the meta device and has no `reset_parameters()`, so "
+        "its values would be whatever the memory held. Give it one, or build the model on the CPU."
+    )
+
+
+def _share_weights(unit: nn.Module, device: torch.device) -> None:
+    """Give every rank the values of rank 0: `fully_shard` takes each rank's own part as it is."""
+    seen: set[int] = set()
+    with torch.no_grad():
+        for module in _own(unit):
+            for _, _, x in _tensors(module):
+                if id(x) in seen:
+                    continue
+                seen.add(id(x))
+                staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
+                # As bytes: not every backend knows every dtype.
+                dist.broadcast(staged.view(-1).view(torch.uint8), 0)
+                x.copy_(staged)
+
+
+def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse parameters whose gradients would not be averaged over data x context.
+
+    Args:
+        owner: a model that its user has sharded.
+        mesh: data x context, one axis.
+    """
+    ranks = set(mesh.mesh.flatten().tolist())
+    for name, parameter in owner.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"configure_model() has sharded some parameters but not `{name}`, so its gradient "
+                "would not be averaged over the ranks. Apply fully_shard(module, "
+                "mesh=self.device_mesh['dp_cp']) to what holds it, or shard nothing and let the "
+                "strategy do it."
+            )
+        held = set(parameter.device_mesh.mesh.flatten().tolist())
+        if not ranks <= held:
+            raise ValueError(
+                f"configure_model() has put `{name}` on the mesh {parameter.device_mesh}, which "
+                f"does not cover all {len(ranks)} ranks of data x context: ranks outside would "
+                "drift apart. Use mesh=self.device_mesh['dp_cp']."
+            )
+
+
+def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
+    """Say whether backward reduces gradients over the ranks, or keeps them whole for later."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def reshard(module: nn.Module) -> None:
+    """Give back what a forward without backward has left gathered."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

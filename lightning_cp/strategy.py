@@ -1,0 +1,750 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Lightning door: one strategy that shards every batch and keeps the numbers of one device.
+
+Knows Lightning, and nothing about attention: each of its hooks opens or re-enters a step of
+`ContextParallel`. The order in which Lightning calls the hooks is in docs/lightning.md.
+"""
+
+import inspect
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_cp import checkpoint as checkpoints
+from lightning_cp import context
+from lightning_cp.accumulate import GradientWindow
+from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.checks import Report, verify
+from lightning_cp.context import IGNORED_LABEL, LossMark, Step
+from lightning_cp.engine.kernels.base import Request, Scores
+from lightning_cp.engine.kernels.select import KernelName, check_kernel, select_kernel
+from lightning_cp.engine.plan import AlgorithmName, check_algorithm, resolve_algorithm
+from lightning_cp.layout import LayoutName, build_layout, check_layout
+from lightning_cp.loss import global_mean
+from lightning_cp.mesh import (
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    SHARD_AXIS,
+    build_mesh,
+    hosts_of,
+    resolve_sizes,
+)
+from lightning_cp.parallel import ContextParallel, reenter
+from lightning_cp.sharding import (
+    ParameterSharding,
+    check_parameter_sharding,
+    check_sharding,
+    is_sharded,
+    reshard,
+    set_gradient_reduction,
+    shard_parameters,
+)
+
+PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+_logger = logging.getLogger("lightning_cp")
+
+
+class ContextParallelStrategy(ModelParallelStrategy):
+    """Trains with rows that are cut across ranks, with the numbers of one device.
+
+    Every batch is sharded along its sequence, attention sees the whole row, parameters are sharded
+    over all ranks (FSDP2), and losses, gradients and checkpoints are what one big device would
+    have computed.
+
+    Args:
+        context_parallel_size: how many ranks share a row. ``auto`` is the devices of one node.
+        data_parallel_size: how many groups of ranks hold different rows. ``auto`` is the rest.
+        tensor_parallel_size: only 1 so far.
+        layout: who owns which tokens: ``zigzag``, ``contiguous``, or ``auto``.
+        algorithm: how keys travel: ``gather``, ``ring``, or ``auto``.
+        kernel: what computes attention; ``auto`` takes the fastest that can.
+        sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
+            to keep one whole.
+        parameter_sharding: ``full`` cuts parameters over data x context, ``none`` keeps them all
+            on every rank. A model that ``configure_model()`` has sharded is left as it is.
+        shard_modules: class names or name patterns of the blocks that are gathered together; found
+            by themselves in Hugging Face models and in models with ModuleLists.
+        loss: ``auto`` wants losses from token_mean() or an enabled model. ``local_mean`` says that
+            a step returns the mean over this rank's labels, and weighs it rightly.
+        reduce_every_microbatch: with False, gradients of accumulated batches are reduced once, at
+            the price of memory for whole gradients.
+        broadcast_batch: give all ranks of a group the batch of its first one.
+        check_batches: for how many batches ranks compare contents; shapes always.
+        save_distributed_checkpoint: a folder into which every rank writes, else one file.
+        process_group_backend: torch's default for the device when None.
+        timeout: after which a waiting rank gives up, in all groups.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = ContextParallelStrategy(context_parallel_size=1)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    """
+
+    def __init__(
+        self,
+        context_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = 1,
+        layout: LayoutName = "auto",
+        algorithm: AlgorithmName = "auto",
+        kernel: KernelName = "auto",
+        sequence_dims: dict[str, int | None] | None = None,
+        parameter_sharding: ParameterSharding = "full",
+        shard_modules: list[str] | None = None,
+        loss: Literal["auto", "local_mean"] = "auto",
+        reduce_every_microbatch: bool = True,
+        broadcast_batch: bool = False,
+        check_batches: int = 8,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if tensor_parallel_size not in (1, "auto"):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}: tensor parallelism beside context "
+                "parallelism is not supported yet. Use tensor_parallel_size=1 and let rows be "
+                "shared by more ranks: context_parallel_size."
+            )
+        if loss not in ("auto", "local_mean"):
+            raise ValueError(f"loss={loss!r} is unknown. Use one of 'auto', 'local_mean'.")
+        check_layout(layout)
+        check_algorithm(algorithm)
+        check_kernel(kernel)
+        check_parameter_sharding(parameter_sharding)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._context_parallel_size = context_parallel_size
+        self._options: dict[str, Any] = {
+            "layout": layout,
+            "algorithm": algorithm,
+            "kernel": kernel,
+            "sequence_dims": sequence_dims,
+            "check_batches": check_batches,
+        }
+        self._parameter_sharding = parameter_sharding
+        self._shard_modules = shard_modules
+        self._loss = loss
+        self._reduce_every_microbatch = reduce_every_microbatch
+        self._broadcast_batch = broadcast_batch
+        self._shard_mesh: DeviceMesh | None = None
+        self._context_parallel: ContextParallel | None = None
+        self._handles: list[Handle] = []
+        self._window = GradientWindow()
+        self._step: Step | None = None
+        self._num_labels: Tensor | None = None
+
+    # ---------------------------------------------------------------- who works with whom
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """Return what opens steps: `position_ids()`, `unshard()`, `paused()` for one's own code."""
+        if self._context_parallel is None:
+            raise RuntimeError(
+                "strategy.context_parallel is there once processes have started: use it in "
+                "configure_model(), setup() or later."
+            )
+        return self._context_parallel
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Return data x context as one axis: the mesh for `fully_shard`."""
+        if self._shard_mesh is None:
+            raise RuntimeError(
+                "strategy.shard_mesh is there once processes have started: use it in "
+                "configure_model() or later."
+            )
+        return self._shard_mesh
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Return how many ranks share a row."""
+        return int(self.device_mesh[CONTEXT_AXIS].size())
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Return this rank's place among them."""
+        return int(self.device_mesh[CONTEXT_AXIS].get_local_rank())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return how many groups hold different rows: the replicas of an iterable data set."""
+        return int(self.device_mesh[DATA_AXIS].size())
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return which of them this is: split an iterable data set by this, not by global rank."""
+        return int(self.device_mesh[DATA_AXIS].get_local_rank())
+
+    @property
+    def root_device(self) -> torch.device:
+        """Return this process's device."""
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            raise ValueError(
+                f"Process {self.local_rank} of this node has no device: the launcher started more "
+                f"processes than Trainer(devices={len(devices)}) has devices. Set devices to the "
+                "number of processes per node (torchrun --nproc-per-node)."
+            )
+        return devices[self.local_rank]
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is not None and _is_interactive():
+            raise RuntimeError(
+                f"{type(self).__name__} starts one process per device, which a notebook or an "
+                "interactive session cannot do. Save the code as a script and run `python "
+                "script.py`, or `torchrun --nproc-per-node N script.py`."
+            )
+
+    def setup_environment(self) -> None:
+        """Start the processes' connection and build the mesh."""
+        assert self.accelerator is not None  # noqa: S101
+        assert self.lightning_module is not None  # noqa: S101
+        self.accelerator.setup_device(self.root_device)
+        expected = self.num_nodes * self.num_processes
+        if self.world_size != expected:
+            raise ValueError(
+                f"The launcher started {self.world_size} processes, but Trainer(devices="
+                f"{self.num_processes}, num_nodes={self.num_nodes}) means {expected}. Make them "
+                "agree."
+            )
+        sizes = resolve_sizes(
+            self._context_parallel_size,
+            self._data_parallel_size,
+            world_size=self.world_size,
+            ranks_per_node=self.num_processes,
+        )
+        self._check_precision()
+        self._setup_distributed()
+        if self._device_mesh is None:
+            self._device_mesh, self._shard_mesh = build_mesh(
+                sizes, device_type=self.root_device.type, timeout=self._timeout
+            )
+            self._context_parallel = ContextParallel(
+                self._device_mesh[CONTEXT_AXIS],
+                self._device_mesh[DATA_AXIS],
+                timeout=self._timeout,
+                **self._options,
+            )
+            self._warn_of_spread()
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _check_precision(self) -> None:
+        # Lightning checks strategies that are given as objects, not those chosen by name.
+        precision = self.precision_plugin.precision
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f"Trainer(precision={precision!r}) is not supported by {type(self).__name__}. Use "
+                f"one of {', '.join(PRECISIONS)}."
+            )
+
+    def _warn_of_spread(self) -> None:
+        """Warn where ranks that share a row lie in different nodes though one would hold them."""
+        mine = f"{socket.gethostname()} (node {self.node_rank})"
+        hosts = hosts_of(self.device_mesh[CONTEXT_AXIS], mine)
+        named = sorted(set(hosts))
+        if len(named) > 1 and self.context_parallel_size <= self.num_processes:
+            rank_zero_warn(
+                f"The {self.context_parallel_size} ranks that share a row lie on {len(named)} "
+                f"hosts: {', '.join(named)}. Attention then runs over the network between them. "
+                "Number ranks in blocks, node by node (SLURM: --distribution=block)."
+            )
+
+    # ---------------------------------------------------------------- the model
+
+    def setup(self, trainer: Trainer) -> None:
+        """Enable, shard and place the model; make optimizers."""
+        assert self.accelerator is not None  # noqa: S101
+        assert self.model is not None  # noqa: S101
+        assert self.lightning_module is not None  # noqa: S101
+        self.accelerator.setup(trainer)
+        _check_module(self.lightning_module)
+        self._keep_out_of_inference_mode(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._handles += enable_models(self.lightning_module)
+        if is_sharded(self.model):
+            check_sharding(self.model, self.shard_mesh)
+        else:
+            shard_parameters(
+                self.model,
+                self.shard_mesh,
+                sharding=self._parameter_sharding,
+                shard_modules=self._shard_modules,
+                device=self.root_device,
+            )
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self._window = GradientWindow()
+        _finish_before_clipping(self.precision_plugin, self._finish_gradients)
+
+    def _keep_out_of_inference_mode(self, trainer: Trainer) -> None:
+        """Keep what FSDP2 gathers usable: training cannot use tensors made in inference mode."""
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+    def teardown(self) -> None:
+        """Put models back as they were."""
+        for handle in self._handles:
+            handle.undo()
+        self._handles = []
+        super().teardown()
+
+    # ---------------------------------------------------------------- data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed workers by data rank: those of ranks that share a row must draw the same."""
+        if isinstance(dataloader, DataLoader):
+            if dataloader.worker_init_fn is None:
+                seed = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+                dataloader.worker_init_fn = seed
+            self._check_lengths(dataloader)
+        return dataloader
+
+    def _check_lengths(self, dataloader: DataLoader[Any]) -> None:
+        """Refuse loaders of different lengths: ranks that hold parts of the weights would wait."""
+        if self.data_parallel_size == 1 or self._parameter_sharding == "none":
+            return
+        length = len(dataloader) if hasattr(dataloader.dataset, "__len__") else -1
+        batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
+        lengths: list[int] = [0] * self.world_size
+        dist.all_gather_object(lengths, length)
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"The ranks have loaders of different lengths ({sorted(set(lengths))} batches), "
+                "but hold each other's weights and must take the same number of steps. Make the "
+                "number of rows a multiple of data_parallel_size * batch_size = "
+                f"{self.data_parallel_size} * {batch_size}, or use "
+                "data_parallel_size=1, or parameter_sharding='none'."
+            )
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch to the device, that of the group's first rank if asked to."""
+        if self._broadcast_batch and self.context_parallel_size > 1:
+            box = [batch]
+            group = self.device_mesh[CONTEXT_AXIS].get_group()
+            dist.broadcast_object_list(box, group=group, group_src=0)
+            batch = box[0]
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---------------------------------------------------------------- steps
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's training step on this rank's tokens."""
+        module = self._module()
+        with self.context_parallel.step(batch, training=True) as local:
+            self._step = context.current()
+            self._num_labels = _count_labels(local)
+            with _token_weighted_logs(module, self._step, sync=False):
+                output = super().training_step(local, *args, **kwargs)
+            if module.automatic_optimization:
+                return self._checked(output)
+        return output
+
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's validation step on this rank's tokens."""
+        return self._evaluate(super().validation_step, batch, *args, **kwargs)
+
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's test step on this rank's tokens."""
+        return self._evaluate(super().test_step, batch, *args, **kwargs)
+
+    def _evaluate(self, step_fn: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.context_parallel.step(batch, training=False) as local:
+            self._step = context.current()
+            with _token_weighted_logs(self._module(), self._step, sync=True):
+                return step_fn(local, *args, **kwargs)
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's predict step; what it returns per token comes back as whole rows."""
+        with self.context_parallel.step(batch, training=False) as local:
+            self._step = context.current()
+            return self._whole(super().predict_step(local, *args, **kwargs))
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Go backward in the step that the loss came from, with the weight of its tokens."""
+        step, module = self._step, self._module()
+        if step is None:
+            raise RuntimeError(
+                "backward() was called without a training step before it. Call "
+                "self.manual_backward(loss) inside training_step()."
+            )
+        if not module.automatic_optimization:
+            closure_loss = self._checked(closure_loss)
+        weight = self._window.weigh(step)
+        if module.automatic_optimization:  # Lightning has divided by it
+            weight = weight * self._trainer().accumulate_grad_batches
+        dtype = torch.promote_types(closure_loss.dtype, torch.float32)
+        with reenter(step):
+            return super().backward(closure_loss * weight.to(dtype), optimizer, *args, **kwargs)
+
+    def _checked(self, output: Any) -> Any:
+        """Refuse a loss that we did not make, unless it is said what it is."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        step = self._step
+        if step is None or step.losses or not isinstance(loss, Tensor):
+            return output
+        if self._loss == "auto":
+            raise ValueError(
+                "training_step() returned a loss that is not known to be a mean over the tokens of "
+                "all ranks; gradients would be wrong wherever ranks hold different numbers of "
+                "labels. Use token_mean(logits, batch['labels']) from lightning_cp (global_mean "
+                "for a loss of your own), or, if it is the mean over this rank's labels that are "
+                "not -100, ContextParallelStrategy(loss='local_mean')."
+            )
+        if self._num_labels is None:
+            raise ValueError(
+                "loss='local_mean' weighs the loss by the number of labels, but the batch has no "
+                "`labels`. Use token_mean() or global_mean() from lightning_cp instead."
+            )
+        # The mean over no labels is NaN; it counts for nothing.
+        count = self._num_labels.to(loss.device)
+        total = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
+        mean = global_mean(total, count)
+        return {**output, "loss": mean} if isinstance(output, Mapping) else mean
+
+    def _whole(self, output: Any, name: str = "") -> Any:
+        """Put predictions back together: tensors, and what holds them."""
+        if isinstance(output, Tensor):
+            return self._whole_tensor(output, name)
+        if isinstance(output, Mapping):
+            whole = {key: self._whole(value, str(key)) for key, value in output.items()}
+            return whole if type(output) is dict else type(output)(**whole)
+        if isinstance(output, tuple) and hasattr(output, "_fields"):
+            return type(output)(*(self._whole(value) for value in output))
+        if isinstance(output, list | tuple):
+            return type(output)(self._whole(value) for value in output)
+        return output
+
+    def _whole_tensor(self, x: Tensor, name: str) -> Tensor:
+        cp, step = self.context_parallel, self._step
+        assert step is not None  # noqa: S101
+        local_len = step.layout.local_len
+        if name in cp.sequence_dims:
+            dim = cp.sequence_dims[name]
+            return x if dim is None else cp.unshard(x, dim)
+        if x.dim() > 1 and x.shape[1] == local_len and x.shape[0] == step.batch_size:
+            return cp.unshard(x, 1)
+        if cp.cp_size > 1 and local_len in x.shape and local_len > 1:
+            raise ValueError(
+                f"predict_step() returned a tensor of shape {tuple(x.shape)}, one of whose dims is "
+                f"as long as this rank's {local_len} tokens, but rows come back whole only from "
+                "[batch, tokens, ...]. Return it so, or return a dict and say where its sequence "
+                "lies: sequence_dims={'key': dim}, None to leave it."
+            )
+        return x
+
+    # ---------------------------------------------------------------- what a run tells of itself
+
+    def describe(self) -> str:
+        """Say in one line who works with whom, and how, and why."""
+        cp, options = self.context_parallel, self._options
+        layout = build_layout(cp.layout, seq_len=1, cp_size=cp.cp_size).name
+        chosen = {
+            "layout": (layout, "evens out causal attention"),
+            "algorithm": (resolve_algorithm(cp.algorithm), "fewest and largest kernel calls"),
+            "kernel": self._likely_kernel(),
+        }
+        said = ", ".join(
+            f"{name} {value} ({f'auto: {why}' if options[name] == 'auto' else 'as asked'})"
+            for name, (value, why) in chosen.items()
+        )
+        return (
+            f"context parallelism: {self.data_parallel_size} data x {self.context_parallel_size} "
+            f"context ranks on {self.root_device.type}; {said}; parameters "
+            f"{'cut over' if self._parameter_sharding == 'full' else 'whole on'} all "
+            f"{self.world_size} ranks"
+        )
+
+    def _likely_kernel(self) -> tuple[str, str]:
+        """Return the kernel for what most models ask for, and why; layers may ask for more."""
+        lowered = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
+        first = next((p.dtype for p in self._module().parameters()), torch.float32)
+        dtype = lowered.get(self.precision_plugin.precision, first)
+        request = Request(self.root_device, dtype, Scores(1.0), head_dim=128)
+        name = select_kernel(self.context_parallel.kernel, request).name
+        return name, f"fastest for {str(dtype).removeprefix('torch.')} on {self.root_device.type}"
+
+    def verify(self, batch: Mapping[str, Any], *, max_len: int | None = None) -> Report:
+        """Compare a training step on a batch with the same on whole rows; see `checks.verify`.
+
+        Args:
+            batch: a whole batch.
+            max_len: rows are cut to this length, so that one rank can hold them.
+        """
+        module = self._module()
+        if not module.automatic_optimization:
+            raise ValueError(
+                "A training step with manual optimization cannot be verified: it would train. Call "
+                "lightning_cp.verify(model, batch, cp=strategy.context_parallel, loss_fn=...)."
+            )
+
+        def loss_fn(given: dict[str, Any]) -> Tensor:
+            self._step, self._num_labels = context.current(), _count_labels(given)
+            arguments = (given, 0)[: len(inspect.signature(module.training_step).parameters)]
+            with self.precision_plugin.train_step_context():
+                output = self._checked(module.training_step(*arguments))
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            assert isinstance(loss, Tensor)  # noqa: S101
+            return loss
+
+        with _no_logs(module):
+            return verify(module, batch, cp=self.context_parallel, loss_fn=loss_fn, max_len=max_len)
+
+    def num_tokens_of_step(self) -> int:
+        """Return how many tokens the rows of the last step have, padding left out."""
+        step = self._step
+        if step is None:
+            return 0
+        padding = 0 if step.padding is None else int(step.padding.sum())
+        return step.batch_size * step.layout.seq_len - padding
+
+    def work_of_step(self) -> list[int]:
+        """Return the attention work of each rank in the last step: pairs that see each other."""
+        step = self._step
+        return [] if step is None else step.work_by_rank()
+
+    def losses_of_step(self) -> list[LossMark]:
+        """Return the token means of the last step."""
+        return [] if self._step is None else list(self._step.losses)
+
+    # ---------------------------------------------------------------- gradients
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step with true gradients; callbacks and clipping see them too."""
+
+        def exact() -> Any:
+            result = closure()
+            self._finish_gradients()
+            return result
+
+        return super().optimizer_step(optimizer, exact, model, **kwargs)
+
+    def _finish_gradients(self) -> None:
+        self._window.finish(self._module().parameters())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate a batch that is not the last of its window."""
+        if self._reduce_every_microbatch:
+            yield
+            return
+        set_gradient_reduction(self._module(), enabled=False)
+        try:
+            yield
+        finally:
+            set_gradient_reduction(self._module(), enabled=True)
+
+    def on_validation_end(self) -> None:
+        """Give back what was gathered for evaluation."""
+        reshard(self._module())
+
+    def on_test_end(self) -> None:
+        """Give back what was gathered for evaluation."""
+        reshard(self._module())
+
+    def on_predict_end(self) -> None:
+        """Give back what was gathered for prediction."""
+        reshard(self._module())
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights: this rank's part, or for one file all of them, on rank 0."""
+        return checkpoints.model_state(self._module(), full=not self._save_distributed_checkpoint)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, like the weights."""
+        return checkpoints.optimizer_state(
+            self._module(),
+            getattr(optimizer, "optimizer", optimizer),
+            full=not self._save_distributed_checkpoint,
+        )
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Save in such a way that a killed run leaves the former checkpoint in place."""
+        if storage_options is not None:
+            raise TypeError(
+                f"{type(self).__name__}.save_checkpoint(storage_options=...) is not supported: "
+                "distributed checkpoints are not written by a CheckpointIO."
+            )
+        path = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint:
+            state = {"state_dict": checkpoint.pop("state_dict")}
+            for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
+                state[f"optimizer_{index}"] = optimizer_state
+            checkpoints.save_folder(state, checkpoint, path)
+        elif self.is_global_zero:
+            with checkpoints.replacing(path):
+                Strategy.save_checkpoint(self, checkpoint, path)
+
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the sharded model and its optimizers, whatever the number of ranks was."""
+        path = Path(self.broadcast(checkpoint_path))
+        load = (
+            checkpoints.load_folder
+            if checkpoints.is_checkpoint_folder(path)
+            else checkpoints.load_file
+        )
+        return load(
+            self._module(),
+            self.optimizers,
+            path,
+            strict=self._module().strict_loading,
+            weights_only=_asked_weights_only() if weights_only is None else weights_only,
+        )
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # noqa: S101
+        return self.lightning_module
+
+    def _trainer(self) -> Trainer:
+        return self._module().trainer
+
+
+def _check_module(module: LightningModule) -> None:
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            raise ValueError(
+                f"{type(module).__name__}.{name}(dataloader_iter) fetches its own batches, which "
+                f"then could not be cut. Use {name}(self, batch, batch_idx)."
+            )
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise TypeError(
+            "Found modules that are wrapped with `torch.distributed.fsdp.FullyShardedDataParallel`."
+            " The strategy supports FSDP2 only: shard nothing, or use "
+            f"fully_shard(module, mesh=self.device_mesh['{SHARD_AXIS}']) in configure_model()."
+        )
+
+
+def _is_interactive() -> bool:
+    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+    return bool(_IS_INTERACTIVE)
+
+
+def _count_labels(local: Mapping[str, Any]) -> Tensor | None:
+    labels = local.get("labels")
+    return (labels != IGNORED_LABEL).sum() if isinstance(labels, Tensor) else None
+
+
+@contextmanager
+def _no_logs(module: LightningModule) -> Iterator[None]:
+    """Let `self.log` and `self.log_dict` do nothing."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    module.log = module.log_dict = nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict
+
+
+@contextmanager
+def _token_weighted_logs(module: LightningModule, step: Step | None, sync: bool) -> Iterator[None]:
+    """Let `self.log` weigh a loss of token_mean() by its tokens in the mean over an epoch.
+
+    Lightning weighs by rows, which is another number wherever rows have different numbers of
+    labels.
+
+    Args:
+        module: whose `log` is called.
+        step: whose losses are recognised.
+        sync: whether an epoch's mean is taken over the data axis too.
+    """
+    log = module.log
+
+    def weighted(name: str, value: Any, *args: Any, **options: Any) -> None:
+        mark = _mark_of(value, step)
+        if mark is not None and not args and options.get("reduce_fx", "mean") == "mean":
+            if options.get("batch_size") is None:
+                options["batch_size"] = mark
+            if sync and not options.get("on_step"):
+                options["sync_dist"] = True
+        log(name, value, *args, **options)
+
+    module.log = weighted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log
+
+
+def _mark_of(value: Any, step: Step | None) -> Tensor | None:
+    """Return over how many tokens a logged value is the mean, if it is a loss of the step."""
+    if not isinstance(value, Tensor) or step is None:
+        return None
+    for mark in step.losses:
+        if mark.value.data_ptr() == value.data_ptr():
+            return mark.num_tokens
+    return None
+
+
+def _finish_before_clipping(precision: Any, finish: Callable[[], None]) -> None:
+    """Make gradients true before they are clipped, also when a manual step clips them itself."""
+    clip = type(precision).clip_gradients
+
+    def exact(*args: Any, **kwargs: Any) -> None:
+        finish()
+        clip(precision, *args, **kwargs)
+
+    precision.clip_gradients = exact
+
+
+def _asked_weights_only() -> bool | None:
+    """Return what was given to `Trainer.fit(weights_only=...)`, which 2.6 forgets on the way."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is Trainer._run.__code__:
+            asked: bool | None = frame.f_locals.get("weights_only")
+            return asked
+        frame = frame.f_back
+    return None

@@ -1,0 +1,273 @@
+"""Lightning runs on ranks, and the same training by hand on one process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_cp import ContextParallelStrategy, token_mean
+from tests.parity.steps import Rows, build_model, whole_loss
+
+LENGTH = 23  # odd: every layout pads it
+VOCAB = 61
+
+
+class PackedRows(Dataset):
+    """Rows of three documents, one of a single token; some rows have hardly any labels."""
+
+    def __init__(self, num_rows: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(0, VOCAB, (num_rows, LENGTH), generator=generator)
+        self.labels = self.tokens.clone()
+        cut = torch.randint(2, LENGTH, (num_rows,), generator=generator)
+        for row in range(num_rows):
+            self.labels[row, : cut[row]] = -100
+        first = torch.randint(3, LENGTH - 4, (num_rows, 1), generator=generator)
+        place = torch.arange(LENGTH).expand(num_rows, -1)
+        self.documents = (place >= first).long() + (place >= first + 1).long()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.tokens[index],
+            "labels": self.labels[index],
+            "document_ids": self.documents[index],
+        }
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Return rows as the reference wants them."""
+        documents = self.documents[start:stop]
+        place = torch.arange(LENGTH).expand(len(documents), -1)
+        new = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0))
+        return Rows(
+            {"input_ids": self.tokens[start:stop], "labels": self.labels[start:stop]},
+            documents=documents,
+            positions=place - (place * new).cummax(1).values,
+        )
+
+
+class Module(LightningModule):
+    """The tiny model as a user would write it."""
+
+    def __init__(self, *, lr: float = 0.3, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.model = build_model(dtype)
+        self.accuracy = torchmetrics.MeanMetric()
+        self.lr = lr
+        self.losses: list[float] = []
+        self.val_losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        positions = self.trainer.strategy.context_parallel.position_ids()
+        return self.model(batch["input_ids"], positions)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = token_mean(self.logits(batch), batch["labels"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.losses.append(float(loss))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        # Callbacks and hooks must see the gradient of the whole window, before it is clipped.
+        grads = [full(p.grad) for p in self.parameters() if p.grad is not None]
+        squares = [grad.double().square().sum() for grad in grads]
+        self.grad_norms.append(float(torch.stack(squares).sum().sqrt()))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self.logits(batch)
+        loss = token_mean(logits, batch["labels"])
+        self.log("val_loss", loss)
+        # A metric over this rank's tokens: its states are summed over the ranks.
+        known = batch["labels"] != -100
+        self.accuracy(logits.argmax(-1)[known] % 2, known[known].float())
+        self.log("val_metric", self.accuracy)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        logits = self.logits(batch)
+        return {"logits": logits, "rows": batch["input_ids"].float().mean(1)}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class ManualModule(Module):
+    """The same by manual optimization, accumulating and clipping by hand."""
+
+    def __init__(self, *, accumulate: int, clip: float | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.accumulate, self.clip = accumulate, clip
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        last = batch_idx + 1 == self.trainer.num_training_batches
+        if (batch_idx + 1) % self.accumulate and not last:
+            return
+        optimizer = self.optimizers()
+        if self.clip is not None:
+            self.clip_gradients(
+                optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(x: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+@dataclass
+class Fit:
+    """One training run."""
+
+    dp_size: int = 1
+    accumulate: int = 1
+    manual: bool = False
+    num_microbatches: int = 5  # per epoch
+    epochs: int = 2
+    clip: float | None = 0.5
+    clip_by: str = "norm"
+    precision: str = "32-true"
+    dtype: torch.dtype = torch.float32
+    checkpointing: bool = False
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def elastic_environment() -> Iterator[None]:
+    """Look like a process that torchrun has started."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # noqa: TID251
+    added = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def build_trainer(**options: Any) -> Trainer:
+    """Build a quiet trainer over all processes of the pool."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    size = dist.get_world_size()  # noqa: TID251
+    quiet |= {"accelerator": "cpu", "devices": size, "use_distributed_sampler": False}
+    return Trainer(**{**quiet, **options})
+
+
+def loader(rows: Dataset, dp_size: int) -> DataLoader:
+    """Give two rows per microbatch, over all data ranks, in order (Lightning would shuffle)."""
+    cp_size = dist.get_world_size() // dp_size  # noqa: TID251
+    sampler = DistributedSampler(rows, dp_size, dist.get_rank() // cp_size, shuffle=False)
+    return DataLoader(rows, batch_size=2 // dp_size, sampler=sampler)
+
+
+def run_fit(fit: Fit) -> dict[str, Any]:
+    """Train on the ranks of the pool, and return what this rank saw."""
+    with elastic_environment():
+        rows, val_rows = PackedRows(2 * fit.num_microbatches), PackedRows(6, seed=1)
+        options: dict[str, Any] = {"dtype": fit.dtype}
+        if fit.manual:
+            module: Module = ManualModule(accumulate=fit.accumulate, clip=fit.clip, **options)
+        else:
+            module = Module(**options)
+        automatic = {
+            "accumulate_grad_batches": fit.accumulate,
+            "gradient_clip_val": fit.clip,
+            "gradient_clip_algorithm": fit.clip_by,
+        }
+        trainer = build_trainer(
+            strategy=ContextParallelStrategy(data_parallel_size=fit.dp_size, **fit.strategy),
+            max_epochs=fit.epochs,
+            precision=fit.precision,
+            **({} if fit.manual else automatic),
+            **fit.trainer,
+        )
+        trainer.fit(module, loader(rows, fit.dp_size), loader(val_rows, fit.dp_size))
+        return {
+            "losses": module.losses,
+            "grad_norms": module.grad_norms,
+            "weights": {n: full(p.detach()) for n, p in module.model.named_parameters()},
+            "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        }
+
+
+def run_alone(fit: Fit) -> dict[str, Any]:
+    """Train by hand, on one process that sees the whole global batch."""
+    model = build_model(fit.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    rows, val_rows = PackedRows(2 * fit.num_microbatches), PackedRows(6, seed=1)
+    losses, norms, epoch_loss = [], [], 0.0
+    for _ in range(fit.epochs):
+        totals, num_tokens = 0.0, 0
+        for start in range(0, fit.num_microbatches, fit.accumulate):
+            window = range(start, min(start + fit.accumulate, fit.num_microbatches))
+            parts = [whole_loss(model, rows.rows(2 * i, 2 * i + 2)) for i in window]
+            losses += [float(total / count.clamp(min=1)) for total, count in parts]
+            totals += sum(float(total) for total, _ in parts)
+            num_tokens += sum(int(count) for _, count in parts)
+            count = sum(int(count) for _, count in parts)
+            (sum(total for total, _ in parts) / count).backward()
+            squares = [p.grad.double().square().sum() for p in model.parameters()]
+            norms.append(float(torch.stack(squares).sum().sqrt()))
+            if fit.clip is not None and fit.clip_by == "norm":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), fit.clip)
+            elif fit.clip is not None:
+                torch.nn.utils.clip_grad_value_(model.parameters(), fit.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        epoch_loss = totals / num_tokens
+    with torch.no_grad():
+        total, count = whole_loss(model, val_rows.rows(0, 6))
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "weights": {n: p.detach() for n, p in model.named_parameters()},
+        "metrics": {"train_loss_epoch": epoch_loss, "val_loss": float(total / count)},
+    }
+
+
+def worst(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
+    """Return the largest differences of losses, gradient norms, weights and metrics."""
+
+    def far(a: list[float], b: list[float]) -> float:
+        assert len(a) == len(b), f"{len(a)} values instead of {len(b)}"
+        return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+    weights = exact["weights"]
+    metrics = exact["metrics"]
+    return {
+        "losses": far(found["losses"], exact["losses"]),
+        "grad_norms": far(found["grad_norms"], exact["grad_norms"]),
+        "weights": max(float((found["weights"][n] - weights[n]).abs().max()) for n in weights),
+        "metrics": max(abs(found["metrics"][n] - metrics[n]) for n in metrics),
+    }

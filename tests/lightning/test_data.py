@@ -1,0 +1,141 @@
+"""Data through the strategy: the same rows for ranks that share them, other rows for the others."""
+
+import multiprocessing
+import os
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_cp import ContextParallelStrategy
+from tests.lightning.jobs import LENGTH, Module, PackedRows, build_trainer, elastic_environment
+
+pytestmark = pytest.mark.ranks
+
+
+class Numbered(Dataset):
+    """Rows that tell their own number; perhaps with a random one beside it."""
+
+    def __init__(self, length=8, noise=False):
+        self.length, self.noise = length, noise
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        tokens = torch.full((LENGTH,), index)
+        if self.noise:
+            tokens[0] = random.randrange(50)
+            tokens[1] = torch.randint(0, 50, ())
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Stream(IterableDataset):
+    """Splits itself by whatever rank it is told."""
+
+    def __init__(self, split):
+        self.split = split
+
+    def __iter__(self):
+        rank, size = self.split()
+        for index in range(rank, 8, size):
+            tokens = torch.full((LENGTH,), index)
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+class Watching(Module):
+    """Writes down the whole batches that callbacks and hooks see."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(batch["input_ids"][:, :3].tolist())
+
+
+def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit", **options):
+    """Fit and return the rows that were seen, or what was said against it."""
+    with elastic_environment():
+        os.environ.pop("PL_SEED_WORKERS", None)
+        multiprocessing.current_process()._config["daemon"] = False  # loaders may have workers
+        if seed is not None:
+            import lightning.pytorch as pl
+
+            pl.seed_everything(seed, workers=True, verbose=False)
+        module = Watching()
+        trainer = build_trainer(
+            strategy=ContextParallelStrategy(**(strategy or {})),
+            max_epochs=1,
+            **{"use_distributed_sampler": True, **options},
+        )
+        if isinstance(rows, str):
+            names = {"data": lambda s: (s.data_parallel_rank, s.data_parallel_size)}
+            names["global"] = lambda s: (s.global_rank, s.world_size)
+            rows = Stream(lambda kind=rows: names[kind](trainer.strategy))
+        data = DataLoader(rows, batch_size=batch_size, num_workers=workers)
+        try:
+            if stage == "predict":
+                trainer.predict(module, data)
+            else:
+                trainer.fit(module, data)
+        except ValueError as error:
+            return str(error)
+        finally:
+            os.environ.pop("PL_SEED_WORKERS", None)
+            os.environ.pop("PL_GLOBAL_SEED", None)
+        return module.seen
+
+
+def run_seen(*cases):
+    return [fit(rows, **options) for rows, options in cases]
+
+
+def test_ranks_that_share_rows_draw_the_same_and_others_others(ranks):
+    dp2 = {"strategy": {"data_parallel_size": 2}}
+    cases = [
+        (Numbered(), dp2),
+        (Numbered(), {**dp2, "seed": 1, "workers": 1}),
+        (Numbered(noise=True), {**dp2, "seed": 1, "workers": 1}),
+        ("data", dp2),
+    ]
+    found = ranks(4).run(run_seen, *cases, timeout=200)
+    for case in range(len(cases)):
+        a, b, c, d = (rank[case] for rank in found)
+        assert a == b, case
+        assert c == d, case
+        assert a != c, case
+        assert len(a) == 4
+
+
+@pytest.mark.parametrize("rows", ["global", Numbered(noise=True)], ids=["split by rank", "noise"])
+def test_different_batches_are_refused_with_the_usual_causes(ranks, rows):
+    for said in ranks(2).run(fit, rows):
+        assert "must hold the same batch" in said[-1] if isinstance(said, list) else said
+        assert "data-parallel rank" in said
+
+
+def test_the_first_rank_can_send_its_batch_to_the_others(ranks):
+    found = ranks(2).run(run_seen, ("global", {"strategy": {"broadcast_batch": True}}))
+    assert found[0] == found[1]
+    assert [batch[0][0] for batch in found[0][0]] == [0, 2, 4, 6]
+
+
+def test_loaders_of_different_lengths_are_refused(ranks):
+    options = {"strategy": {"data_parallel_size": 2}, "stage": "predict"}
+    for (said,) in ranks(2).run(run_seen, (Numbered(3), options)):
+        assert "loaders of different lengths ([1, 2] batches)" in said
+        assert "data_parallel_size * batch_size = 2 * 1" in said
+
+
+def test_replicated_parameters_allow_loaders_of_different_lengths(ranks):
+    strategy = {"data_parallel_size": 2, "parameter_sharding": "none"}
+    options = {"strategy": strategy, "stage": "predict"}
+    assert ranks(2).run(run_seen, (Numbered(3), options)) == [[[]], [[]]]
+
+
+def test_packed_rows_are_cut_only_for_the_step(ranks):
+    found = ranks(2).run(run_seen, (PackedRows(2), {"batch_size": 2}))
+    assert found[0] == found[1]
+    assert len(found[0][0][0]) == 2

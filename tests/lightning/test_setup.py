@@ -1,0 +1,275 @@
+"""Set-up through the strategy: sizes, names, precisions, what is refused and how it is said."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from importlib.metadata import EntryPoint
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
+
+import lightning_cp.adapters
+import lightning_cp.strategy
+from lightning_cp import ContextParallelStrategy
+from lightning_cp.mesh import Sizes, resolve_sizes
+from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize(
+    ("context", "data", "world", "per_node", "sizes"),
+    [
+        ("auto", "auto", 8, 8, Sizes(1, 8)),
+        ("auto", "auto", 16, 8, Sizes(2, 8)),
+        (4, "auto", 16, 8, Sizes(4, 4)),
+        (16, "auto", 16, 8, Sizes(1, 16)),
+        ("auto", 2, 8, 8, Sizes(2, 4)),
+        (3, 2, 6, 6, Sizes(2, 3)),
+        (1, "auto", 1, 1, Sizes(1, 1)),
+    ],
+)
+def test_sizes_use_every_process(context, data, world, per_node, sizes):
+    assert resolve_sizes(context, data, world_size=world, ranks_per_node=per_node) == sizes
+
+
+@pytest.mark.parametrize(
+    ("context", "data", "message"),
+    [
+        (
+            3,
+            "auto",
+            r"context_parallel_size=3 does not divide the 8 .* one of \[1, 2, 4, 8\], or s",
+        ),
+        ("auto", 5, r"data_parallel_size=5 does not divide the 8 .* or start 10 processes"),
+        (4, 4, "data_parallel_size=4 times context_parallel_size=4 is 16, but .* has 8 processes"),
+        (0, "auto", "context_parallel_size=0: give a whole number of at least 1"),
+        ("auto", "all", "data_parallel_size='all': give a whole number"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_sizes(context, data, world_size=8, ranks_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* not supported yet"),
+        ({"loss": "sum"}, "loss='sum' is unknown. Use one of 'auto', 'local_mean'"),
+        ({"layout": "round"}, "layout='round' is unknown"),
+        ({"algorithm": "star"}, "algorithm='star' is unknown"),
+        ({"kernel": "fast"}, "kernel='fast' is unknown"),
+        ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        ContextParallelStrategy(**options)
+
+
+def test_what_needs_processes_says_when_it_is_there():
+    strategy = ContextParallelStrategy()
+    with pytest.raises(RuntimeError, match="strategy.context_parallel is there once processes"):
+        _ = strategy.context_parallel
+    with pytest.raises(RuntimeError, match="strategy.shard_mesh is there once processes"):
+        _ = strategy.shard_mesh
+
+
+@pytest.mark.parametrize("first", ["lightning_cp", "lightning.pytorch"])
+def test_names_are_registered_whichever_is_imported_first(first):
+    second = {"lightning_cp": "lightning.pytorch", "lightning.pytorch": "lightning_cp"}[first]
+    code = (
+        f"import {first}, {second}; from lightning.pytorch.strategies import StrategyRegistry as r;"
+        "import sys; assert 'lightning_cp.strategy' not in sys.modules;"
+        "print(r.get('context_parallel_4')._context_parallel_size,"
+        "r.get('context_parallel')._context_parallel_size)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4", "auto"]
+
+
+def test_an_interactive_session_is_refused(monkeypatch):
+    monkeypatch.setattr(lightning_cp.strategy, "_is_interactive", lambda: True)
+    with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
+        pl.Trainer(strategy=ContextParallelStrategy(), accelerator="cpu", devices=2, logger=False)
+
+
+class Iterating(Module):
+    def training_step(self, dataloader_iter):
+        return None
+
+
+class Stray(Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Sharding(Module):
+    """Shards by hand: everything, all but the head, or over too few ranks."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_model(self):
+        if self.kind == "too few ranks":
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        elif self.kind == "not all":
+            for block in self.model.blocks:
+                fully_shard(block, mesh=self.trainer.strategy.shard_mesh)
+        else:
+            fully_shard(self.model, mesh=self.trainer.strategy.shard_mesh)
+
+
+class Chooser(nn.Linear):
+    """Looks like a Hugging Face model."""
+
+    def set_attn_implementation(self, name):
+        pass
+
+
+class Choosing(Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Chooser(2, 2)
+
+
+class Named:
+    """An adapter that takes what it is asked about."""
+
+    undone = 0
+
+    @staticmethod
+    def matches(module):
+        return isinstance(module, Chooser)
+
+    @classmethod
+    def enable(cls, module):
+        module.enabled = True
+        return cls
+
+    @classmethod
+    def undo(cls):
+        cls.undone += 1
+
+
+def fit_message(module, strategy, **options):
+    """Fit, and return what was said against it."""
+    with elastic_environment():
+        try:
+            trainer = build_trainer(strategy=strategy, max_steps=1, **options)
+            trainer.fit(module, loader(PackedRows(4), 1))
+        except (ValueError, TypeError, RuntimeError) as error:
+            return str(error)
+        return "trained"
+
+
+def run_setups():
+    """Return what each way of setting up says."""
+    new = ContextParallelStrategy
+    said = {
+        "iterator": fit_message(Iterating(), new()),
+        "stray parameter": fit_message(Stray(), new()),
+        "own sharding": fit_message(Sharding("all"), new()),
+        "sharded in part": fit_message(Sharding("not all"), new()),
+        "sharded over too few": fit_message(Sharding("too few ranks"), new()),
+        "no such block": fit_message(Module(), new(shard_modules=["Blocks"])),
+        "no adapter": fit_message(Choosing(), new()),
+        "64-true by name": fit_message(Module(), "context_parallel_2", precision="64-true"),
+        "cp 3 of 2": fit_message(Module(), new(context_parallel_size=3)),
+        "devices": fit_message(Module(), new(), devices=1),
+        "devices, nodes": fit_message(Module(), new(), num_nodes=2),
+    }
+    found = EntryPoint("x", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
+    original = lightning_cp.adapters.entry_points
+    lightning_cp.adapters.entry_points = lambda group: [found]
+    try:
+        module = Choosing()
+        said["adapter"] = fit_message(module, new()), module.inner.enabled, Named.undone
+    finally:
+        lightning_cp.adapters.entry_points = original
+    return said
+
+
+EXPECTED = {
+    "iterator": "training_step(dataloader_iter) fetches its own batches",
+    "stray parameter": "Stray holds the parameter `scale` itself",
+    "own sharding": "trained",
+    "sharded in part": "has sharded some parameters but not `model.",
+    "sharded over too few": "does not cover all 2 ranks of data x context",
+    "no such block": "shard_modules=['Blocks'] names no module",
+    "no adapter": "no adapter that is installed knows it",
+    "64-true by name": "Use one of 32-true, bf16-mixed, bf16-true, 16-true",
+    "cp 3 of 2": "context_parallel_size=3 does not divide the 2 processes",
+    "devices, nodes": "The launcher started 2 processes, but Trainer(devices=2, num_nodes=2)",
+}
+
+
+def test_what_would_go_wrong_is_refused_at_set_up_by_all_ranks(ranks):
+    for rank, said in enumerate(ranks(2).run(run_setups)):
+        for name, message in EXPECTED.items():
+            assert message in said[name], (name, said[name])
+        assert said["adapter"] == ("trained", True, 1)
+        has_device = "The launcher started 2 processes, but Trainer(devices=1, num_nodes=1)"
+        assert (has_device if rank == 0 else "Process 1 of this node has no device") in said[
+            "devices"
+        ]
+
+
+def run_groups():
+    """Return the timeouts of all groups, how many groups a fit makes, and the rank's places."""
+    with elastic_environment():
+        before = len(distributed_c10d._world.pg_names)
+        strategy = ContextParallelStrategy(
+            context_parallel_size=2, timeout=timedelta(seconds=77), parameter_sharding="full"
+        )
+        trainer = build_trainer(strategy=strategy, max_steps=1)
+        trainer.fit(Module(), loader(PackedRows(4), 2))
+        groups = [
+            strategy.device_mesh[name].get_group() for name in ("data_parallel", "context_parallel")
+        ]
+        groups.append(strategy.shard_mesh.get_group())
+        groups.append(strategy.context_parallel._groups.attend.group)
+        timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
+        made = len(distributed_c10d._world.pg_names) - before
+        return timeouts, made, (strategy.data_parallel_rank, strategy.context_parallel_rank)
+
+
+def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
+    found = ranks(4).run(run_groups)
+    assert [places for *_, places in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for timeouts, made, _ in found:
+        assert set(timeouts[:2] + timeouts[3:]) == {timedelta(seconds=77)}
+        assert made <= 5, made
+
+
+def run_spread():
+    """Return what is said when ranks that share a row lie on two nodes."""
+    with elastic_environment():
+        os.environ["GROUP_RANK"] = os.environ["RANK"]
+        os.environ["LOCAL_RANK"] = "0"
+        strategy = ContextParallelStrategy(context_parallel_size=2)
+        trainer = build_trainer(strategy=strategy, max_steps=1, devices=1, num_nodes=2)
+        strategy.num_nodes, said = 2, []
+        lightning_cp.strategy.rank_zero_warn = said.append
+        strategy.parallel_devices = [torch.device("cpu")] * 2  # one node would hold both
+        strategy.num_nodes = 1
+        trainer.fit(Module(), loader(PackedRows(4), 1))
+        return said, dist.get_rank()
+
+
+def test_rows_that_are_shared_between_nodes_are_warned_of_with_hosts(ranks):
+    for said, _ in ranks(2).run(run_spread):
+        assert len(said) == 1
+        assert "lie on 2 hosts" in said[0]
+        assert "(node 0)" in said[0]
+        assert "(node 1)" in said[0]
+        assert "--distribution=block" in said[0]

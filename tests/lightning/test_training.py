@@ -1,0 +1,55 @@
+"""Training through the strategy is the training of one process that saw the whole global batch."""
+
+import pytest
+import torch
+
+from tests.lightning.jobs import Fit, run_alone, run_fit, worst
+
+pytestmark = pytest.mark.ranks
+
+MESHES = {"dp 1, cp 2": (1, 2), "dp 2, cp 2": (2, 2), "dp 1, cp 4": (1, 4), "dp 1, cp 3": (1, 3)}
+
+
+def check(ranks, world_size, fit, limit, metric_limit=1e-6):
+    exact = run_alone(fit)
+    for found in ranks(world_size).run(run_fit, fit):
+        difference = worst(found, exact)
+        if fit.manual:  # clipped by hand before the hook that writes the norm down
+            difference.pop("grad_norms")
+        assert difference.pop("metrics") < metric_limit, fit
+        assert max(difference.values()) < limit, (fit, difference)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_twenty_steps_equal_those_of_one_process(ranks, mesh, accumulate, manual):
+    dp_size, cp_size = MESHES[mesh]
+    # Two epochs of ten steps; the last window of an epoch holds two batches, not four.
+    num_microbatches = 10 if accumulate == 1 else 38
+    fit = Fit(dp_size, accumulate, manual, num_microbatches=num_microbatches)
+    check(ranks, dp_size * cp_size, fit, 1e-5)
+
+
+CASES = {
+    "one rank": (1, Fit(accumulate=3)),
+    "clipping by value": (2, Fit(clip_by="value", clip=0.01, accumulate=2)),
+    "no clipping": (2, Fit(clip=None, accumulate=2)),
+    "parameters on every rank": (2, Fit(accumulate=2, strategy={"parameter_sharding": "none"})),
+    "the same over data": (4, Fit(2, 2, strategy={"parameter_sharding": "none"})),
+    "gradients reduced once": (2, Fit(accumulate=4, strategy={"reduce_every_microbatch": False})),
+    "the same over data x context": (
+        4,
+        Fit(2, 4, strategy={"reduce_every_microbatch": False}),
+    ),
+    "blocks by name": (2, Fit(strategy={"shard_modules": ["Linear", "blocks.*"]})),
+    "ring, contiguous": (3, Fit(strategy={"algorithm": "ring", "layout": "contiguous"})),
+    "batches sent by the first rank": (2, Fit(strategy={"broadcast_batch": True})),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_of_running_is_exact(ranks, name):
+    world_size, fit = CASES[name]
+    fit.dtype = torch.float64
+    check(ranks, world_size, fit, 1e-12, metric_limit=1e-12)
