@@ -36,7 +36,7 @@ from lightning_cp import checkpoint as checkpoints
 from lightning_cp import context
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, enable_models
-from lightning_cp.checks import Report, verify
+from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.context import IGNORED_LABEL, LossMark, Step
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import KernelName, check_kernel, select_kernel
@@ -47,6 +47,7 @@ from lightning_cp.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
     SHARD_AXIS,
+    Sizes,
     build_mesh,
     hosts_of,
     resolve_sizes,
@@ -95,7 +96,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         check_batches: for how many batches ranks compare contents; shapes always.
         save_distributed_checkpoint: a folder into which every rank writes, else one file.
         process_group_backend: torch's default for the device when None.
-        timeout: after which a waiting rank gives up, in all groups.
+        timeout: after which a waiting rank gives up, in all groups. It holds for starting up too:
+            below ten seconds or so, ranks may not find each other.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -217,12 +219,24 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._launcher is not None and _is_interactive():
+        if self._launcher is None:
+            return
+        # Refused here, no process has been started for nothing.
+        self._resolve_sizes(self.num_nodes * self.num_processes)
+        if _is_interactive():
             raise RuntimeError(
                 f"{type(self).__name__} starts one process per device, which a notebook or an "
                 "interactive session cannot do. Save the code as a script and run `python "
                 "script.py`, or `torchrun --nproc-per-node N script.py`."
             )
+
+    def _resolve_sizes(self, world_size: int) -> Sizes:
+        return resolve_sizes(
+            self._context_parallel_size,
+            self._data_parallel_size,
+            world_size=world_size,
+            ranks_per_node=self.num_processes,
+        )
 
     def setup_environment(self) -> None:
         """Start the processes' connection and build the mesh."""
@@ -236,12 +250,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 f"{self.num_processes}, num_nodes={self.num_nodes}) means {expected}. Make them "
                 "agree."
             )
-        sizes = resolve_sizes(
-            self._context_parallel_size,
-            self._data_parallel_size,
-            world_size=self.world_size,
-            ranks_per_node=self.num_processes,
-        )
+        sizes = self._resolve_sizes(self.world_size)
         self._check_precision()
         self._setup_distributed()
         if self._device_mesh is None:
@@ -268,15 +277,22 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _warn_of_spread(self) -> None:
         """Warn where ranks that share a row lie in different nodes though one would hold them."""
-        mine = f"{socket.gethostname()} (node {self.node_rank})"
-        hosts = hosts_of(self.device_mesh[CONTEXT_AXIS], mine)
-        named = sorted(set(hosts))
-        if len(named) > 1 and self.context_parallel_size <= self.num_processes:
-            rank_zero_warn(
-                f"The {self.context_parallel_size} ranks that share a row lie on {len(named)} "
-                f"hosts: {', '.join(named)}. Attention then runs over the network between them. "
-                "Number ranks in blocks, node by node (SLURM: --distribution=block)."
-            )
+        hosts = hosts_of(self.shard_mesh, f"{socket.gethostname()} (node {self.node_rank})")
+        cp_size, per_node = self.context_parallel_size, self.num_processes
+        groups = [hosts[at : at + cp_size] for at in range(0, len(hosts), cp_size)]
+        spread = [sorted(set(group)) for group in groups if len(set(group)) > 1]
+        if not spread or cp_size > per_node:
+            return
+        cure = (
+            "Number ranks in blocks, node by node (SLURM: --distribution=block)."
+            if per_node % cp_size == 0
+            else f"Use a context_parallel_size that divides the {per_node} devices of a node."
+        )
+        rank_zero_warn(
+            f"In {len(spread)} of {len(groups)} groups the {cp_size} ranks that share a row lie on "
+            f"several hosts: {', '.join(spread[0])}. Attention then runs over the network between "
+            f"them. {cure}"
+        )
 
     # ---------------------------------------------------------------- the model
 
@@ -524,8 +540,16 @@ class ContextParallelStrategy(ModelParallelStrategy):
             assert isinstance(loss, Tensor)  # noqa: S101
             return loss
 
+        mixed = self.precision_plugin.precision == "bf16-mixed"  # autocast is our own affair
         with _no_logs(module):
-            return verify(module, batch, cp=self.context_parallel, loss_fn=loss_fn, max_len=max_len)
+            return verify(
+                module,
+                batch,
+                cp=self.context_parallel,
+                loss_fn=loss_fn,
+                max_len=max_len,
+                tolerance=TOLERANCES[torch.bfloat16] if mixed else None,
+            )
 
     def num_tokens_of_step(self) -> int:
         """Return how many tokens the rows of the last step have, padding left out."""

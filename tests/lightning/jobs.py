@@ -75,7 +75,7 @@ class Module(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = token_mean(self.logits(batch), batch["labels"])
         self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -232,8 +232,8 @@ def run_alone(fit: Fit) -> dict[str, Any]:
         for start in range(0, fit.num_microbatches, fit.accumulate):
             window = range(start, min(start + fit.accumulate, fit.num_microbatches))
             parts = [whole_loss(model, rows.rows(2 * i, 2 * i + 2)) for i in window]
-            losses += [float(total / count.clamp(min=1)) for total, count in parts]
-            totals += sum(float(total) for total, _ in parts)
+            losses += [float(total.detach() / count.clamp(min=1)) for total, count in parts]
+            totals += sum(float(total.detach()) for total, _ in parts)
             num_tokens += sum(int(count) for _, count in parts)
             count = sum(int(count) for _, count in parts)
             (sum(total for total, _ in parts) / count).backward()

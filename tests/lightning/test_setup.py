@@ -251,25 +251,35 @@ def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
         assert made <= 5, made
 
 
-def run_spread():
-    """Return what is said when ranks that share a row lie on two nodes."""
+def run_spread(nodes, per_node, cp_size):
+    """Return what is said of ranks that lie on these nodes."""
     with elastic_environment():
-        os.environ["GROUP_RANK"] = os.environ["RANK"]
-        os.environ["LOCAL_RANK"] = "0"
-        strategy = ContextParallelStrategy(context_parallel_size=2)
-        trainer = build_trainer(strategy=strategy, max_steps=1, devices=1, num_nodes=2)
-        strategy.num_nodes, said = 2, []
+        said = []
+        os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
+        original = lightning_cp.strategy.rank_zero_warn
         lightning_cp.strategy.rank_zero_warn = said.append
-        strategy.parallel_devices = [torch.device("cpu")] * 2  # one node would hold both
-        strategy.num_nodes = 1
-        trainer.fit(Module(), loader(PackedRows(4), 1))
-        return said, dist.get_rank()
+        try:
+            strategy = ContextParallelStrategy(context_parallel_size=cp_size)
+            trainer = build_trainer(strategy=strategy, max_steps=1)
+            trainer.fit(Module(), loader(PackedRows(4), len(nodes) // cp_size))
+            said.clear()
+            strategy.parallel_devices = [torch.device("cpu")] * per_node
+            strategy._warn_of_spread()
+        finally:
+            lightning_cp.strategy.rank_zero_warn = original
+        return said
 
 
-def test_rows_that_are_shared_between_nodes_are_warned_of_with_hosts(ranks):
-    for said, _ in ranks(2).run(run_spread):
-        assert len(said) == 1
-        assert "lie on 2 hosts" in said[0]
-        assert "(node 0)" in said[0]
-        assert "(node 1)" in said[0]
-        assert "--distribution=block" in said[0]
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "cp_size", "parts"),
+    [
+        ([0, 1, 0, 1], 2, 2, ["In 2 of 2 groups", "(node 0), ", "(node 1)", "distribution=block"]),
+        ([0, 0, 0, 1], 3, 2, ["In 1 of 2 groups", "(node 1)", "divides the 3 devices of a node"]),
+        ([0, 0, 1, 1], 2, 2, []),
+        ([0, 0, 1, 1], 2, 4, []),  # no node could hold them
+    ],
+)
+def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks, nodes, per_node, cp_size, parts):
+    for said in ranks(4).run(run_spread, nodes, per_node, cp_size):
+        assert len(said) == bool(parts)
+        assert all(part in said[0] for part in parts)

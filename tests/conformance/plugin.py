@@ -1,0 +1,105 @@
+"""A pytest plugin that puts our strategy where Lightning's tests look for `ModelParallelStrategy`.
+
+`pytest -p tests.conformance.plugin --strategy ours` runs them with ours, `--strategy stock` with
+Lightning's own; both on CPUs. What the tests' models must do to be trained by ours is done here, as
+a user would: batches are dicts with a sequence, the loss is global_mean(), parameters are cut over
+data x context. The tests themselves, and what they assert, stay as they are.
+"""
+
+from types import ModuleType
+from typing import Any
+from unittest import mock
+from unittest.mock import MagicMock, Mock
+
+import lightning.pytorch.strategies as lightning_strategies
+import lightning.pytorch.strategies.model_parallel as stock
+import lightning.pytorch.utilities.testing as lightning_testing
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_cp.loss import global_mean
+from lightning_cp.strategy import ContextParallelStrategy
+
+_ROW_LEN = 4
+
+
+class ModelParallelStrategy(ContextParallelStrategy):
+    """Ours, called as Lightning's tests call theirs; its name is in the errors that they expect.
+
+    Ranks that hold the same rows are a tensor-parallel group there and a context-parallel one here.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Any = "auto",
+        tensor_parallel_size: Any = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(tensor_parallel_size, data_parallel_size, **options)
+
+    def setup_environment(self) -> None:
+        if not isinstance(stock._setup_device_mesh, Mock):
+            return super().setup_environment()
+        # The test has mocked what builds the mesh of theirs, for there are no processes.
+        mesh = MagicMock()
+        with mock.patch.multiple(
+            "lightning_cp.strategy",
+            build_mesh=Mock(return_value=(mesh, mesh)),
+            hosts_of=Mock(return_value=["here"]),
+            ContextParallel=Mock(),
+        ):
+            return super().setup_environment()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--strategy", choices=("stock", "ours"), default="ours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Swap the class, and let tests run without GPUs, before any test module is imported."""
+    reasons_of = lightning_testing._runif_reasons
+
+    def without_gpus(*, min_cuda_gpus: int = 0, bf16_cuda: bool = False, **needs: Any) -> Any:
+        return reasons_of(**needs)
+
+    lightning_testing._runif_reasons = without_gpus
+    if config.getoption("strategy") == "ours":
+        lightning_strategies.ModelParallelStrategy = ModelParallelStrategy
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    if config.getoption("strategy") == "ours":
+        for module in {item.module for item in items}:
+            _adapt(module)
+
+
+def _adapt(module: ModuleType) -> None:
+    """Write the models of a test module as our users write theirs."""
+    if not hasattr(module, "TemplateModel"):
+        return
+    template = module.TemplateModel
+    load, shard = template.train_dataloader, module._parallelize_feed_forward_fsdp2
+
+    def train_dataloader(self: Any) -> DataLoader:
+        loader = load(self)
+        return DataLoader(loader.dataset, loader.batch_size, collate_fn=_rows)
+
+    def training_step(self: Any, batch: dict[str, Tensor]) -> Tensor:
+        output = self.model(batch["inputs_embeds"])
+        return global_mean(output.sum(), torch.tensor(output.shape[:2].numel()))
+
+    def shard_over_all(model: Any, device_mesh: Any) -> Any:
+        return shard(model, {"data_parallel": device_mesh["dp_cp"]})
+
+    template.train_dataloader = train_dataloader
+    template.training_step = training_step
+    module._parallelize_feed_forward_fsdp2 = shard_over_all
+    # For tests that use it without asserting it: test_modules_without_parameters.
+    module._parallelize_feed_forward_tp = shard_over_all
+
+
+def _rows(samples: list[Tensor]) -> dict[str, Tensor]:
+    """Make rows of several tokens from samples that are one vector each."""
+    return {"inputs_embeds": torch.stack(samples).unsqueeze(1).repeat(1, _ROW_LEN, 1)}
