@@ -14,11 +14,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_cp.context import Step
+from lightning_cp.context import Step, current
 
 
 class GradientWindow:
-    """The microbatches since the last optimizer step."""
+    """The microbatches since the last optimizer step.
+
+    The Lightning strategy keeps one. In a loop of one's own: ``(loss * window.weigh()).backward()``
+    inside each step, and ``window.finish(model.parameters())`` before clipping and stepping.
+    """
 
     def __init__(self) -> None:
         self._first: Tensor | None = None
@@ -26,8 +30,18 @@ class GradientWindow:
         self._num_microbatches = 0
         self._disagreements: list[Tensor] = []
 
-    def weigh(self, step: Step) -> Tensor:
-        """Return the weight with which the loss of a step goes backward, and count its tokens."""
+    def weigh(self, step: Step | None = None) -> Tensor:
+        """Return the weight with which the loss of a step goes backward, and count its tokens.
+
+        Args:
+            step: the step that the loss was computed in; the active one when None.
+        """
+        step = current() if step is None else step
+        if step is None or not step.losses:
+            raise RuntimeError(
+                "GradientWindow.weigh() needs a step in which token_mean() or global_mean() has "
+                "been called: call it inside `with cp.step(batch):`, after the loss."
+            )
         first, *others = step.losses
         # Two means over different tokens in one step have no common weight: see `finish`.
         self._disagreements += [other.num_tokens != first.num_tokens for other in others]

@@ -176,8 +176,9 @@ def _paths() -> list[str]:
 
 
 def _command(strategy: str, *arguments: str) -> list[str]:
+    pytest = [sys.executable, "-m", "pytest", "-q", "-o", "console_output_style=classic"]
     plugins = ["-p", "no:cacheprovider", "-p", "tests.conformance.plugin"]
-    return [sys.executable, "-m", "pytest", "-q", *plugins, "--strategy", strategy, *arguments]
+    return [*pytest, *plugins, "--strategy", strategy, *arguments]
 
 
 def _environment(home: Path, standalone: bool) -> dict[str, str]:

@@ -211,9 +211,7 @@ def test_a_run_is_saved_and_resumed_on_other_ranks(nccl, alone, tmp_path):
     exact, *_ = alone(steps=32)
     for size in (4, 1):
         for losses, *_ in nccl(size).run(run, Job(steps=32, resume=path), timeout=300):
-            assert losses[-32:] == pytest.approx(
-                exact[-32:], rel=2e-2
-            )
+            assert losses[-32:] == pytest.approx(exact[-32:], rel=2e-2)
 
 
 def test_nothing_hangs_in_two_hundred_steps(nccl, alone):
