@@ -159,7 +159,7 @@ def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
             modules.append(module)
     for key, places in homes.items():
         x = fresh[key]
-        empty = torch.empty_like(x, device=device)
+        empty = torch.full_like(x, _unset(x.dtype), device=device)
         if isinstance(x, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=x.requires_grad)
         for home, name in places:  # more than one where weights are tied
@@ -168,22 +168,31 @@ def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
         _initialise(owner, module)
 
 
+def _unset(dtype: torch.dtype) -> float | int:
+    """Return a value that no initialisation leaves, to know what was left out."""
+    if dtype == torch.bool:
+        return False
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
 def _initialise(owner: nn.Module, module: nn.Module) -> None:
-    """Let a module, or the model that it belongs to, set its initial values."""
+    """Let a module, and the model that it belongs to, set its initial values."""
     with torch.no_grad():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-            return
         for model in owner.modules():
-            if callable(init := getattr(model, "_init_weights", None)) and module in list(
-                model.modules()
-            ):
+            init = getattr(model, "_init_weights", None)
+            if callable(init) and any(module is part for part in model.modules()):
                 init(module)
-                return
-    raise TypeError(
-        f"{type(module).__name__} was built on the meta device and has no `reset_parameters()`, so "
-        "its values would be whatever the memory held. Give it one, or build the model on the CPU."
-    )
+                break
+    for _, name, x in _tensors(module):
+        unset = x.isnan() if x.is_floating_point() else x == _unset(x.dtype)
+        if x.dtype != torch.bool and bool(unset.any()):
+            raise TypeError(
+                f"{type(module).__name__} was built on the meta device, and nothing sets the "
+                f"initial values of its `{name}`. Give it a `reset_parameters()`, or build the "
+                "model on the CPU."
+            )
 
 
 def _share_weights(unit: nn.Module, device: torch.device) -> None:
