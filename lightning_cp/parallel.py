@@ -241,6 +241,42 @@ class ContextParallel:
         groups, layout = step.groups, step.layout
         return unshard(x, dim, layout=layout, transport=groups.context, uid=step.uid)
 
+    def unshard_all(self, output: Any) -> Any:
+        """Return what a model returned, with every tensor [batch, tokens, ...] as whole rows.
+
+        Dicts, lists and tuples are gone through, and keep their types. Keys that ``sequence_dims``
+        names follow it. A tensor that has this rank's length elsewhere is refused.
+        """
+        return self._whole(output, "", self._active("unshard_all()"))
+
+    def _whole(self, output: Any, name: str, step: Step) -> Any:
+        if isinstance(output, Tensor):
+            return self._whole_tensor(output, name, step)
+        if isinstance(output, Mapping):
+            whole = {key: self._whole(value, str(key), step) for key, value in output.items()}
+            return whole if type(output) is dict else type(output)(**whole)
+        if isinstance(output, tuple) and hasattr(output, "_fields"):
+            return type(output)(*(self._whole(value, "", step) for value in output))
+        if isinstance(output, list | tuple):
+            return type(output)(self._whole(value, "", step) for value in output)
+        return output
+
+    def _whole_tensor(self, x: Tensor, name: str, step: Step) -> Tensor:
+        local_len = step.layout.local_len
+        if name in self.sequence_dims:
+            dim = self.sequence_dims[name]
+            return x if dim is None else self.unshard(x, dim)
+        if x.dim() > 1 and x.shape[:2] == (step.batch_size, local_len):
+            return self.unshard(x, 1)
+        if step.cp_size > 1 and local_len > 1 and local_len in x.shape:
+            raise ValueError(
+                f"A model or predict_step() returned a tensor of shape {tuple(x.shape)}, one of "
+                f"whose dims is as long as this rank's {local_len} tokens, but rows come back "
+                "whole only from [batch, tokens, ...]. Return it so, or return a dict and say "
+                "where its sequence lies: sequence_dims={'key': dim}, None to leave it."
+            )
+        return x
+
     def same_rows(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return, on every data rank, the batch of the first."""
         return self._groups.data.first(batch)

@@ -408,8 +408,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's predict step; what it returns per token comes back as whole rows."""
         with self.context_parallel.step(batch, training=False) as local:
-            self._step = context.current()
-            return self._whole(super().predict_step(local, *args, **kwargs))
+            output = super().predict_step(local, *args, **kwargs)
+            return self.context_parallel.unshard_all(output)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -454,37 +454,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
         total = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
         mean = global_mean(total, count)
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean
-
-    def _whole(self, output: Any, name: str = "") -> Any:
-        """Put predictions back together: tensors, and what holds them."""
-        if isinstance(output, Tensor):
-            return self._whole_tensor(output, name)
-        if isinstance(output, Mapping):
-            whole = {key: self._whole(value, str(key)) for key, value in output.items()}
-            return whole if type(output) is dict else type(output)(**whole)
-        if isinstance(output, tuple) and hasattr(output, "_fields"):
-            return type(output)(*(self._whole(value) for value in output))
-        if isinstance(output, list | tuple):
-            return type(output)(self._whole(value) for value in output)
-        return output
-
-    def _whole_tensor(self, x: Tensor, name: str) -> Tensor:
-        cp, step = self.context_parallel, self._step
-        assert step is not None  # noqa: S101
-        local_len = step.layout.local_len
-        if name in cp.sequence_dims:
-            dim = cp.sequence_dims[name]
-            return x if dim is None else cp.unshard(x, dim)
-        if x.dim() > 1 and x.shape[1] == local_len and x.shape[0] == step.batch_size:
-            return cp.unshard(x, 1)
-        if cp.cp_size > 1 and local_len in x.shape and local_len > 1:
-            raise ValueError(
-                f"predict_step() returned a tensor of shape {tuple(x.shape)}, one of whose dims is "
-                f"as long as this rank's {local_len} tokens, but rows come back whole only from "
-                "[batch, tokens, ...]. Return it so, or return a dict and say where its sequence "
-                "lies: sequence_dims={'key': dim}, None to leave it."
-            )
-        return x
 
     # ---------------------------------------------------------------- what a run tells of itself
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cp import checkpoint
 from lightning_cp.__main__ import main
+from lightning_cp.checkpoint import folder as folders
 from tests.ranks import RankError
 
 KINDS = ["adam", "momentum", "sgd"]
@@ -381,7 +382,7 @@ def die(*args):
 
 
 def save_and_die(folder, moment, rank):
-    rename, remove = os.rename, checkpoint._remove
+    rename, remove = os.rename, folders.remove
 
     def second_rename(source, target):
         die() if target == folder else rename(source, target)
@@ -395,7 +396,7 @@ def save_and_die(folder, moment, rank):
         elif moment == "rename":
             os.rename = second_rename
         else:
-            setattr(checkpoint, moment, last_remove if moment == "_remove" else die)
+            setattr(folders, moment, last_remove if moment == "remove" else die)
     save_on_ranks(folder, "adam", 3)
 
 
@@ -408,7 +409,7 @@ def save_and_die(folder, moment, rank):
         ("_write_meta", 0, 2, ".a.saving"),
         ("_put_in_place", 0, 2, ".a.saving"),
         ("rename", 0, 2, ".a.replaced"),
-        ("_remove", 0, 3, ".a.replaced"),
+        ("remove", 0, 3, ".a.replaced"),
     ],
 )
 def test_a_killed_save_leaves_a_checkpoint(ranks, tmp_path, moment, rank, steps, left):

@@ -1,8 +1,11 @@
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_cp import ContextParallel
 from lightning_cp.layout import build_layout
 from lightning_cp.sequence import shard, shift_labels, unshard
 from tests.ranks import run_threads
@@ -51,3 +54,28 @@ def test_integers_are_put_back_without_gradients():
 def test_labels_are_those_of_the_next_token_of_the_document(labels, documents, shifted):
     ids = None if documents is None else torch.tensor(documents)
     assert shift_labels(torch.tensor(labels), ids).tolist() == shifted
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+def test_outputs_keep_their_types_when_they_are_put_together():
+    cp = ContextParallel(None, sequence_dims={"across": 2, "kept": None})
+    with cp.step({"input_ids": torch.arange(6).view(2, 3)}) as local:
+        x = local["input_ids"]
+        whole = cp.unshard_all(
+            {
+                "named": Output(x, x.sum()),
+                "list": [x, None, "text"],
+                "pair": (x, 1),
+                "across": x[:, None],
+                "kept": x.T,
+            }
+        )
+    assert type(whole["named"]) is Output
+    assert torch.equal(whole["named"].logits, x)
+    assert whole["list"][1:] == [None, "text"]
+    assert type(whole["pair"]) is tuple
+    assert whole["kept"].shape == (3, 2)

@@ -176,7 +176,7 @@ def _paths() -> list[str]:
 
 
 def _command(strategy: str, *arguments: str) -> list[str]:
-    pytest = [sys.executable, "-m", "pytest", "-q", "-o", "console_output_style=classic"]
+    pytest = [sys.executable, "-m", "pytest", "-qs", "-o", "console_output_style=classic"]
     plugins = ["-p", "no:cacheprovider", "-p", "tests.conformance.plugin"]
     return [*pytest, *plugins, "--strategy", strategy, *arguments]
 

@@ -83,7 +83,9 @@ def _adapt(module: ModuleType) -> None:
     load, shard = template.train_dataloader, module._parallelize_feed_forward_fsdp2
 
     def train_dataloader(self: Any) -> DataLoader:
-        loader = load(self)
+        with torch.random.fork_rng():  # ranks that share a row must draw the same
+            torch.manual_seed(0)
+            loader = load(self)
         return DataLoader(loader.dataset, loader.batch_size, collate_fn=_rows)
 
     def training_step(self: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of sharded models: folders of shards, single files, weights alone.
+
+A folder holds `.metadata`, one `__{rank}_0.distcp` per rank and `meta.pt`, as Lightning's
+distributed checkpoints do. A file is what a plain Trainer on one device writes. Both load on any
+number of ranks. This package knows torch only; the strategy tells it when to save and load.
+"""
+
+from lightning_cp.checkpoint.consolidate import consolidate
+from lightning_cp.checkpoint.folder import find_folder, is_checkpoint_folder, replacing, save_folder
+from lightning_cp.checkpoint.load import load_file, load_folder, load_weights
+from lightning_cp.checkpoint.state import full_state, model_state, optimizer_state, sharded_state
+
+__all__ = [
+    "consolidate",
+    "find_folder",
+    "full_state",
+    "is_checkpoint_folder",
+    "load_file",
+    "load_folder",
+    "load_weights",
+    "model_state",
+    "optimizer_state",
+    "replacing",
+    "save_folder",
+    "sharded_state",
+]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of shards: where they are, and how a new one takes the place of an old one."""
+
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_cp.checkpoint.together import from_rank_0, rank, together
+
+META = "meta.pt"
+"""What a checkpoint holds besides shards."""
+
+
+def find_folder(folder: Path) -> Path:
+    """Return where the checkpoint ``folder`` is.
+
+    A save that was killed between its two renames has left the former checkpoint, whole, under
+    another name.
+    """
+    aside = aside_of(folder)
+    return aside if not os.path.lexists(folder) and os.path.lexists(aside) else folder
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Say whether ``path`` is a checkpoint of shards, ours or Lightning's."""
+    path = find_folder(path)
+    return (path / ".metadata").is_file() and (path / META).is_file()
+
+
+def save_folder(state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path) -> None:
+    """Save shards and the rest of a checkpoint as a folder. Collective.
+
+    Everything is written beside ``folder`` and put in its place by a rename at the end: a process
+    that is killed at any moment leaves the former checkpoint or the new one (see `find_folder`).
+    A failure of one rank is raised on all, and the former checkpoint stays.
+
+    Args:
+        state: ``state_dict``, ``optimizer_0``, ``optimizer_1``, ... from `sharded_state`.
+        meta: everything else; rank 0's is saved.
+        folder: on a file system that all ranks share; rank 0's path counts.
+    """
+    folder = from_rank_0(folder)
+    failure = f"{folder} was not saved; what was there before is untouched."
+    first = rank() == 0
+    temporary = from_rank_0(together(lambda: _prepare(folder) if first else folder, failure))
+    try:
+        together(lambda: _write_shards(state, temporary), failure)
+        together(lambda: _write_meta(meta, temporary) if first else None, failure)
+        together(lambda: _put_in_place(temporary, folder) if first else None, failure)
+    finally:
+        if first:
+            remove(temporary)
+
+
+def aside_of(folder: Path) -> Path:
+    """Return where the former checkpoint lies while a new one takes its name."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[None]:
+    """Let a file take the name of a checkpoint folder, which is removed once the file is there."""
+    if path.is_dir() and not is_checkpoint_folder(path):
+        raise IsADirectoryError(
+            f"{path} is a folder, and no checkpoint that a new one could replace. Use another name."
+        )
+    if path.is_dir():
+        os.rename(path, aside_of(path))
+    yield
+    remove(aside_of(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a folder as far as possible, or a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _prepare(folder: Path) -> Path:
+    """Clear what killed saves have left, and return a new folder to write in."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Hidden, and without the suffix .ckpt: ModelCheckpoint must not take it for a checkpoint.
+    stem = f".{folder.name}.saving-"
+    for path in list(folder.parent.iterdir()):
+        if path.name.startswith(stem):
+            remove(path)
+    if find_folder(folder) != folder:
+        aside_of(folder).rename(folder)
+    remove(aside_of(folder))
+    temporary = folder.with_name(stem + uuid.uuid4().hex[:8])
+    temporary.mkdir()
+    return temporary
+
+
+def _write_shards(state: Mapping[str, Any], temporary: Path) -> None:
+    """Write each rank's shards. Collective."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is ")  # we know when there is no group
+        state_dict_saver.save(dict(state), storage_writer=FileSystemWriter(temporary))
+
+
+def _write_meta(meta: Mapping[str, Any], temporary: Path) -> None:
+    """Write what is not sharded, once all shards are there."""
+    read_metadata(temporary, [".metadata"])
+    save_file(meta, temporary / META)
+
+
+def save_file(value: Mapping[str, Any], file: Path) -> None:
+    """Save a value, down to the disk."""
+    with file.open("wb") as stream:
+        torch.save(dict(value), stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Give a finished checkpoint its name, and remove the one that had it."""
+    aside = aside_of(folder)
+    if os.path.lexists(folder):
+        os.rename(folder, aside)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if os.path.lexists(aside):
+            os.rename(aside, folder)
+        raise
+    remove(aside)
+
+
+def read_metadata(folder: Path, needed: Sequence[str] = (".metadata", META)) -> Metadata:
+    """Return what DCP knows about a folder, having checked that all of it is there."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no checkpoint folder {folder}.")
+    if missing := [name for name in needed if not (folder / name).is_file()]:
+        kind = "was not saved to its end" if list(folder.glob("*.distcp")) else "is no checkpoint"
+        raise ValueError(f"{folder} {kind}: `{missing[0]}` is missing. Use another checkpoint.")
+    metadata = FileSystemReader(folder).read_metadata()
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    for info in metadata.storage_data.values():
+        if sizes.get(info.relative_path, -1) < info.offset + info.length:
+            raise ValueError(
+                f"{folder} is incomplete: `{info.relative_path}` is missing or cut short. Use "
+                "another checkpoint, and save to a file system that all ranks share."
+            )
+    return metadata

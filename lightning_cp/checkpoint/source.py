@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open checkpoints of all kinds: what is in them, and how a rank reads the parts it holds."""
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_cp.checkpoint.folder import read_metadata
+from lightning_cp.checkpoint.state import Names, plain_name, renamed
+
+Keys = tuple[str | int, ...]
+"""The keys that lead to a value: ("state_dict", NAME) or ("optimizer_0", "state", NAME, ...)."""
+Form = tuple[tuple[int, ...], torch.dtype | None] | None
+"""Shape and dtype of a tensor in a checkpoint; None for what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open checkpoint.
+
+    Attributes:
+        path: where it is.
+        forms: all values in it.
+        read: reads each value for which there is room (a tensor, or None for what is no tensor),
+            and returns them.
+        groups: the saved parameter groups of each optimizer, with names.
+        rest: what is neither weights nor optimizer states.
+    """
+
+    path: Path
+    forms: dict[Keys, Form]
+    read: Callable[[Mapping[Keys, Any]], dict[Keys, Any]]
+    groups: Sequence[Any] = ()
+    rest: Mapping[str, Any] | None = None
+
+
+def open_folder(folder: Path, rest: Mapping[str, Any] | None = None) -> Source:
+    """Open a folder of shards."""
+    metadata = read_metadata(folder)
+    flat_names: dict[Keys, str] = {keys: name for name, keys in metadata.planner_data.items()}
+    forms: dict[Keys, Form] = {}
+    for keys, name in flat_names.items():
+        md: Any = metadata.state_dict_metadata[name]
+        forms[keys] = (tuple(md.size), md.properties.dtype) if hasattr(md, "size") else None
+
+    def read(room: Mapping[Keys, Any]) -> dict[Keys, Any]:
+        flat = {flat_names[keys]: value for keys, value in room.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is ")
+            try:  # each rank alone: ranks need nothing from each other to read what they hold
+                state_dict_loader.load(flat, storage_reader=FileSystemReader(folder), no_dist=True)
+            except CheckpointException as error:
+                raise error.failures[0][0] from None
+        return {keys: flat[flat_names[keys]] for keys in room}
+
+    found = {keys: blank(f) for keys, f in forms.items() if keys[1:2] == ("param_groups",)}
+    states = nest(read(found))
+    groups: list[Any] = []
+    while (label := f"optimizer_{len(groups)}") in states:
+        groups.append(states[label]["param_groups"])
+    return Source(folder, forms, read, groups, rest)
+
+
+def open_values(path: Path, checkpoint: Mapping[str, Any], names: Sequence[Names]) -> Source:
+    """Open what `load_pickle` has read; ``names`` are those of the optimizers' parameters."""
+    rest = dict(checkpoint)
+    wholes: dict[Keys, Any] = {
+        ("state_dict", plain_name(name)): value for name, value in rest.pop("state_dict").items()
+    }
+    groups: list[Any] = []
+    for saved, own in zip(rest.pop("optimizer_states", ()), names, strict=False):
+        named = _named(path, saved, own)
+        wholes.update(_flatten((f"optimizer_{len(groups)}", "state"), named["state"]))
+        groups.append(named["param_groups"])
+    # Copied, for a file that is overwritten while it is mapped kills the process that looks at it.
+    return _open_wholes(path, wholes, groups, deepcopy(rest))
+
+
+def _open_wholes(
+    path: Path,
+    wholes: Mapping[Keys, Any],
+    groups: Sequence[Any] = (),
+    rest: Mapping[str, Any] | None = None,
+) -> Source:
+    """Open whole tensors and slices of safetensors."""
+
+    def read(room: Mapping[Keys, Any]) -> dict[Keys, Any]:
+        return {
+            keys: wholes[keys] if target is None else _fill(target, wholes[keys])
+            for keys, target in room.items()
+        }
+
+    forms: dict[Keys, Form] = {}
+    for keys, whole in wholes.items():
+        if isinstance(whole, Tensor):
+            forms[keys] = tuple(whole.shape), whole.dtype
+        else:
+            forms[keys] = (tuple(whole.get_shape()), None) if hasattr(whole, "get_shape") else None
+    return Source(path, forms, read, groups, rest)
+
+
+def open_safetensors(source: Path, files: Sequence[Path]) -> Source:
+    """Open safetensors files."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(f"Reading {source} needs `pip install safetensors`.") from error
+    wholes: dict[Keys, Any] = {}
+    for file in files:
+        opened: Any = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118  it is no dict
+            part = opened.get_slice(name)
+            whole = part if part.get_shape() else opened.get_tensor(name)
+            wholes["state_dict", plain_name(name)] = whole
+    return _open_wholes(source, wholes)
+
+
+def load_pickle(file: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a file of torch.save, mapped into memory where its format allows."""
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no checkpoint file {file}.")
+    try:
+        return dict(
+            torch.load(
+                file, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(file)
+            )
+        )
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"{file} holds objects that are not read by default, for a pickle can run any code. "
+            "If you trust the file, pass `weights_only=False` to `trainer.fit`, `validate`, `test` "
+            "or `predict`, or allow the classes with `torch.serialization.add_safe_globals([...])`."
+            f" torch says: {error}"
+        ) from error
+
+
+def _named(path: Path, saved: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return a plain optimizer's state by name: integer ids stand for the parameters in order."""
+    there = [group["params"] for group in saved["param_groups"]]
+    if any(isinstance(key, str) for key in chain.from_iterable(there)):
+        return renamed(saved, [[plain_name(key) for key in group] for group in there])
+    sizes, own = [len(group) for group in there], [len(group) for group in names]
+    if sizes != own:
+        raise ValueError(
+            f"The optimizer in {path} has groups of {sizes} parameters, without names; this one "
+            f"has {own}. Load a checkpoint folder, which has names, or only the weights."
+        )
+    return renamed(saved, names)
+
+
+def _flatten(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
+    """Give each value in dicts and lists with the keys that lead to it."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flatten((*keys, key), item)
+    else:
+        yield keys, value
+
+
+def nest(values: Mapping[Keys, Any]) -> Any:
+    """Put values back to where their keys lead, in dicts and lists."""
+    if () in values:
+        return values[()]
+    inner: dict[Any, dict[Keys, Any]] = {}
+    for (key, *others), value in values.items():
+        inner.setdefault(key, {})[tuple(others)] = value
+    nested = {key: nest(part) for key, part in inner.items()}
+    if nested and all(isinstance(key, int) for key in nested):
+        return [item for _, item in sorted(nested.items())]
+    return nested
+
+
+def blank(form: Form) -> Tensor | None:
+    """Return room for a value on the CPU."""
+    return None if form is None else torch.empty(form[0], dtype=form[1])
+
+
+def blank_like(param: Tensor, form: Form) -> Tensor | None:
+    """Return room for a value of an optimizer: sharded as ``param`` if it has the same shape."""
+    if form is None or not form[0]:
+        return blank(form)
+    if form[0] == tuple(param.shape):
+        return torch.empty_like(param, dtype=form[1], requires_grad=False)
+    whole = torch.empty(form[0], dtype=form[1])
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+        return distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+    return whole
+
+
+@torch.no_grad()
+def _fill(target: Tensor, whole: Any) -> Tensor:
+    """Copy this rank's part of a whole tensor, or of a slice of safetensors, into ``target``."""
+    if not isinstance(target, DTensor):
+        return target.copy_(whole[:] if target.ndim else whole)
+    local = target.to_local()
+    if all(type(placement) in (Shard, Replicate) for placement in target.placements):
+        (chunk,) = target.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        part = [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if local.numel():
+            local.copy_(whole[tuple(part)] if part else whole)
+    else:  # the shards of FSDP over tensor parallelism need not be one block
+        mesh, placements = target.device_mesh, target.placements
+        local.copy_(distribute_tensor(whole[:], mesh, placements, src_data_rank=None).to_local())
+    return target

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model and its optimizers hold, by plain names, sharded or whole."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_cp.checkpoint.together import rank
+
+Names = list[list[str]]
+"""The names of an optimizer's parameters, group by group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A module's state by plain name: without the marks of torch.compile and of recomputation.
+
+    Attributes:
+        values: what to save or to load into, as ``state_dict`` gives it.
+        own_names: the names under which the module itself knows these.
+        twins: for each name, the first name of the same tensor (tied weights have several).
+        params: the first name of each tensor.
+    """
+
+    values: dict[str, Any]
+    own_names: dict[str, str]
+    twins: dict[str, str]
+    params: dict[Tensor, str]
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the marks of torch.compile and of activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def read_entries(module: nn.Module) -> Entries:
+    """Collect the state of a module."""
+    # First: its hooks put gathered FSDP parameters back into the shards that optimizers hold.
+    state = module.state_dict()
+    named = (module.named_parameters, module.named_buffers)
+    first: dict[Tensor, str] = {}
+    twins = {
+        plain_name(name): first.setdefault(tensor, plain_name(name))
+        for name, tensor in chain.from_iterable(n(remove_duplicate=False) for n in named)
+    }
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(
+                f"`{name}` is on the meta device, where there are no values to save or to load. "
+                "Call `module.to_empty(device=...)` first."
+            )
+    values = {plain_name(name): value for name, value in state.items()}
+    return Entries(values, {plain_name(name): name for name in state}, twins, first)
+
+
+def param_names(entries: Entries, optimizer: Optimizer) -> Names:
+    """Return the names of an optimizer's parameters."""
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in entries.params:
+                raise ValueError(
+                    f"Group {index} of {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(param.shape)} that is not in the model, so that it has no name in a "
+                    "checkpoint. Make it a parameter of the LightningModule."
+                )
+    return [[entries.params[param] for param in g["params"]] for g in optimizer.param_groups]
+
+
+def renamed(saved: Mapping[str, Any], new: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return an optimizer's state with other keys for its parameters, given in the same order."""
+    groups = saved["param_groups"]
+    old = chain.from_iterable(group["params"] for group in groups)
+    key_of = dict(zip(old, chain.from_iterable(new), strict=True))
+    return {
+        "state": {key_of[key]: state for key, state in saved["state"].items()},
+        "param_groups": [{**g, "params": list(n)} for g, n in zip(groups, new, strict=True)],
+    }
+
+
+def _map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply ``change`` to all tensors of a nested value."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(change, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(change, item) for item in value)
+    return value
+
+
+@torch.no_grad()
+def _gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on rank 0's CPU, and an empty one elsewhere. Collective."""
+    whole = tensor
+    if isinstance(tensor, DTensor):
+        # With CPU offload the shards lie where the mesh cannot communicate.
+        on_mesh: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+        whole = on_mesh.full_tensor()
+    return whole.detach().cpu() if rank() == 0 else torch.empty(0)
+
+
+def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
+    """Return a model's state dict.
+
+    Args:
+        model: its parameters may be DTensors on any mesh.
+        full: gather whole tensors on rank 0's CPU, one by one, and return nothing elsewhere;
+            otherwise each rank keeps its shards. Collective if true.
+    """
+    entries = read_entries(model)
+    if not full:
+        return entries.values
+    whole: dict[str, Any] = {}
+    for name, value in entries.values.items():
+        twin = entries.twins.get(name, name)
+        whole[name] = whole[twin] if twin in whole else _map_tensors(_gather, value)
+    return whole if rank() == 0 else {}
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool) -> dict[str, Any]:
+    """Return an optimizer's state, and leave the optimizer as it is.
+
+    torch's `get_optimizer_state_dict` is not used: it makes a fresh optimizer take a step, after
+    which Adam counts one too many.
+
+    Args:
+        model: the model that holds the parameters.
+        optimizer: the optimizer.
+        full: gather on rank 0's CPU under integer ids, the form of a plain optimizer, and return
+            nothing elsewhere; otherwise shards under the parameters' names. Collective if true.
+    """
+    entries = read_entries(model)
+    names = param_names(entries, optimizer)
+    saved = optimizer.state_dict()
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, param in enumerate(params):
+        _map_tensors(partial(_check_shardable, entries, param), saved["state"].get(index))
+    if not full:
+        return renamed(saved, names)
+    whole = _map_tensors(_gather, saved["state"])
+    return {**saved, "state": whole} if rank() == 0 else {}
+
+
+def _check_shardable(entries: Entries, param: Tensor, state: Tensor) -> None:
+    """Refuse the state of a sharded parameter of which we cannot say which part a rank holds."""
+    if not isinstance(param, DTensor) or all(p.is_replicate() for p in param.placements):
+        return
+    if state.ndim and not isinstance(state, DTensor):
+        raise ValueError(
+            f"The optimizer keeps a plain tensor of shape {tuple(state.shape)} for the sharded "
+            f"`{entries.params[param]}`: ranks may hold different parts, and one would be saved. "
+            "Use an optimizer that keeps DTensors, such as those of torch.optim."
+        )
+
+
+def sharded_state(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... for `save_folder`."""
+    states = [optimizer_state(model, optimizer, full=False) for optimizer in optimizers]
+    return model_state(model, full=False), states
+
+
+def full_state(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return ``state_dict`` and ``optimizer_states`` of a plain single-device checkpoint.
+
+    Collective. They are whole on rank 0, on the CPU, and empty elsewhere.
+    """
+    states = [optimizer_state(model, optimizer, full=True) for optimizer in optimizers]
+    return model_state(model, full=True), states
