@@ -1,11 +1,16 @@
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.dense import DenseKernel
+from lightning_cp.engine.kernels.reference import ReferenceKernel
 from lightning_cp.engine.kernels.select import _KERNELS, select_kernel
 from lightning_cp.engine.merge import NEVER
+from lightning_cp.engine.plan import build_plan
+from lightning_cp.layout import build_layout
+from lightning_cp.mask import Mask
 from tests.engine.cases import (
     ALL_KERNELS,
     KERNELS,
@@ -291,3 +296,18 @@ def test_a_gpu_or_a_build_that_cannot_is_refused(gpu, monkeypatch):
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="kernel='magic' is unknown. Use one of 'auto', 'cpu'"):
         select_kernel("magic", on_cpu())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_writes_out_no_large_tile(causal, monkeypatch):
+    kernel = ReferenceKernel()
+    monkeypatch.setattr(ReferenceKernel, "largest_tile", 16)
+    q, k, v = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(3))
+    layout = build_layout("contiguous", seq_len=70, cp_size=1)
+    bounds = Mask(causal=causal).bounds(70)
+    plan = build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=2)
+    block = plan.sole_block
+    assert all(tile.query.size <= 16 and tile.keys.size <= 16 for tile in kernel.tiles(block, None))
+    out, _ = kernel.forward(q, k, v, None, block, Scores(0.3))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    torch.testing.assert_close(out, expected)

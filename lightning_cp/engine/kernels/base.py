@@ -7,6 +7,7 @@ up. `TiledKernel` serves kernels that know dense rectangles only.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from lightning_cp.engine.merge import Softmax, Sum, merge_
 from lightning_cp.engine.plan import Block, PlacedTile
-from lightning_cp.mask import Bounds, IntArray
+from lightning_cp.mask import Bounds, IntArray, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +243,27 @@ def _is_whole(tiles: tuple[PlacedTile, ...], q: Tensor, k: Tensor) -> bool:
         and tiles[0].batch == slice(None)
         and (tiles[0].query.size, tiles[0].keys.size) == (q.shape[2], k.shape[2])
     )
+
+
+def cut_tile(tile: PlacedTile, size: int) -> Iterator[PlacedTile]:
+    """Cut a whole or causal tile into squares of ``size``; masked ones are small already."""
+    if tile.kind == "masked":
+        yield tile
+        return
+    for row in range(0, tile.query.size, size):
+        for column in range(0, tile.keys.size, size):
+            if tile.kind == "causal" and column > row:
+                continue
+            on_diagonal = tile.kind == "causal" and column == row
+            height = min(size, tile.query.size - row)
+            width = min(size, tile.keys.size - column)
+            query, keys = tile.query.start + row, tile.keys.start + column
+            rows, columns = tile.rows.start + row, tile.columns.start + column
+            yield PlacedTile(
+                Range(query, query + height),
+                Range(keys, keys + width),
+                "causal" if on_diagonal else "full",
+                tile.batch,
+                slice(rows, rows + height),
+                slice(columns, columns + width),
+            )

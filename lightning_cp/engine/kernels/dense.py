@@ -6,15 +6,20 @@ bias makes of a tile is computed by the reference, in float32. Read next: `flash
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask, same_dim
+from lightning_cp.engine.kernels.base import (
+    Request,
+    Scores,
+    TiledKernel,
+    TileMask,
+    cut_tile,
+    same_dim,
+)
 from lightning_cp.engine.kernels.reference import ReferenceKernel
 from lightning_cp.engine.plan import Block, PlacedTile
-from lightning_cp.mask import Range
 
 _reference = ReferenceKernel()
 
@@ -82,7 +87,7 @@ class DenseKernel(TiledKernel):
         tiles = super().tiles(block, bias)
         if bias is None:
             return tiles
-        return tuple(part for tile in tiles for part in _cut(tile, self.tile_size))
+        return tuple(part for tile in tiles for part in cut_tile(tile, self.tile_size))
 
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
@@ -117,30 +122,6 @@ class DenseKernel(TiledKernel):
             dout, q, k, v, out, lse.contiguous(), causal=mask.is_causal, scale=scores.scale
         )
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
-
-
-def _cut(tile: PlacedTile, size: int) -> Iterator[PlacedTile]:
-    """Cut a whole or causal tile into squares of ``size``; masked ones are small already."""
-    if tile.kind == "masked":
-        yield tile
-        return
-    for row in range(0, tile.query.size, size):
-        for column in range(0, tile.keys.size, size):
-            if tile.kind == "causal" and column > row:
-                continue
-            on_diagonal = tile.kind == "causal" and column == row
-            height = min(size, tile.query.size - row)
-            width = min(size, tile.keys.size - column)
-            query, keys = tile.query.start + row, tile.keys.start + column
-            rows, columns = tile.rows.start + row, tile.columns.start + column
-            yield PlacedTile(
-                Range(query, query + height),
-                Range(keys, keys + width),
-                "causal" if on_diagonal else "full",
-                tile.batch,
-                slice(rows, rows + height),
-                slice(columns, columns + width),
-            )
 
 
 def _aligned(x: Tensor) -> Tensor:

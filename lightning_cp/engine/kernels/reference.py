@@ -7,8 +7,9 @@ Half precisions are computed in float32. Slow, and exact wherever torch runs.
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask
+from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask, cut_tile
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
+from lightning_cp.engine.plan import Block, PlacedTile
 
 
 class ReferenceKernel(TiledKernel):
@@ -16,10 +17,17 @@ class ReferenceKernel(TiledKernel):
 
     name = "reference"
     tile_size = 512
+    # Scores of a tile are written out: whole tiles are cut too, or long rows would not fit.
+    largest_tile = 1024
 
     def refuse(self, request: Request) -> str | None:
         """Refuse nothing."""
         return None
+
+    def tiles(self, block: Block, bias: Tensor | None) -> tuple[PlacedTile, ...]:
+        """Return tiles none of which is large."""
+        tiles = super().tiles(block, bias)
+        return tuple(part for tile in tiles for part in cut_tile(tile, self.largest_tile))
 
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
