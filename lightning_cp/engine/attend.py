@@ -22,7 +22,7 @@ from lightning_cp.collectives import Transport, nothing
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of
 from lightning_cp.engine.exchange import KeyValues, fetch, give_back
-from lightning_cp.engine.kernels.base import Kernel, Scores
+from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Scores
 from lightning_cp.engine.merge import (
     NEVER,
     Softmax,
@@ -136,7 +136,8 @@ def _gradients(
         lse = torch.where(lse == NEVER, float("inf"), lse)
     if needs_q or needs_k or needs_v:
         keys = needs_k or needs_v
-        dq, dk, dv = _backward(dout, q, k, v, bias, out, lse, call, return_keys=keys)
+        given = BackwardInputs(dout, q, k, v, out, lse)
+        dq, dk, dv = _backward(given, bias, call, return_keys=keys)
     if needs_sinks and sinks is not None:
         dsinks = sink_gradient(dout, out, lse, sinks)
     return dq, dk, dv, dsinks
@@ -167,20 +168,12 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    *,
-    return_keys: bool,
+    given: BackwardInputs, bias: Tensor | None, call: Call, *, return_keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, lse = given
     sole = call.plan.sole_block
     if sole is not None:
-        parts = call.kernel.backward(dout, q, k, v, bias, out, lse, sole, call.scores)
+        parts = call.kernel.backward(given, bias, sole, call.scores)
         return parts[0].to(q.dtype), parts[1].to(k.dtype), parts[2].to(v.dtype)
     dtype = accumulation_dtype(q.dtype)
     dq, dkv = Sum(q), (Sum(k), Sum(v))
@@ -190,13 +183,16 @@ def _backward(
             found = buffer.zeros(buffer.num_tokens, dtype)
         else:
             heads, rows = _query_heads(stage, q, k), stage.block.rows
-            dq_part, *dkv_part = call.kernel.backward(
+            part = BackwardInputs(
                 _of(dout, heads, rows),
                 _of(q, heads, rows),
                 *buffer,
-                None if bias is None else _bias_of(bias, heads, rows),
                 _of(out, heads, rows),
                 _of(lse, heads, rows),
+            )
+            dq_part, *dkv_part = call.kernel.backward(
+                part,
+                None if bias is None else _bias_of(bias, heads, rows),
                 stage.block,
                 call.scores,
             )
@@ -205,9 +201,9 @@ def _backward(
         if not return_keys:
             continue
         if stage.is_alone:
-            part = (slice(None), slice(*stage.heads))
-            dkv[0].add(part, found.keys)
-            dkv[1].add(part, found.values)
+            own = (slice(None), slice(*stage.heads))
+            dkv[0].add(own, found.keys)
+            dkv[1].add(own, found.values)
         else:
             # A kernel may return any precision, another one on each rank; the wire has one.
             found = KeyValues(*(x.to(dtype) for x in found))

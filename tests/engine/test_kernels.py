@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine.kernels.base import Request, Scores
+from lightning_cp.engine.kernels.base import BackwardInputs, Request, Scores
 from lightning_cp.engine.kernels.dense import DenseKernel
 from lightning_cp.engine.kernels.reference import ReferenceKernel
 from lightning_cp.engine.kernels.select import _KERNELS, select_kernel
@@ -93,7 +93,8 @@ class DenseOnCpu(DenseKernel):
         self._check(q, k, v, causal=causal)
         return FORWARD(q, k, v, 0.0, causal, scale=scale)
 
-    def rectangle_backward(self, dout, q, k, v, out, lse, *, causal, scale):
+    def rectangle_backward(self, given, *, causal, scale):
+        dout, q, k, v, out, lse = given
         self._check(q, k, v, out, dout, causal=causal)
         assert lse.is_contiguous()
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
@@ -168,7 +169,7 @@ def test_ops_of_the_gpu_exist_and_take_what_they_are_given(name, causal):
     k = torch.empty(2, 2, 256, 64, dtype=torch.bfloat16, device="meta")
     out, lse = kernel.rectangle_forward(q, k, k, **how)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 256), torch.float32)
-    grads = kernel.rectangle_backward(out, q, k, k, out, lse, **how)
+    grads = kernel.rectangle_backward(BackwardInputs(out, q, k, k, out, lse), **how)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 

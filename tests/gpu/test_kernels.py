@@ -14,7 +14,7 @@ import torch
 from lightning_cp import Mask, attention, context
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.engine.attend import attend
-from lightning_cp.engine.kernels.base import Request, Scores
+from lightning_cp.engine.kernels.base import BackwardInputs, Request, Scores
 from lightning_cp.engine.kernels.cudnn import CudnnKernel
 from lightning_cp.engine.kernels.dense import DenseKernel
 from lightning_cp.engine.kernels.select import select_kernel
@@ -95,7 +95,8 @@ def run(kernel, case, inputs=None):
     out, lse = kernel.forward(q, inputs.k, inputs.v, bias, block, scores)
     out = out.to(q.dtype)
     sure = torch.where(lse == NEVER, float("inf"), lse)
-    grads = kernel.backward(dout, q, inputs.k, inputs.v, bias, out, sure, block, scores)
+    given = BackwardInputs(dout, q, inputs.k, inputs.v, out, sure)
+    grads = kernel.backward(given, bias, block, scores)
     named = zip(("dq", "dk", "dv"), (x.to(q.dtype) for x in grads), strict=True)
     return {"out": out, "lse": lse, **dict(named)}
 
@@ -226,7 +227,8 @@ def test_plans_that_others_made_for_another_layout_are_not_used(kernel):
         *theirs, unused, unused, None, None, None, 384, 384, 0.0, True, scale=how["scale"]
     )
     for changed in (lambda x: x, as_tokens_first):
-        found = kernel.rectangle_backward(changed(dout), q, k, v, changed(out), lse, **how)
+        given = BackwardInputs(changed(dout), q, k, v, changed(out), lse)
+        found = kernel.rectangle_backward(given, **how)
         for ours, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, other, rtol=1e-2, atol=1e-2)
 
@@ -242,11 +244,11 @@ def test_queries_whose_lse_is_infinite_take_no_part_in_backward(kernel, dtype, c
     blind = torch.zeros(256, dtype=torch.bool, device=CUDA)
     blind[[0, 5, 64, 65, 200, 255]] = True
     infinite = lse.masked_fill(blind, float("inf"))
-    dq, dk, dv = kernel.rectangle_backward(dout, q, k, v, out, infinite, **how)
+    dq, dk, dv = kernel.rectangle_backward(BackwardInputs(dout, q, k, v, out, infinite), **how)
     assert not dq[:, :, blind].any()
     # The same from queries whose output nobody asks about.
     silent = dout.masked_fill(blind[:, None], 0.0)
-    wanted = kernel.rectangle_backward(silent, q, k, v, out, lse, **how)
+    wanted = kernel.rectangle_backward(BackwardInputs(silent, q, k, v, out, lse), **how)
     for found, other in zip((dq, dk, dv), wanted, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-2, atol=1e-2)
 

@@ -9,7 +9,7 @@ up. `TiledKernel` serves kernels that know dense rectangles only.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,26 @@ class Request:
     head_dim: int
 
 
+class BackwardInputs(NamedTuple):
+    """What backward starts from; out and lse are those of the whole softmax.
+
+    Queries that see nothing at all come with lse = +inf, which makes their weights 0.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def part(self, batch: slice, rows: slice, columns: slice) -> "BackwardInputs":
+        """Return what one tile needs."""
+        dout, q, k, v, out, lse = self
+        query, keys = (batch, slice(None), rows), (batch, slice(None), columns)
+        return BackwardInputs(dout[query], q[query], k[keys], v[keys], out[query], lse[query])
+
+
 class Kernel(Protocol):
     """Computes blocks. Shapes: q [B, H, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]; K divides H.
 
@@ -68,21 +88,9 @@ class Kernel(Protocol):
         """Return out [B, H, Lq, Dv] and lse [B, H, Lq] of this block alone."""
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scores: Scores,
+        self, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's part of dq, dk, dv, given the out and lse of the whole softmax.
-
-        Queries that see nothing at all come with lse = +inf, which makes their weights 0.
-        """
+        """Return this block's part of dq, dk, dv."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +179,7 @@ class TiledKernel(ABC):
 
     @abstractmethod
     def tile_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: TileMask,
-        scores: Scores,
+        self, given: BackwardInputs, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a tile's part of dq, dk, dv."""
 
@@ -201,35 +201,19 @@ class TiledKernel(ABC):
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scores: Scores,
+        self, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute tile after tile and add them up."""
+        _, q, k, v, *_ = given
         tiles = self.tiles(block, bias)
         if _is_whole(tiles, q, k):
             mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
-            return self.tile_backward(dout, q, k, v, out, lse, mask, scores)
+            return self.tile_backward(given, mask, scores)
         dq, dk, dv = (Sum(x).running() for x in (q, k, v))
         for tile in tiles:
             batch, rows, columns = tile.batch, tile.rows, tile.columns
-            part = self.tile_backward(
-                dout[batch, :, rows],
-                q[batch, :, rows],
-                k[batch, :, columns],
-                v[batch, :, columns],
-                out[batch, :, rows],
-                lse[batch, :, rows],
-                TileMask(tile, block.bounds, _tile_bias(bias, tile), q.device),
-                scores,
-            )
+            mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), q.device)
+            part = self.tile_backward(given.part(batch, rows, columns), mask, scores)
             dq[batch, :, rows] += part[0]
             dk[batch, :, columns] += part[1]
             dv[batch, :, columns] += part[2]

@@ -8,7 +8,14 @@ mask leaves empty returns lse 0; head dims of keys and values must be equal; a m
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask, same_dim
+from lightning_cp.engine.kernels.base import (
+    BackwardInputs,
+    Request,
+    Scores,
+    TiledKernel,
+    TileMask,
+    same_dim,
+)
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -43,17 +50,10 @@ class CpuKernel(TiledKernel):
         return (out[..., :value_dim], lse) if dim > value_dim else (out, lse)
 
     def tile_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: TileMask,
-        scores: Scores,
+        self, given: BackwardInputs, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward on one tile."""
+        dout, q, k, v, out, lse = given
         dim, value_dim = q.shape[-1], v.shape[-1]
         bias, _ = _bias(mask, q)
         if dim != value_dim:

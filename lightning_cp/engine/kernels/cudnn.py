@@ -9,7 +9,7 @@ v only, so that out and dout must come in one layout always.
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.kernels.base import Request
+from lightning_cp.engine.kernels.base import BackwardInputs, Request
 from lightning_cp.engine.kernels.flash import FlashKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -73,20 +73,12 @@ class CudnnKernel(FlashKernel):
         return out, lse.squeeze(-1)
 
     def rectangle_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, given: BackwardInputs, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward."""
+        dout, q, k, v, out, lse = given
         if not self.is_worth_a_plan(q, k):
-            return super().rectangle_backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+            return super().rectangle_backward(given, causal=causal, scale=scale)
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _backward(
             _laid_out_like(q, dout),

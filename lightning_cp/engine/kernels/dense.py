@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.engine.kernels.base import (
+    BackwardInputs,
     Request,
     Scores,
     TiledKernel,
@@ -69,16 +70,7 @@ class DenseKernel(TiledKernel):
 
     @abstractmethod
     def rectangle_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, given: BackwardInputs, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a rectangle's part of dq, dk, dv; lse is contiguous."""
 
@@ -101,26 +93,18 @@ class DenseKernel(TiledKernel):
         return out[..., :value_dim], lse
 
     def tile_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: TileMask,
-        scores: Scores,
+        self, given: BackwardInputs, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Differentiate a rectangle by the op, anything else by the reference."""
         if not (mask.is_full or mask.is_causal):
-            return _reference.tile_backward(dout, q, k, v, out, lse, mask, scores)
+            return _reference.tile_backward(given, mask, scores)
+        dout, q, k, v, out, lse = given
         dim, value_dim = q.shape[-1], v.shape[-1]
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         q, k, v, out, dout = (_aligned(x) for x in same_dim(q, k, v, out, dout, multiple=8))
         # The ops read lse as if it were contiguous, without looking.
-        dq, dk, dv = self.rectangle_backward(
-            dout, q, k, v, out, lse.contiguous(), causal=mask.is_causal, scale=scores.scale
-        )
+        aligned = BackwardInputs(dout, q, k, v, out, lse.contiguous())
+        dq, dk, dv = self.rectangle_backward(aligned, causal=mask.is_causal, scale=scores.scale)
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
 

@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.kernels.base import Request
+from lightning_cp.engine.kernels.base import BackwardInputs, Request
 from lightning_cp.engine.kernels.dense import DenseKernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -36,18 +36,10 @@ class FlashKernel(DenseKernel):
         return out, lse
 
     def rectangle_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, given: BackwardInputs, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward."""
+        dout, q, k, v, out, lse = given
         no_dropout = q.new_empty(0)
         dq, dk, dv = _backward(
             dout,

@@ -7,7 +7,14 @@ Half precisions are computed in float32. Slow, and exact wherever torch runs.
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.kernels.base import Request, Scores, TiledKernel, TileMask, cut_tile
+from lightning_cp.engine.kernels.base import (
+    BackwardInputs,
+    Request,
+    Scores,
+    TiledKernel,
+    TileMask,
+    cut_tile,
+)
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
 from lightning_cp.engine.plan import Block, PlacedTile
 
@@ -41,17 +48,10 @@ class ReferenceKernel(TiledKernel):
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def tile_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: TileMask,
-        scores: Scores,
+        self, given: BackwardInputs, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Differentiate, with weights made from the whole softmax's lse."""
+        dout, q, k, v, out, lse = given
         dout, out = _grouped(dout, k), _grouped(out, k)
         q, k, v = _grouped(q, k), _raised(k), _raised(v)
         logits, slope = _logits(q, k, mask, scores)
