@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all conformance lint bench clean
 
 demo: .venv/.installed
 	$(BIN)/python -m recipes.demo
@@ -13,6 +13,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" --durations=20
+
+# Lightning's own tests: LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
+conformance: .venv/.installed-dev
+	$(BIN)/python -m tests.conformance $(LIGHTNING_TESTS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

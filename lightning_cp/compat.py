@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import checkpoint
 
 P = ParamSpec("P")
@@ -55,6 +56,37 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the ranks of several axes as one axis, and let the root mesh know its name."""
     return mesh._flatten(name)
+
+
+def reduce_unused_parameters(module: FSDPModule) -> None:
+    """Let ranks that did not use a parameter take part in its reduction with a gradient of 0.
+
+    FSDP2 leaves such parameters out, on that rank only, and then sums what does not belong
+    together: with experts that no token of this rank was sent to, for example. 2.13 has a setting
+    for it; before, what runs after a group's backward is given the zeros.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    state: Any = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is not None and not hasattr(group, "fills_unused"):
+            group.post_backward, group.fills_unused = _filling(group), True
+
+
+def _filling(group: Any) -> Callable[..., Any]:
+    original = group.post_backward
+
+    def post_backward(*args: Any) -> Any:
+        for held in group.fsdp_params if group.is_unsharded else ():
+            whole = getattr(held, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad or whole.grad is not None:
+                continue
+            if held.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        return original(*args)
+
+    return post_backward
 
 
 def tensor_version(x: Tensor) -> int | None:

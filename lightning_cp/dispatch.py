@@ -58,6 +58,9 @@ class _Dispatch(TorchFunctionMode):
             return _attend_multi_head(*args, **kwargs)
         if kind == "checkpoint":
             return _call_outside(func, *args, **kwargs)
+        if kind == "mixing":
+            _check_mixing(func.__name__, args, kwargs)
+            return func(*args, **kwargs)
         raise RuntimeError(
             f"{func.__name__}() was called inside a step: it would see only this rank's tokens. "
             "Call F.scaled_dot_product_attention or lightning_cp.attention, or declare the module "
@@ -82,9 +85,40 @@ def _kind(func: Callable[..., Any]) -> str:
         hides = isinstance(func, HigherOrderOperator) and name in _HIDING
         if hides or any(part in name for part in ("attention", "attn", "_encoder_layer_fwd")):
             _kinds[func] = "unknown attention"
+        elif name in _MIXING:
+            _kinds[func] = "mixing"
         else:
             _kinds[func] = "checkpoint" if name == "tag_activation_checkpoint" else "other"
     return _kinds[func]
+
+
+# What carries information from token to token besides attention.
+_MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
+
+
+@outside_graphs
+def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse convolutions and recurrences along this rank's tokens, and statistics over them."""
+    step = context.current()
+    if step is None or step.cp_size == 1:
+        return
+    x = kwargs.get("input", args[0] if args else None)
+    if not isinstance(x, Tensor):
+        return
+    local_len, hidden = step.layout.local_len, False
+    if name == "conv1d":
+        width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
+        hidden = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
+    elif name == "batch_norm":
+        hidden = bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    else:
+        hidden = local_len in x.shape[:-1]
+    if hidden:
+        raise RuntimeError(
+            f"{name}() was called inside a step on a tensor of shape {tuple(x.shape)}: it mixes "
+            f"tokens, and sees only the {local_len} of this rank. It is not supported yet; if it "
+            "does not run along the sequence, declare it with cp.unsharded(module)."
+        )
 
 
 # What they call runs without the mode, and may be attention.

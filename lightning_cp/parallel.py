@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -100,7 +101,7 @@ class ContextParallel:
         self._groups = build_groups(mesh, data=data, timeout=timeout)
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
-        self._num_batches = 0
+        self._num_batches = {True: 0, False: 0}  # in training, in evaluation
 
     @property
     def cp_size(self) -> int:
@@ -161,8 +162,8 @@ class ContextParallel:
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
         groups, problem, fingerprint = self._groups, None, batches.Fingerprint()
-        compare = self._num_batches < self.check_batches
-        self._num_batches += 1
+        compare = self._num_batches[training] < self.check_batches
+        self._num_batches[training] += 1
         try:
             opened, local = self._cut(batch, training, groups)
             fingerprint = batches.build_fingerprint(batch, values=compare)
@@ -259,6 +260,9 @@ class ContextParallel:
             return type(output)(*(self._whole(value, "", step) for value in output))
         if isinstance(output, list | tuple):
             return type(output)(self._whole(value, "", step) for value in output)
+        if is_dataclass(output) and not isinstance(output, type):
+            values = {f.name: getattr(output, f.name) for f in fields(output) if f.init}
+            return replace(output, **{k: self._whole(v, k, step) for k, v in values.items()})
         return output
 
     def _whole_tensor(self, x: Tensor, name: str, step: Step) -> Tensor:
@@ -267,15 +271,44 @@ class ContextParallel:
             dim = self.sequence_dims[name]
             return x if dim is None else self.unshard(x, dim)
         if x.dim() > 1 and x.shape[:2] == (step.batch_size, local_len):
-            return self.unshard(x, 1)
-        if step.cp_size > 1 and local_len > 1 and local_len in x.shape:
+            # [batch, features] may look like it; but then it is the same on every rank.
+            features = x.dim() == 2 and x.is_floating_point() and self._is_same(x)
+            return x if features else self.unshard(x, 1)
+        flat = step.batch_size * local_len
+        if step.cp_size > 1 and local_len > 1 and not {local_len, flat}.isdisjoint(x.shape):
             raise ValueError(
                 f"A model or predict_step() returned a tensor of shape {tuple(x.shape)}, one of "
-                f"whose dims is as long as this rank's {local_len} tokens, but rows come back "
-                "whole only from [batch, tokens, ...]. Return it so, or return a dict and say "
+                f"whose dims is as long as this rank's {local_len} tokens per row, but rows come "
+                "back whole only from [batch, tokens, ...]. Return it so, or return a dict and say "
                 "where its sequence lies: sequence_dims={'key': dim}, None to leave it."
             )
         return x
+
+    def _is_same(self, x: Tensor) -> bool:
+        """Say whether all ranks that share rows hold the same numbers."""
+        context = self._groups.context
+        if context.size == 1:
+            return False
+        every = x.new_empty(context.size, *x.shape)
+        context.all_gather(every, x.contiguous())()
+        return all(torch.equal(part, x) for part in every)
+
+    def check_same(self, loss: Tensor) -> None:
+        """Refuse, while batches are still compared, a loss that ranks disagree about."""
+        if self._num_batches[True] > self.check_batches:
+            return
+        seen = loss.detach().double().reshape(1).to(self._groups.context.device)
+        for transport in (self._groups.context, self._groups.data):
+            values = seen.new_empty(transport.size, *seen.shape)
+            transport.all_gather(values, seen)()
+            seen = torch.stack(values.nan_to_num().aminmax())
+        lowest, highest = seen.tolist()
+        if lowest != highest:
+            raise ValueError(
+                f"The loss is not the same on all ranks, but between {lowest} and {highest}: a "
+                "part of it is computed from this rank's tokens alone. Use token_mean() for cross "
+                "entropy, and global_mean(total, count) from lightning_cp.loss for other terms."
+            )
 
     def same_rows(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return, on every data rank, the batch of the first."""

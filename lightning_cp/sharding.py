@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.compat import reduce_unused_parameters
+
 ParameterSharding = Literal["full", "none"]
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
@@ -73,10 +75,39 @@ def shard_parameters(
         )
     # Blocks inside blocks come first: FSDP2 takes the innermost for itself.
     units = list(dict.fromkeys([*reversed(blocks), *roots]))
+    _check_ties(owner, units)
+    # FSDP2 keeps a root gathered from forward to backward; blocks that lie directly under the
+    # owner are all roots, and nothing would be saved.
+    reshard_roots = True if len(roots) > 1 else None
     for unit in units:
         _fill(owner, unit, device)
         _share_weights(unit, device)
-        fully_shard(unit, mesh=mesh, mp_policy=_policy(unit))
+        fully_shard(unit, mesh=mesh, mp_policy=_policy(unit), reshard_after_forward=reshard_roots)
+
+
+def _check_ties(owner: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Refuse a weight that two units share: each would get one of its own."""
+    homes: dict[int, tuple[nn.Module, str]] = {}
+    names = {module: name for name, module in owner.named_modules()}
+    for unit in units:
+        for module in _own(unit, others=units):
+            for name, parameter in module.named_parameters(recurse=False):
+                here = f"{names[module]}.{name}"
+                home, there = homes.setdefault(id(parameter), (unit, here))
+                if home is not unit:
+                    raise ValueError(
+                        f"`{there}` and `{here}` are one weight, but lie in modules that are "
+                        "gathered apart, which would make two of it. Put both into one submodule "
+                        "with a forward(), or shard them together in configure_model(): "
+                        "fully_shard([a, b], mesh=self.trainer.strategy.shard_mesh)."
+                    )
+
+
+def prepare_reduction(owner: nn.Module) -> None:
+    """Keep ranks together where they do not use the same parameters, as with routed experts."""
+    for part in owner.modules():
+        if isinstance(part, FSDPModule):
+            reduce_unused_parameters(part)
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
@@ -113,8 +144,14 @@ def find_blocks(root: nn.Module, shard_modules: Sequence[str] | None = None) -> 
 
 
 def _list_items(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the items of the outermost lists of modules."""
-    for child in module.children():
+    """Yield the items of the outermost lists of modules.
+
+    Lists of experts are left to what holds them: a rank whose tokens need none of an expert does
+    not call it, and the others would wait for it.
+    """
+    for name, child in module.named_children():
+        if "expert" in name:
+            continue
         if isinstance(child, nn.ModuleList):
             for item in child:
                 if not isinstance(item, _CONTAINERS) and any(True for _ in item.parameters()):
@@ -129,13 +166,14 @@ def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _own(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a unit that no inner unit has taken."""
+def _own(unit: nn.Module, others: Sequence[nn.Module] = ()) -> Iterator[nn.Module]:
+    """Yield the modules of a unit that no inner unit has taken, or will take."""
     stack = [unit]
     while stack:
         module = stack.pop()
         yield module
-        stack += [m for m in reversed(list(module.children())) if not isinstance(m, FSDPModule)]
+        children = reversed(list(module.children()))
+        stack += [m for m in children if not isinstance(m, FSDPModule) and m not in others]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -200,14 +238,17 @@ def _share_weights(unit: nn.Module, device: torch.device) -> None:
     seen: set[int] = set()
     with torch.no_grad():
         for module in _own(unit):
-            for _, _, x in _tensors(module):
+            for home, name, x in _tensors(module):
                 if id(x) in seen:
                     continue
                 seen.add(id(x))
                 staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
                 # As bytes: not every backend knows every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), 0)
-                x.copy_(staged)
+                if 0 in x.stride():  # expanded: several places in one memory
+                    home[name] = staged
+                else:
+                    x.copy_(staged)
 
 
 def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:

@@ -6,10 +6,10 @@ Knows Lightning, and nothing about attention: each of its hooks opens or re-ente
 """
 
 import inspect
-import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp import context
@@ -58,6 +59,7 @@ from lightning_cp.sharding import (
     check_parameter_sharding,
     check_sharding,
     is_sharded,
+    prepare_reduction,
     reshard,
     set_gradient_reduction,
     shard_parameters,
@@ -65,7 +67,7 @@ from lightning_cp.sharding import (
 
 PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
-_logger = logging.getLogger("lightning_cp")
+Sync = Literal["never", "epoch", "always"]
 
 
 class ContextParallelStrategy(ModelParallelStrategy):
@@ -184,6 +186,15 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "configure_model() or later."
             )
         return self._shard_mesh
+
+    @property
+    def gradient_window(self) -> GradientWindow:
+        """Return what weighs microbatches by their tokens, for manual optimization.
+
+        ``self.manual_backward(loss * window.weigh())`` for each, then, before clipping and
+        stepping, ``window.finish(self.parameters())``. Automatic optimization does so by itself.
+        """
+        return self._window
 
     @property
     def context_parallel_size(self) -> int:
@@ -316,6 +327,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 shard_modules=self._shard_modules,
                 device=self.root_device,
             )
+        prepare_reduction(self.model)
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -324,7 +336,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._window = GradientWindow()
-        _finish_before_clipping(self.precision_plugin, self._finish_gradients)
 
     def _keep_out_of_inference_mode(self, trainer: Trainer) -> None:
         """Keep what FSDP2 gathers usable: training cannot use tensors made in inference mode."""
@@ -336,6 +347,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         for handle in self._handles:
             handle.undo()
         self._handles = []
+        if self.lightning_module is not None:  # after an error a root may still be gathered
+            reshard(self.lightning_module)
         super().teardown()
 
     # ---------------------------------------------------------------- data
@@ -358,13 +371,15 @@ class ContextParallelStrategy(ModelParallelStrategy):
         lengths: list[int] = [0] * self.world_size
         dist.all_gather_object(lengths, length)
         if len(set(lengths)) > 1:
-            raise ValueError(
-                f"The ranks have loaders of different lengths ({sorted(set(lengths))} batches), "
-                "but hold each other's weights and must take the same number of steps. Make the "
-                "number of rows a multiple of data_parallel_size * batch_size = "
-                f"{self.data_parallel_size} * {batch_size}, or use "
-                "data_parallel_size=1, or parameter_sharding='none'."
-            )
+            raise self._uneven(sorted(set(lengths)), f" = {self.data_parallel_size} * {batch_size}")
+
+    def _uneven(self, lengths: list[int], product: str) -> ValueError:
+        return ValueError(
+            f"The ranks have loaders of different lengths ({lengths} batches), but must take the "
+            "same number of steps: they hold each other's weights, or gradients. Make the number "
+            f"of rows a multiple of data_parallel_size * batch_size{product}, or use "
+            "data_parallel_size=1 (for evaluation also parameter_sharding='none')."
+        )
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -385,7 +400,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         with self.context_parallel.step(batch, training=True) as local:
             self._step = context.current()
             self._num_labels = _count_labels(local)
-            with _token_weighted_logs(module, self._step, sync=False):
+            with _token_weighted_logs(module, self._step, sync="never"):
                 output = super().training_step(local, *args, **kwargs)
             if module.automatic_optimization:
                 return self._checked(output)
@@ -402,7 +417,10 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def _evaluate(self, step_fn: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.context_parallel.step(batch, training=False) as local:
             self._step = context.current()
-            with _token_weighted_logs(self._module(), self._step, sync=True):
+            # Loaders may be uneven where parameters are whole: a step must not wait for others.
+            even = self._parameter_sharding == "full" or self.data_parallel_size == 1
+            sync: Sync = "always" if even else "epoch"
+            with _token_weighted_logs(self._module(), self._step, sync=sync):
                 return step_fn(local, *args, **kwargs)
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -421,20 +439,39 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "backward() was called without a training step before it. Call "
                 "self.manual_backward(loss) inside training_step()."
             )
-        if not module.automatic_optimization:
+        if module.automatic_optimization:  # Lightning has divided by the number of batches
+            weight = self._window.weigh(step) * self._trainer().accumulate_grad_batches
+            dtype = torch.promote_types(closure_loss.dtype, torch.float32)
+            closure_loss = closure_loss * weight.to(dtype)
+        else:  # the user's own arithmetic, as on one process
             closure_loss = self._checked(closure_loss)
-        weight = self._window.weigh(step)
-        if module.automatic_optimization:  # Lightning has divided by it
-            weight = weight * self._trainer().accumulate_grad_batches
-        dtype = torch.promote_types(closure_loss.dtype, torch.float32)
         with reenter(step):
-            return super().backward(closure_loss * weight.to(dtype), optimizer, *args, **kwargs)
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def on_train_start(self) -> None:
+        """Refuse loaders of different lengths: the longer ones would wait for the others."""
+        super().on_train_start()
+        lengths: list[Any] = [None] * self.world_size
+        dist.all_gather_object(lengths, self._trainer().num_training_batches)
+        if len(set(lengths)) > 1:
+            raise self._uneven(sorted(set(lengths)), "")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start a window where Lightning sets gradients to zero."""
+        super().on_train_batch_start(batch, batch_idx)
+        starts = batch_idx % self._trainer().accumulate_grad_batches == 0
+        if starts and self._module().automatic_optimization:
+            self._window = GradientWindow()
 
     def _checked(self, output: Any) -> Any:
         """Refuse a loss that we did not make, unless it is said what it is."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         step = self._step
-        if step is None or step.losses or not isinstance(loss, Tensor):
+        if step is None or not isinstance(loss, Tensor):
+            return output
+        if step.losses:
+            if step.cp_size == self.context_parallel_size:  # not while verifying on whole rows
+                self.context_parallel.check_same(loss)
             return output
         if self._loss == "auto":
             raise ValueError(
@@ -510,7 +547,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
             return loss
 
         mixed = self.precision_plugin.precision == "bf16-mixed"  # autocast is our own affair
-        with _no_logs(module):
+        devices = [self.root_device] if self.root_device.type == "cuda" else []
+        with _no_logs(module), _kept_metrics(module), torch.random.fork_rng(devices):
             return verify(
                 module,
                 batch,
@@ -550,13 +588,11 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
         def exact() -> Any:
             result = closure()
-            self._finish_gradients()
+            if self._module().automatic_optimization:
+                self._window.finish(self._module().parameters())
             return result
 
         return super().optimizer_step(optimizer, exact, model, **kwargs)
-
-    def _finish_gradients(self) -> None:
-        self._window.finish(self._module().parameters())
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -682,7 +718,19 @@ def _no_logs(module: LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def _token_weighted_logs(module: LightningModule, step: Step | None, sync: bool) -> Iterator[None]:
+def _kept_metrics(module: LightningModule) -> Iterator[None]:
+    """Put the states of metrics back as they were."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    before = [deepcopy(metric.__dict__) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, state in zip(metrics, before, strict=True):
+            metric.__dict__.update(state)
+
+
+@contextmanager
+def _token_weighted_logs(module: LightningModule, step: Step | None, sync: Sync) -> Iterator[None]:
     """Let `self.log` weigh a loss of token_mean() by its tokens in the mean over an epoch.
 
     Lightning weighs by rows, which is another number wherever rows have different numbers of
@@ -691,18 +739,21 @@ def _token_weighted_logs(module: LightningModule, step: Step | None, sync: bool)
     Args:
         module: whose `log` is called.
         step: whose losses are recognised.
-        sync: whether an epoch's mean is taken over the data axis too.
+        sync: when the mean is taken over the data axis too.
     """
-    log = module.log
+    log, signature = module.log, inspect.signature(module.log)
 
-    def weighted(name: str, value: Any, *args: Any, **options: Any) -> None:
-        mark = _mark_of(value, step)
-        if mark is not None and not args and options.get("reduce_fx", "mean") == "mean":
-            if options.get("batch_size") is None:
-                options["batch_size"] = mark
-            if sync and not options.get("on_step"):
-                options["sync_dist"] = True
-        log(name, value, *args, **options)
+    def weighted(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        num_tokens = _num_tokens_of(options["value"], step)
+        if num_tokens is not None and options["reduce_fx"] == "mean":
+            if options["batch_size"] is None:
+                options["batch_size"] = num_tokens
+            wanted = sync == "always" or (sync == "epoch" and not options["on_step"])
+            options["sync_dist"] = options["sync_dist"] or wanted
+        log(*call.args, **call.kwargs)
 
     module.log = weighted  # type: ignore[method-assign]
     try:
@@ -711,7 +762,7 @@ def _token_weighted_logs(module: LightningModule, step: Step | None, sync: bool)
         del module.log
 
 
-def _mark_of(value: Any, step: Step | None) -> Tensor | None:
+def _num_tokens_of(value: Any, step: Step | None) -> Tensor | None:
     """Return over how many tokens a logged value is the mean, if it is a loss of the step."""
     if not isinstance(value, Tensor) or step is None:
         return None
@@ -719,17 +770,6 @@ def _mark_of(value: Any, step: Step | None) -> Tensor | None:
         if mark.value.data_ptr() == value.data_ptr():
             return mark.num_tokens
     return None
-
-
-def _finish_before_clipping(precision: Any, finish: Callable[[], None]) -> None:
-    """Make gradients true before they are clipped, also when a manual step clips them itself."""
-    clip = type(precision).clip_gradients
-
-    def exact(*args: Any, **kwargs: Any) -> None:
-        finish()
-        clip(precision, *args, **kwargs)
-
-    precision.clip_gradients = exact
 
 
 def _asked_weights_only() -> bool | None:

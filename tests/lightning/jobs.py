@@ -104,7 +104,7 @@ class Module(LightningModule):
 
 
 class ManualModule(Module):
-    """The same by manual optimization, accumulating and clipping by hand."""
+    """The same by manual optimization, weighing, accumulating and clipping by hand."""
 
     def __init__(self, *, accumulate: int, clip: float | None, **options: Any) -> None:
         super().__init__(**options)
@@ -113,11 +113,13 @@ class ManualModule(Module):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
+        window = self.trainer.strategy.gradient_window
+        self.manual_backward(loss * window.weigh())
         last = batch_idx + 1 == self.trainer.num_training_batches
         if (batch_idx + 1) % self.accumulate and not last:
             return
         optimizer = self.optimizers()
+        window.finish(self.parameters())
         if self.clip is not None:
             self.clip_gradients(
                 optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
