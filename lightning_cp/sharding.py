@@ -206,6 +206,23 @@ def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
         _initialise(owner, module)
 
 
+def fill_sharded(owner: nn.Module, device: torch.device) -> None:
+    """Give memory and initial values to what its user has sharded on the meta device."""
+    modules = [m for m in owner.modules() if any(x.is_meta for _, _, x in _tensors(m))]
+    if not modules:
+        return
+    # FSDP2 takes note of new memory in `_apply` only.
+    owner._apply(  # type: ignore[no-untyped-call]
+        lambda x: _like(x, device) if x.is_meta else x
+    )
+    for module in modules:
+        _initialise(owner, module)
+
+
+def _like(x: Tensor, device: torch.device) -> Tensor:
+    return torch.full_like(x, _unset(x.dtype), device=device)
+
+
 def _unset(dtype: torch.dtype) -> float | int:
     """Return a value that no initialisation leaves, to know what was left out."""
     if dtype == torch.bool:
@@ -266,15 +283,15 @@ def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"configure_model() has sharded some parameters but not `{name}`, so its gradient "
                 "would not be averaged over the ranks. Apply fully_shard(module, "
-                "mesh=self.device_mesh['dp_cp']) to what holds it, or shard nothing and let the "
-                "strategy do it."
+                "mesh=self.trainer.strategy.shard_mesh) to what holds it, or shard nothing and let "
+                "the strategy do it."
             )
         held = set(parameter.device_mesh.mesh.flatten().tolist())
         if not ranks <= held:
             raise ValueError(
                 f"configure_model() has put `{name}` on the mesh {parameter.device_mesh}, which "
                 f"does not cover all {len(ranks)} ranks of data x context: ranks outside would "
-                "drift apart. Use mesh=self.device_mesh['dp_cp']."
+                "drift apart. Use mesh=self.trainer.strategy.shard_mesh."
             )
 
 

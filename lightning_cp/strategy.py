@@ -47,7 +47,6 @@ from lightning_cp.loss import global_mean
 from lightning_cp.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
-    SHARD_AXIS,
     Sizes,
     build_mesh,
     hosts_of,
@@ -58,6 +57,7 @@ from lightning_cp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
     check_sharding,
+    fill_sharded,
     is_sharded,
     prepare_reduction,
     reshard,
@@ -252,7 +252,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Start the processes' connection and build the mesh."""
         assert self.accelerator is not None  # noqa: S101
-        assert self.lightning_module is not None  # noqa: S101
         self.accelerator.setup_device(self.root_device)
         expected = self.num_nodes * self.num_processes
         if self.world_size != expected:
@@ -275,7 +274,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 **self._options,
             )
             self._warn_of_spread()
-        self.lightning_module._device_mesh = self._device_mesh
+        self._module()._device_mesh = self._device_mesh
 
     def _check_precision(self) -> None:
         # Lightning checks strategies that are given as objects, not those chosen by name.
@@ -319,6 +318,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self._handles += enable_models(self.lightning_module)
         if is_sharded(self.model):
             check_sharding(self.model, self.shard_mesh)
+            fill_sharded(self.model, self.root_device)
         else:
             shard_parameters(
                 self.model,
@@ -477,14 +477,14 @@ class ContextParallelStrategy(ModelParallelStrategy):
             raise ValueError(
                 "training_step() returned a loss that is not known to be a mean over the tokens of "
                 "all ranks; gradients would be wrong wherever ranks hold different numbers of "
-                "labels. Use token_mean(logits, batch['labels']) from lightning_cp (global_mean "
-                "for a loss of your own), or, if it is the mean over this rank's labels that are "
-                "not -100, ContextParallelStrategy(loss='local_mean')."
+                "labels. Use token_mean(logits, batch['labels']) from lightning_cp, "
+                "lightning_cp.loss.global_mean for a loss of your own, or, if it is the mean over "
+                "this rank's labels that are not -100, ContextParallelStrategy(loss='local_mean')."
             )
         if self._num_labels is None:
             raise ValueError(
                 "loss='local_mean' weighs the loss by the number of labels, but the batch has no "
-                "`labels`. Use token_mean() or global_mean() from lightning_cp instead."
+                "`labels`. Use token_mean(), or lightning_cp.loss.global_mean(), instead."
             )
         # The mean over no labels is NaN; it counts for nothing.
         count = self._num_labels.to(loss.device)
@@ -638,8 +638,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         """Save in such a way that a killed run leaves the former checkpoint in place."""
         if storage_options is not None:
             raise TypeError(
-                f"{type(self).__name__}.save_checkpoint(storage_options=...) is not supported: "
-                "distributed checkpoints are not written by a CheckpointIO."
+                f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not "
+                "supported: distributed checkpoints are not written by a CheckpointIO."
             )
         path = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
@@ -647,9 +647,16 @@ class ContextParallelStrategy(ModelParallelStrategy):
             for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
                 state[f"optimizer_{index}"] = optimizer_state
             checkpoints.save_folder(state, checkpoint, path)
-        elif self.is_global_zero:
-            with checkpoints.replacing(path):
-                Strategy.save_checkpoint(self, checkpoint, path)
+        else:
+            checkpoints.together(
+                lambda: self._save_file(checkpoint, path) if self.is_global_zero else None,
+                f"{path} was not saved.",
+                keep=(OSError,),
+            )
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        with checkpoints.replacing(path):
+            Strategy.save_checkpoint(self, checkpoint, path)
 
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
@@ -687,8 +694,8 @@ def _check_module(module: LightningModule) -> None:
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise TypeError(
             "Found modules that are wrapped with `torch.distributed.fsdp.FullyShardedDataParallel`."
-            " The strategy supports FSDP2 only: shard nothing, or use "
-            f"fully_shard(module, mesh=self.device_mesh['{SHARD_AXIS}']) in configure_model()."
+            " The strategy only supports the new FSDP2 APIs in PyTorch >= 2.4: shard nothing, or "
+            "use fully_shard(module, mesh=self.trainer.strategy.shard_mesh) in configure_model()."
         )
 
 

@@ -709,3 +709,16 @@ def test_the_command_line_says_what_is_wrong(saved, tmp_path, capsys):
 def test_help_is_there():
     command = [sys.executable, "-m", "lightning_cp", "consolidate", "--help"]
     assert "--overwrite" in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path, distributed):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.txt").write_text("years of work")
+    with pytest.raises((IsADirectoryError, RuntimeError), match="exists and is a directory"):
+        if distributed:
+            checkpoint.save_folder({"state_dict": {}}, {}, tmp_path / "results")
+        else:
+            with checkpoint.replacing(tmp_path / "results"):
+                pass
+    assert (tmp_path / "results" / "thesis.txt").read_text() == "years of work"

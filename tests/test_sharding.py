@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp.sharding import find_blocks, is_sharded, reshard, shard_parameters
+from lightning_cp.sharding import fill_sharded, find_blocks, is_sharded, reshard, shard_parameters
 from tests.lightning.jobs import full
 
 LLAMA = LlamaConfig(
@@ -97,6 +97,24 @@ def test_a_model_on_the_meta_device_is_filled_block_by_block(ranks):
         assert torch.equal(inv_freq, stock.model.rotary_emb.inv_freq)
         assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
         assert 0.01 < weights["model.layers.0.mlp.up_proj.weight"].std() < 0.03
+
+
+def run_user_sharded():
+    """Fill a model that its user has sharded on the meta device."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    owner = Owner(llama("meta"))
+    for layer in owner.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(owner.model, mesh=mesh)
+    fill_sharded(owner, torch.device("cpu"))
+    return owner.model(input_ids=torch.arange(8)[None]).logits.detach()
+
+
+@pytest.mark.ranks
+def test_a_model_that_its_user_sharded_on_the_meta_device_is_filled(ranks):
+    first, second = ranks(2).run(run_user_sharded)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
 
 
 class NoReset(nn.Module):

@@ -10,6 +10,7 @@ from lightning_cp.checkpoint.consolidate import consolidate
 from lightning_cp.checkpoint.folder import find_folder, is_checkpoint_folder, replacing, save_folder
 from lightning_cp.checkpoint.load import load_file, load_folder, load_weights
 from lightning_cp.checkpoint.state import full_state, model_state, optimizer_state, sharded_state
+from lightning_cp.checkpoint.together import together
 
 __all__ = [
     "consolidate",
@@ -24,4 +25,5 @@ __all__ = [
     "replacing",
     "save_folder",
     "sharded_state",
+    "together",
 ]

@@ -70,14 +70,22 @@ def aside_of(folder: Path) -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[None]:
     """Let a file take the name of a checkpoint folder, which is removed once the file is there."""
-    if path.is_dir() and not is_checkpoint_folder(path):
-        raise IsADirectoryError(
-            f"{path} is a folder, and no checkpoint that a new one could replace. Use another name."
-        )
+    check_replaceable(path)
     if path.is_dir():
         os.rename(path, aside_of(path))
     yield
     remove(aside_of(path))
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to replace a folder that holds something else than a checkpoint."""
+    held = [part.name for part in path.iterdir()] if path.is_dir() else []
+    # One that was cut short, by a run without our care, may be replaced too.
+    if held and not any(name in (META, ".metadata") or name.endswith(".distcp") for name in held):
+        raise IsADirectoryError(
+            f"The checkpoint path exists and is a directory: {path}. It is no checkpoint that a "
+            "new one could replace. Use another name."
+        )
 
 
 def remove(path: Path) -> None:
@@ -90,6 +98,7 @@ def remove(path: Path) -> None:
 
 def _prepare(folder: Path) -> Path:
     """Clear what killed saves have left, and return a new folder to write in."""
+    check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Hidden, and without the suffix .ckpt: ModelCheckpoint must not take it for a checkpoint.
     stem = f".{folder.name}.saving-"

@@ -173,28 +173,34 @@ def alone(nccl):
 
 # Several ways at once: what differs between runs is told apart by the CPU tests.
 WAYS = {
-    "gather": {},
-    "ring, contiguous": {"algorithm": "ring", "layout": "contiguous"},
-    "ring, flash, reduced once": {
-        "algorithm": "ring",
-        "kernel": "flash",
-        "reduce_every_microbatch": False,
-    },
-    "data": {"dp_size": 2},
+    "gather, 2 ranks": (2, {}),
+    "ring, contiguous, 2 ranks": (2, {"algorithm": "ring", "layout": "contiguous"}),
+    "gather, 4 ranks": (4, {}),
+    "ring, flash, reduced once, 4 ranks": (
+        4,
+        {"algorithm": "ring", "kernel": "flash", "reduce_every_microbatch": False},
+    ),
+    "data, 4 ranks": (4, {"dp_size": 2}),
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+def distance(a, b):
+    """Return the root mean square difference of two curves."""
+    return (torch.tensor(a) - torch.tensor(b)).square().mean().sqrt().item()
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_the_curve_is_that_of_one_rank_within_noise(nccl, alone, size, way):
-    exact, validated, _ = alone()
-    for losses, val_loss, figures in nccl(size).run(run, Job(**WAYS[way]), timeout=300):
-        assert len(losses) == 80
-        assert losses == pytest.approx(exact, rel=2e-2)
-        assert sum(losses[-8:]) == pytest.approx(sum(exact[-8:]), rel=5e-3)
+def test_the_curve_is_that_of_one_rank_within_noise(nccl, alone, way):
+    size, options = WAYS[way]
+    one, validated, _ = alone(steps=20)
+    exact, *_ = alone(precision="32-true", steps=20)
+    noise = distance(one, exact)  # what bfloat16 makes of the same run
+    for losses, val_loss, figures in nccl(size).run(run, Job(20, **options), timeout=300):
+        assert len(losses) == 40
+        assert distance(losses, exact) < 2 * noise
         assert val_loss == pytest.approx(validated, rel=5e-3)
         assert figures["tokens_per_second"] > 0
-    assert sum(exact[-8:]) < 0.97 * sum(exact[:8])  # it has learnt something
+    assert sum(one[-8:]) < sum(one[:8])  # it learns
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -208,16 +214,14 @@ def test_in_full_precision_the_curve_is_the_same(nccl, alone, size):
 def test_a_run_is_saved_and_resumed_on_other_ranks(nccl, alone, tmp_path):
     path = str(tmp_path / "run.ckpt")
     nccl(2).run(run, Job(steps=16, save=path), timeout=300)  # one epoch: 32 batches, two a step
-    exact, *_ = alone(steps=32)
-    for size in (4, 1):
-        for losses, *_ in nccl(size).run(run, Job(steps=32, resume=path), timeout=300):
-            assert losses[-32:] == pytest.approx(exact[-32:], rel=2e-2)
+    one, exact = (alone(precision=p, steps=32)[0][-32:] for p in ("bf16-mixed", "32-true"))
+    for losses, *_ in nccl(4).run(run, Job(steps=32, resume=path), timeout=300):
+        assert len(losses) == 32
+        assert distance(losses, exact) < 2 * distance(one, exact)
 
 
-def test_nothing_hangs_in_two_hundred_steps(nccl, alone):
-    exact, validated, _ = alone(steps=200)
+def test_nothing_hangs_in_two_hundred_steps(nccl):
     for losses, val_loss, _ in nccl(4).run(run, Job(steps=200, algorithm="ring"), timeout=500):
         assert len(losses) == 400
-        assert all(loss == loss for loss in losses)
-        assert val_loss == pytest.approx(validated, rel=2e-2)
-    assert sum(exact[-8:]) < sum(exact[:8])
+        assert sum(losses[-8:]) < sum(losses[:8])
+        assert val_loss == val_loss
