@@ -715,10 +715,16 @@ def test_help_is_there():
 def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path, distributed):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "thesis.txt").write_text("years of work")
+    save = save_in_folder if distributed else save_in_file
     with pytest.raises((IsADirectoryError, RuntimeError), match="exists and is a directory"):
-        if distributed:
-            checkpoint.save_folder({"state_dict": {}}, {}, tmp_path / "results")
-        else:
-            with checkpoint.replacing(tmp_path / "results"):
-                pass
+        save(tmp_path / "results")
     assert (tmp_path / "results" / "thesis.txt").read_text() == "years of work"
+
+
+def save_in_folder(path):
+    checkpoint.save_folder({"state_dict": {}}, {}, path)
+
+
+def save_in_file(path):
+    with checkpoint.replacing(path):
+        pass

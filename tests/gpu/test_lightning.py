@@ -142,12 +142,12 @@ def run(job):
             DataLoader(Documents(4, seed=1), batch_size=2),
             ckpt_path=job.resume,
         )
+        figures = {k: float(v) for k, v in trainer.callback_metrics.items()}
         if job.save:
             trainer.save_checkpoint(job.save)
         validated = trainer.validate(
             module, DataLoader(Documents(4, seed=1), batch_size=2), verbose=False
         )
-        figures = {k: float(v) for k, v in trainer.callback_metrics.items()}
         return torch.stack(module.losses).tolist(), validated[0]["val_loss"], figures
 
 
