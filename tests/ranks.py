@@ -23,10 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "lightning_cp.parallel"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "lightning_cp.parallel", "lightning_cp.strategy"]
+)
+
+# A gloo group has threads, which stay; with hundreds of groups a process only waits for itself.
+MANY_GROUPS = 40
 
 
 class RankError(AssertionError):
@@ -46,6 +52,7 @@ class RankPool:
         self.backend = backend
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._tired = False
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Return what ``fn(*args)`` returned on each rank."""
@@ -67,9 +74,10 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    good, value = pickle.loads(pipe.recv_bytes())
+                    good, value, tired = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    good, value = False, "the process died"
+                    good, value, tired = False, "the process died", True
+                self._tired = self._tired or tired
                 (results if good else failures)[rank] = value
             if failures:  # the others may wait for the failed rank for ever
                 deadline = min(deadline, time.monotonic() + 2)
@@ -81,9 +89,12 @@ class RankPool:
             late = sorted(set(range(self.world_size)) - set(results))
             self.stop()
             raise RankError(f"ranks {late} of {self.world_size} did not finish in {timeout} s")
+        if self._tired:
+            self.stop()
         return [results[rank] for rank in range(self.world_size)]
 
     def _start(self) -> None:
+        self._tired = False
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
         for rank in range(self.world_size):
@@ -139,7 +150,8 @@ def _serve(pipe: Any, rank: int, world_size: int, backend: str, rendezvous: str)
             answer = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(answer))
+        tired = len(distributed_c10d._world.pg_names) > MANY_GROUPS
+        pipe.send_bytes(pickle.dumps((*answer, tired)))
 
 
 class _Hub:

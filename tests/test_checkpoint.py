@@ -187,6 +187,7 @@ def test_folder_resumes_on_any_number_of_ranks(ranks, saved, kind, world, mesh):
     assert whole[0]["_extra_state"] == {"note": "2 steps"}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", ["hybrid", "tensor"])
 def test_meshes_of_two_axes_save_and_load(ranks, saved, tmp_path, mesh):
@@ -658,6 +659,7 @@ def through_ranks(source, folder, file):
         torch.save({**rest, "state_dict": weights, "optimizer_states": states}, file)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_plain_trainer_resumes_from_what_ranks_saved(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it at import

@@ -26,7 +26,15 @@ EXAMPLES = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if "in a" in name or "Lightning" in name
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXAMPLES
+    ],
+)
 def test_an_example_trains_on_two_ranks_as_on_one(name, tmp_path):
     page, number, num_losses = EXAMPLES[name]
     code = blocks(page, "python")[number]

@@ -128,8 +128,14 @@ def saved(tmp_path_factory):
 MESHES = {"dp 1, cp 1": (1, 1), "dp 2, cp 1": (2, 1), "dp 2, cp 2": (2, 2), "dp 1, cp 4": (1, 4)}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["folder.ckpt", "file.ckpt"])
+GRID = [(mesh, name) for mesh in MESHES for name in ("folder.ckpt", "file.ckpt")]
+QUICK = {("dp 2, cp 2", "folder.ckpt"), ("dp 1, cp 1", "folder.ckpt"), ("dp 2, cp 1", "file.ckpt")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
+)
 def test_a_run_resumed_on_other_ranks_goes_on_as_it_was(ranks, saved, mesh, name):
     (path, losses), (dp_size, cp_size) = saved, MESHES[mesh]
     job = Run(dp_size=dp_size, resume=str(path / name))
@@ -148,6 +154,7 @@ def test_the_comparison_would_see_a_lost_optimizer(ranks, saved, tmp_path):
     assert found != pytest.approx(losses[2:], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_replicated_parameters_resume_from_sharded_ones(ranks, saved):
     path, losses = saved
     job = Run(resume=str(path / "folder.ckpt"), strategy={"parameter_sharding": "none"})
@@ -202,6 +209,7 @@ def test_a_folder_becomes_a_file_that_plain_lightning_loads(saved, tmp_path):
     assert "exists already" in said.stderr
 
 
+@pytest.mark.slow
 def test_a_consolidated_folder_resumes(ranks, saved, tmp_path):
     path, losses = saved
     consolidate(path / "folder.ckpt", tmp_path / "out.ckpt")
@@ -231,7 +239,7 @@ def run_model_checkpoint(folder, distributed):
         return sorted(p.name for p in Path(folder).iterdir()), validated, expected
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_model_checkpoint_keeps_the_best_and_the_last(ranks, tmp_path, distributed):
     job = run_model_checkpoint, str(tmp_path), distributed
     for kept, validated, expected in ranks(2).run(*job):

@@ -67,6 +67,7 @@ def test_torchrun_ends_all_when_a_rank_is_killed(job, ranks, rank):
     check(job, ranks, rf"local_rank: {rank}", r"Signal 9 \(SIGKILL\)")
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_all(job, ranks):
     job.start_script("fault.py", "raise", "--rank", 1)
     check(job, ranks, "RuntimeError: the disk of this rank is full", PEER_GONE)

@@ -54,6 +54,7 @@ def test_a_plain_script_starts_its_own_processes(job, exact):
     assert {one["environment"] for one in found} == {"LightningEnvironment"}
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_processes(job, exact):
     job.start_torchrun("train.py", "--strategy", "context_parallel_2", "--first", "lightning_cp")
     outcome, found = check(job, exact, TWO)

@@ -20,9 +20,14 @@ def check(ranks, world_size, fit, limit, metric_limit=1e-6):
         assert max(difference.values()) < limit, (fit, difference)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+GRID = [(m, a, manual) for m in MESHES for a in (1, 4) for manual in (False, True)]
+QUICK = {("dp 1, cp 2", 1, False), ("dp 1, cp 3", 4, True), ("dp 2, cp 2", 4, False)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "manual"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
+)
 def test_twenty_steps_equal_those_of_one_process(ranks, mesh, accumulate, manual):
     dp_size, cp_size = MESHES[mesh]
     # Two epochs of ten steps; the last window of an epoch holds two batches, not four.
@@ -48,7 +53,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("one rank", "the same over data", "gradients reduced once", "blocks by name")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_every_way_of_running_is_exact(ranks, name):
     world_size, fit = CASES[name]
     fit.dtype = torch.float64
