@@ -29,10 +29,8 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if "in a" in name or "Lightning" in name
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in EXAMPLES
+        name if page == "README.md" and not number else pytest.param(name, marks=pytest.mark.slow)
+        for name, (page, number, _) in EXAMPLES.items()
     ],
 )
 def test_an_example_trains_on_two_ranks_as_on_one(name, tmp_path):

@@ -62,6 +62,7 @@ def test_torchrun_starts_the_processes(job, exact):
     assert SPREAD not in outcome.text
 
 
+@pytest.mark.slow
 def test_ranks_that_slurm_deals_out_in_turn_are_right_but_warned_of(job, exact):
     job.start_slurm("train.py", "--num-nodes", 2, cyclic=True)
     outcome, found = check(job, exact, FOUR)
