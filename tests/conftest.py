@@ -45,8 +45,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         pool.stop()
 
 
-# Set by pytest, and by torch's compiler.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# Set by pytest, by torch's compiler, and by Lightning when it is imported.
+_NOT_OURS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+}
 
 
 def _environment() -> dict[str, str]:
