@@ -24,7 +24,6 @@ from tests.engine import cases
 from tests.engine.cases import ALL_KERNELS, HEADS, Case, build_call, put_together
 from tests.oracle import errors, make_inputs
 from tests.parity.steps import build_cp
-from tests.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -278,14 +277,6 @@ def test_auto_takes_the_fastest():
     assert select_kernel("auto", request(head_dim=256)).name == "flash"
     assert select_kernel("auto", request(head_dim=257)).name == "reference"
     assert select_kernel("auto", request(torch.float32)).name == "reference"
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    pools: dict[int, RankPool] = {}
-    yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
-    for pool in pools.values():
-        pool.stop()
 
 
 GRID = list(

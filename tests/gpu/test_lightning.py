@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
 from recipes.tiny import TinyLM
 from tests.lightning.jobs import elastic_environment
-from tests.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -149,14 +148,6 @@ def run(job):
             module, DataLoader(Documents(4, seed=1), batch_size=2), verbose=False
         )
         return torch.stack(module.losses).tolist(), validated[0]["val_loss"], figures
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    pools: dict[int, RankPool] = {}
-    yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
-    for pool in pools.values():
-        pool.stop()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from tests.parity import test_lifetime, test_refusals
 from tests.parity.batches import BATCHES
 from tests.parity.sdpa_models import MODELS, SdpaJob, alone, shared_jobs
 from tests.parity.steps import Job, rank_steps, whole_step
-from tests.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,14 +24,6 @@ pytestmark = [
 ]
 
 GRID = list(itertools.product(["gather", "ring"], ["zigzag", "contiguous"], MASKS, ["gqa", "mha"]))
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    pools: dict[int, RankPool] = {}
-    yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
-    for pool in pools.values():
-        pool.stop()
 
 
 def grid_case(algorithm, layout, mask, heads, dtype):
