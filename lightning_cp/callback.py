@@ -100,7 +100,7 @@ class ContextParallelCallback(Callback):
     ) -> None:
         """Count tokens; every few steps, log figures."""
         strategy = _strategy(trainer)
-        self._num_tokens += strategy.num_tokens_of_step()
+        self._num_tokens += strategy.last_step.num_tokens
         if (batch_idx + 1) % self.every_n_steps:
             return
         logger = bool(trainer.loggers)
@@ -121,8 +121,8 @@ class ContextParallelCallback(Callback):
             "tokens_per_second_per_device": tokens / seconds / strategy.world_size,
             "peak_memory_gb": fullest / 1e9,
         }
-        work = strategy.work_of_step()
-        if work and sum(work):
+        work = strategy.last_step.work_by_rank()
+        if sum(work):
             figures["work_imbalance"] = max(work) * len(work) / sum(work)
         return figures
 
@@ -141,7 +141,7 @@ class ContextParallelCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Add a batch's loss."""
-        for mark in _strategy(trainer).losses_of_step()[:1]:
+        for mark in _strategy(trainer).last_step.losses[:1]:
             count = mark.num_tokens.double()
             part = torch.stack([mark.value.double() * count, count])
             self._loss = self._loss.to(part.device) + part

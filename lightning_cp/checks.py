@@ -99,13 +99,13 @@ def verify(
     compute = loss_fn or (lambda given: model(**given).loss)
     part = cut_rows(cp.same_rows(batch), cp=cp, max_len=max_len)
     with _evaluating(model):
-        loss, found, dtype = _gradients(model, compute, cp.step(part, training=True), cp)
-        whole_loss, exact, _ = _gradients(model, compute, cp.alone(part, training=True), cp)
+        loss, found = _gradients(model, compute, cp.step(part, training=True), cp)
+        whole_loss, exact = _gradients(model, compute, cp.alone(part, training=True), cp)
     report = Report(
         float(loss),
         float(whole_loss),
         _errors(found, exact, cp),
-        TOLERANCES[dtype] if tolerance is None else tolerance,
+        TOLERANCES[_precision(model)] if tolerance is None else tolerance,
         batches.read_batch(part, sequence_dims=cp.sequence_dims, decided={}).seq_len,
     )
     if not report.passed:
@@ -160,8 +160,8 @@ def _gradients(
     compute: Callable[[dict[str, Any]], Tensor],
     step: AbstractContextManager[dict[str, Any]],
     cp: ContextParallel,
-) -> tuple[Tensor, dict[str, Tensor], torch.dtype]:
-    """Return the loss, this rank's part of every averaged gradient, and the working precision."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, and this rank's part of every averaged gradient."""
     model.zero_grad(set_to_none=True)
     with torch.enable_grad(), step as given:
         loss = compute(given)
@@ -177,7 +177,7 @@ def _gradients(
             gradients[name] = gradient.to_local().detach().clone()
         else:
             gradients[name] = cp.averaged(gradient.detach().clone())
-    return loss.detach(), gradients, _precision(model)
+    return loss.detach(), gradients
 
 
 def _precision(model: nn.Module) -> torch.dtype:

@@ -99,6 +99,12 @@ class Step:
         found: Bounds = self.cache[key][0]
         return found
 
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens the rows have, padding left out."""
+        padding = 0 if self.padding is None else int(self.padding.sum())
+        return self.batch_size * self.layout.seq_len - padding
+
     def work_by_rank(self) -> list[int]:
         """Return how many pairs each rank's tokens see, over the masks that attention has met."""
         row = Range(0, self.layout.padded_len)

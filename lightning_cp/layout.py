@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_cp.choices import check_choice
 from lightning_cp.mask import Bounds, Range
 
 LayoutName = Literal["auto", "contiguous", "zigzag"]
@@ -104,9 +105,7 @@ _BUILDERS: dict[str, Callable[[int, int], Layout]] = {
 
 def check_layout(name: str) -> None:
     """Refuse a layout that does not exist."""
-    if name not in _BUILDERS:
-        known = ", ".join(repr(known) for known in get_args(LayoutName))
-        raise ValueError(f"layout={name!r} is unknown. Use one of {known}.")
+    check_choice("layout", name, get_args(LayoutName))
 
 
 @lru_cache(maxsize=8)

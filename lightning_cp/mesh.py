@@ -8,7 +8,7 @@ ranks there are.
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.collectives import GroupTransport, LoneTransport, Transport
 from lightning_cp.compat import flatten, num_process_groups, set_timeout
+
+T = TypeVar("T")
 
 DATA_AXIS: Final = "data_parallel"
 """Mesh axis along which ranks hold different rows."""
@@ -106,11 +108,11 @@ def build_mesh(
     return mesh, shard_mesh
 
 
-def hosts_of(mesh: DeviceMesh, host: str) -> list[str]:
-    """Return the host of each rank of a 1-D mesh, given one's own."""
-    hosts: list[str] = [""] * mesh.size()
-    dist.all_gather_object(hosts, host, group=mesh.get_group())
-    return hosts
+def gather_objects(mesh: DeviceMesh, mine: T) -> list[T]:
+    """Return what each rank of a 1-D mesh has, given one's own; anything that pickles."""
+    every = [mine] * mesh.size()
+    dist.all_gather_object(every, mine, group=mesh.get_group())
+    return every
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_cp import agreement, context, dispatch
 from lightning_cp import batch as batches
-from lightning_cp import context, dispatch
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
@@ -22,6 +22,8 @@ from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, build_layout, check_layout
 from lightning_cp.mesh import Groups, build_groups, lone_groups
 from lightning_cp.sequence import shard, unshard
+
+T = TypeVar("T")
 
 
 class reenter(context.activate):
@@ -161,17 +163,17 @@ class ContextParallel:
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
-        groups, problem, fingerprint = self._groups, None, batches.Fingerprint()
+        groups, problem, fingerprint = self._groups, None, agreement.Fingerprint()
         compare = self._num_batches[training] < self.check_batches
         self._num_batches[training] += 1
         try:
             opened, local = self._cut(batch, training, groups)
-            fingerprint = batches.build_fingerprint(batch, values=compare)
+            fingerprint = agreement.build_fingerprint(batch, values=compare)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
-        problem = batches.agree(fingerprint, problem, groups.context)
+        problem = agreement.agree(fingerprint, problem, groups.context)
         if training and groups.data.size > 1:
-            problem = batches.agree_beside(problem, groups.data)
+            problem = agreement.agree_beside(problem, groups.data)
         if problem is not None:
             raise problem
         return opened, local
@@ -313,6 +315,10 @@ class ContextParallel:
     def same_rows(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return, on every data rank, the batch of the first."""
         return self._groups.data.first(batch)
+
+    def first_batch(self, batch: T) -> T:
+        """Return, on all ranks that share rows, the batch of the first."""
+        return self._groups.context.first(batch)
 
     def averaged(self, x: Tensor) -> Tensor:
         """Replace ``x`` by its mean over data x context, as DDP does with gradients."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.choices import check_choice
 from lightning_cp.compat import reduce_unused_parameters
 
 ParameterSharding = Literal["full", "none"]
@@ -25,9 +26,7 @@ _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
 def check_parameter_sharding(name: str) -> None:
     """Refuse a way of sharding that does not exist."""
-    if name not in get_args(ParameterSharding):
-        known = ", ".join(repr(known) for known in get_args(ParameterSharding))
-        raise ValueError(f"parameter_sharding={name!r} is unknown. Use one of {known}.")
+    check_choice("parameter_sharding", name, get_args(ParameterSharding))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -197,7 +196,7 @@ def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
             modules.append(module)
     for key, places in homes.items():
         x = fresh[key]
-        empty = torch.full_like(x, _unset(x.dtype), device=device)
+        empty = _like(x, device)
         if isinstance(x, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=x.requires_grad)
         for home, name in places:  # more than one where weights are tied

@@ -9,14 +9,12 @@ import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
@@ -31,25 +29,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp import context
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, enable_models
 from lightning_cp.checks import TOLERANCES, Report, verify
-from lightning_cp.context import IGNORED_LABEL, LossMark, Step
+from lightning_cp.choices import check_choice
+from lightning_cp.context import IGNORED_LABEL, Step
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import KernelName, check_kernel, select_kernel
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm, resolve_algorithm
 from lightning_cp.layout import LayoutName, build_layout, check_layout
+from lightning_cp.logs import Sync, kept_metrics, no_logs, token_weighted_logs
 from lightning_cp.loss import global_mean
 from lightning_cp.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
     Sizes,
     build_mesh,
-    hosts_of,
+    gather_objects,
     resolve_sizes,
 )
 from lightning_cp.parallel import ContextParallel, reenter
@@ -65,9 +64,9 @@ from lightning_cp.sharding import (
     shard_parameters,
 )
 
-PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+LossName = Literal["auto", "local_mean"]
 
-Sync = Literal["never", "epoch", "always"]
+PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
 class ContextParallelStrategy(ModelParallelStrategy):
@@ -118,7 +117,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         sequence_dims: dict[str, int | None] | None = None,
         parameter_sharding: ParameterSharding = "full",
         shard_modules: list[str] | None = None,
-        loss: Literal["auto", "local_mean"] = "auto",
+        loss: LossName = "auto",
         reduce_every_microbatch: bool = True,
         broadcast_batch: bool = False,
         check_batches: int = 8,
@@ -132,8 +131,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "parallelism is not supported yet. Use tensor_parallel_size=1 and let rows be "
                 "shared by more ranks: context_parallel_size."
             )
-        if loss not in ("auto", "local_mean"):
-            raise ValueError(f"loss={loss!r} is unknown. Use one of 'auto', 'local_mean'.")
+        check_choice("loss", loss, get_args(LossName))
         check_layout(layout)
         check_algorithm(algorithm)
         check_kernel(kernel)
@@ -186,6 +184,11 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "configure_model() or later."
             )
         return self._shard_mesh
+
+    @property
+    def last_step(self) -> Step | None:
+        """Return the step that was opened last, in training or evaluation; None before any."""
+        return self._step
 
     @property
     def gradient_window(self) -> GradientWindow:
@@ -287,7 +290,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _warn_of_spread(self) -> None:
         """Warn where ranks that share a row lie in different nodes though one would hold them."""
-        hosts = hosts_of(self.shard_mesh, f"{socket.gethostname()} (node {self.node_rank})")
+        mine = f"{socket.gethostname()} (node {self.node_rank})"
+        hosts = gather_objects(self.shard_mesh, mine)
         cp_size, per_node = self.context_parallel_size, self.num_processes
         groups = [hosts[at : at + cp_size] for at in range(0, len(hosts), cp_size)]
         spread = [sorted(set(group)) for group in groups if len(set(group)) > 1]
@@ -368,28 +372,25 @@ class ContextParallelStrategy(ModelParallelStrategy):
             return
         length = len(dataloader) if hasattr(dataloader.dataset, "__len__") else -1
         batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
-        lengths: list[int] = [0] * self.world_size
-        dist.all_gather_object(lengths, length)
-        if len(set(lengths)) > 1:
-            raise self._uneven(sorted(set(lengths)), f" = {self.data_parallel_size} * {batch_size}")
+        self._check_even(length, product=f" = {self.data_parallel_size} * {batch_size}")
 
-    def _uneven(self, lengths: list[int], product: str) -> ValueError:
-        return ValueError(
-            f"The ranks have loaders of different lengths ({lengths} batches), but must take the "
-            "same number of steps: they hold each other's weights, or gradients. Make the number "
-            f"of rows a multiple of data_parallel_size * batch_size{product}, or use "
-            "data_parallel_size=1 (for evaluation also parameter_sharding='none')."
-        )
+    def _check_even(self, length: float, *, product: str = "") -> None:
+        """Refuse numbers of batches that differ; ``product`` spells out the rule's numbers."""
+        lengths = sorted(set(gather_objects(self.shard_mesh, length)))
+        if len(lengths) > 1:
+            raise ValueError(
+                f"The ranks have loaders of different lengths ({lengths} batches), but must take "
+                "the same number of steps: they hold each other's weights, or gradients. Make the "
+                f"number of rows a multiple of data_parallel_size * batch_size{product}, or use "
+                "data_parallel_size=1 (for evaluation also parameter_sharding='none')."
+            )
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch to the device, that of the group's first rank if asked to."""
         if self._broadcast_batch and self.context_parallel_size > 1:
-            box = [batch]
-            group = self.device_mesh[CONTEXT_AXIS].get_group()
-            dist.broadcast_object_list(box, group=group, group_src=0)
-            batch = box[0]
+            batch = self.context_parallel.first_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---------------------------------------------------------------- steps
@@ -400,7 +401,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         with self.context_parallel.step(batch, training=True) as local:
             self._step = context.current()
             self._num_labels = _count_labels(local)
-            with _token_weighted_logs(module, self._step, sync="never"):
+            with token_weighted_logs(module, self._step, sync="never"):
                 output = super().training_step(local, *args, **kwargs)
             if module.automatic_optimization:
                 return self._checked(output)
@@ -420,7 +421,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             # Loaders may be uneven where parameters are whole: a step must not wait for others.
             even = self._parameter_sharding == "full" or self.data_parallel_size == 1
             sync: Sync = "always" if even else "epoch"
-            with _token_weighted_logs(self._module(), self._step, sync=sync):
+            with token_weighted_logs(self._module(), self._step, sync=sync):
                 return step_fn(local, *args, **kwargs)
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -451,10 +452,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Refuse loaders of different lengths: the longer ones would wait for the others."""
         super().on_train_start()
-        lengths: list[Any] = [None] * self.world_size
-        dist.all_gather_object(lengths, self._trainer().num_training_batches)
-        if len(set(lengths)) > 1:
-            raise self._uneven(sorted(set(lengths)), "")
+        self._check_even(self._trainer().num_training_batches)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start a window where Lightning sets gradients to zero."""
@@ -496,7 +494,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def describe(self) -> str:
         """Say in one line who works with whom, and how, and why."""
-        cp, options = self.context_parallel, self._options
+        cp = self.context_parallel
         layout = build_layout(cp.layout, seq_len=1, cp_size=cp.cp_size).name
         chosen = {
             "layout": (layout, "evens out causal attention"),
@@ -504,7 +502,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             "kernel": self._likely_kernel(),
         }
         said = ", ".join(
-            f"{name} {value} ({f'auto: {why}' if options[name] == 'auto' else 'as asked'})"
+            f"{name} {value} ({f'auto: {why}' if getattr(cp, name) == 'auto' else 'as asked'})"
             for name, (value, why) in chosen.items()
         )
         return (
@@ -548,7 +546,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
         mixed = self.precision_plugin.precision == "bf16-mixed"  # autocast is our own affair
         devices = [self.root_device] if self.root_device.type == "cuda" else []
-        with _no_logs(module), _kept_metrics(module), torch.random.fork_rng(devices):
+        with no_logs(module), kept_metrics(module), torch.random.fork_rng(devices):
             return verify(
                 module,
                 batch,
@@ -557,23 +555,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 max_len=max_len,
                 tolerance=TOLERANCES[torch.bfloat16] if mixed else None,
             )
-
-    def num_tokens_of_step(self) -> int:
-        """Return how many tokens the rows of the last step have, padding left out."""
-        step = self._step
-        if step is None:
-            return 0
-        padding = 0 if step.padding is None else int(step.padding.sum())
-        return step.batch_size * step.layout.seq_len - padding
-
-    def work_of_step(self) -> list[int]:
-        """Return the attention work of each rank in the last step: pairs that see each other."""
-        step = self._step
-        return [] if step is None else step.work_by_rank()
-
-    def losses_of_step(self) -> list[LossMark]:
-        """Return the token means of the last step."""
-        return [] if self._step is None else list(self._step.losses)
 
     # ---------------------------------------------------------------- gradients
 
@@ -708,75 +689,6 @@ def _is_interactive() -> bool:
 def _count_labels(local: Mapping[str, Any]) -> Tensor | None:
     labels = local.get("labels")
     return (labels != IGNORED_LABEL).sum() if isinstance(labels, Tensor) else None
-
-
-@contextmanager
-def _no_logs(module: LightningModule) -> Iterator[None]:
-    """Let `self.log` and `self.log_dict` do nothing."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    module.log = module.log_dict = nothing  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.log, module.log_dict
-
-
-@contextmanager
-def _kept_metrics(module: LightningModule) -> Iterator[None]:
-    """Put the states of metrics back as they were."""
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    before = [deepcopy(metric.__dict__) for metric in metrics]
-    try:
-        yield
-    finally:
-        for metric, state in zip(metrics, before, strict=True):
-            metric.__dict__.update(state)
-
-
-@contextmanager
-def _token_weighted_logs(module: LightningModule, step: Step | None, sync: Sync) -> Iterator[None]:
-    """Let `self.log` weigh a loss of token_mean() by its tokens in the mean over an epoch.
-
-    Lightning weighs by rows, which is another number wherever rows have different numbers of
-    labels.
-
-    Args:
-        module: whose `log` is called.
-        step: whose losses are recognised.
-        sync: when the mean is taken over the data axis too.
-    """
-    log, signature = module.log, inspect.signature(module.log)
-
-    def weighted(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        options = call.arguments
-        num_tokens = _num_tokens_of(options["value"], step)
-        if num_tokens is not None and options["reduce_fx"] == "mean":
-            if options["batch_size"] is None:
-                options["batch_size"] = num_tokens
-            wanted = sync == "always" or (sync == "epoch" and not options["on_step"])
-            options["sync_dist"] = options["sync_dist"] or wanted
-        log(*call.args, **call.kwargs)
-
-    module.log = weighted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.log
-
-
-def _num_tokens_of(value: Any, step: Step | None) -> Tensor | None:
-    """Return over how many tokens a logged value is the mean, if it is a loss of the step."""
-    if not isinstance(value, Tensor) or step is None:
-        return None
-    for mark in step.losses:
-        if mark.value.data_ptr() == value.data_ptr():
-            return mark.num_tokens
-    return None
 
 
 def _asked_weights_only() -> bool | None:

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
+from lightning_cp.choices import check_choice
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Bounds, Range, Tile, union
 
@@ -189,9 +190,7 @@ class Plan:
 
 def check_algorithm(name: str) -> None:
     """Refuse an algorithm that does not exist."""
-    if name not in get_args(AlgorithmName):
-        known = ", ".join(repr(known) for known in get_args(AlgorithmName))
-        raise ValueError(f"algorithm={name!r} is unknown. Use one of {known}.")
+    check_choice("algorithm", name, get_args(AlgorithmName))
 
 
 def resolve_algorithm(name: str) -> str:

@@ -47,7 +47,7 @@ class ModelParallelStrategy(ContextParallelStrategy):
         with mock.patch.multiple(
             "lightning_cp.strategy",
             build_mesh=Mock(return_value=(mesh, mesh)),
-            hosts_of=Mock(return_value=["here"]),
+            gather_objects=Mock(return_value=["here"]),
             ContextParallel=Mock(),
         ):
             return super().setup_environment()

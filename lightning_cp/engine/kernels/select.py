@@ -3,6 +3,7 @@
 
 from typing import Literal, get_args
 
+from lightning_cp.choices import check_choice
 from lightning_cp.engine.kernels.base import Kernel, Request
 from lightning_cp.engine.kernels.cpu import CpuKernel
 from lightning_cp.engine.kernels.cudnn import CudnnKernel
@@ -17,9 +18,7 @@ _KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), Refer
 
 def check_kernel(name: str) -> None:
     """Refuse a kernel that does not exist."""
-    if name not in get_args(KernelName):
-        known = ", ".join(repr(known) for known in get_args(KernelName))
-        raise ValueError(f"kernel={name!r} is unknown. Use one of {known}.")
+    check_choice("kernel", name, get_args(KernelName))
 
 
 def select_kernel(name: str, request: Request) -> Kernel:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks of a group hold the same batch, and what all of them raise if not.
+
+A batch is described by a few integers, which ranks gather; whatever is wrong on one rank is raised
+on all, so that nobody waits.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.collectives import Transport
+
+_MESSAGE_BYTES = 2048
+_SAMPLED = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What ranks compare to know that they hold the same batch.
+
+    Args:
+        text: names, shapes and dtypes in words.
+        shapes: a digest of those.
+        contents: a checksum of the values; 0 where they are not compared.
+    """
+
+    text: str = ""
+    shapes: int = 0
+    contents: int = 0
+
+
+def build_fingerprint(batch: Mapping[str, Any], *, values: bool) -> Fingerprint:
+    """Describe a batch in two integers."""
+    text = _describe(batch)
+    return Fingerprint(text, _digest(text), _checksum(batch) if values else 0)
+
+
+def agree(mine: Fingerprint, problem: Exception | None, context: Transport) -> Exception | None:
+    """Return what all ranks of the group must raise: one refuses its batch, or they differ.
+
+    Args:
+        mine: this rank's batch.
+        problem: why this rank refuses it, if it does.
+        context: the ranks that must hold the same batch.
+    """
+    state = torch.tensor(
+        [int(problem is not None), mine.shapes, mine.contents], device=context.device
+    )
+    states = state.new_empty(context.size, 3)
+    context.all_gather(states, state)()
+    table = states.tolist()
+    refused = next((rank for rank, (bad, *_) in enumerate(table) if bad), None)
+    if refused is not None:
+        text = _share_text(str(problem or ""), context, refused)
+        return problem or ValueError(
+            f"Rank {refused} of the context-parallel group refused its batch: {text}"
+        )
+    odd = next((rank for rank, state in enumerate(table) if state != table[0]), None)
+    if odd is None:
+        return None
+    what = "shapes" if table[odd][1] != table[0][1] else "values"
+    return ValueError(
+        f"All ranks of a context-parallel group must hold the same batch, but rank {odd} and rank "
+        f"0 differ in their {what}; this is rank {context.rank}, with {mine.text}. Usual causes: a "
+        "sampler or an iterable data set that is split by the global rank instead of the "
+        "data-parallel rank, shuffling or augmentation without a common seed, worker seeds that "
+        "follow the global rank."
+    )
+
+
+def agree_beside(problem: Exception | None, data: Transport) -> Exception | None:
+    """Return what to raise if a group that holds other rows has refused its batch.
+
+    It would not take part in the loss, and the others would wait for it.
+    """
+    failed = torch.tensor([int(problem is not None)], device=data.device)
+    data.all_reduce(failed)
+    if problem is None and int(failed):
+        return ValueError(
+            "Another context-parallel group of this job (other rows of the data axis) refused its "
+            "batch; its ranks say why."
+        )
+    return problem
+
+
+def _describe(batch: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        for key in sorted(batch)
+        for name, x in named_tensors(key, batch[key])
+    )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _checksum(batch: Mapping[str, Any]) -> int:
+    """Return an integer that tells contents apart: exact sums over bits, position by position."""
+    total = 0
+    for key in sorted(batch):
+        for _, x in named_tensors(key, batch[key]):
+            flat = x.detach().reshape(-1)
+            flat = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous()
+            bits = flat.view(torch.uint8).to(torch.int64)
+            weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+            total = (total * 31 + int((bits * weights).sum())) % (1 << 56)
+    return total
+
+
+def _share_text(text: str, context: Transport, source: int) -> str:
+    """Return the text of the rank ``source`` on every rank."""
+    data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    mine = torch.tensor(list(data), dtype=torch.uint8, device=context.device)
+    all_ = mine.new_empty(context.size, _MESSAGE_BYTES)
+    context.all_gather(all_, mine)()
+    return bytes(all_[source].tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors inside a value of the batch, with a name for each."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from named_tensors(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from named_tensors(f"{name}[{index}]", inner)
