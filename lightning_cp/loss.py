@@ -8,12 +8,19 @@ With s_r the sum over the valid tokens of rank r, R ranks and N valid tokens amo
 
 DDP and FSDP2 average gradients over the ranks: mean_r (R / N) ds_r/dw = sum_r ds_r/dw / N, which is
 the gradient of one process that saw the whole batch.
+
+Chunked, s_r and ds_r/dw are summed piece by piece in forward; backward multiplies by a number.
 """
 
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
 from lightning_cp.collectives import Transport
@@ -28,6 +35,12 @@ from lightning_cp.context import (
     enter_backward_of,
 )
 from lightning_cp.sequence import shard, shift_labels, unshard
+
+_CHUNK_NUMBERS: Final = 2**26
+"""How many logits are held at once unless the caller says: 256 MiB in float32."""
+
+_FIRST_LEN: Final = 256
+"""Tokens of the first piece, which says how large the vocabulary is."""
 
 
 @outside_graphs
@@ -48,37 +61,95 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
         >>> round(token_mean(logits, labels).exp().item(), 4)  # a blind guess among 8
         8.0
     """
-    if logits.shape[:-1] != labels.shape or labels.dim() != 2:
-        raise ValueError(
-            "token_mean() needs logits [batch, tokens, classes] and labels [batch, tokens]; it got "
-            f"{tuple(logits.shape)} and {tuple(labels.shape)}. Give labels unshifted, cut like the "
-            "logits: local['labels']."
-        )
+    _check_shapes("token_mean() needs logits [batch, tokens, classes]", logits, labels)
     step = current()
     check_recompute(step)
     targets = _targets(labels, shift, step)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total, by_position = _summed(wide, targets, step)
-    return global_mean(total, (targets != IGNORED_LABEL).sum(), by_position=by_position)
-
-
-def _summed(logits: Tensor, targets: Tensor, step: Step | None) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross entropy, and by position if that was asked for."""
     asked = step is not None and bool(step.position_edges)
-    losses = cross_entropy(
-        logits.flatten(0, 1),
-        targets.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="none" if asked else "sum",
+    losses = _cross_entropy(logits, targets, "none" if asked else "sum")
+    by_position = _by_position(losses, targets, step)
+    return global_mean(losses.sum(), _num_valid(targets), by_position=by_position)
+
+
+@outside_graphs
+def chunked_token_mean(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    parameters: Sequence[Tensor],
+    shift: bool = True,
+    chunk_len: int | None = None,
+) -> Tensor:
+    """Return `token_mean` of ``head(hidden)`` without ever holding the logits of all tokens.
+
+    Gradients are computed in forward, piece by piece, and kept: as much memory as ``hidden`` and,
+    in float32, the parameters take. Activation checkpointing around it would do that work twice.
+
+    Args:
+        head: what makes logits [1, n, V] of hidden states [1, n, d], for each token by itself. It
+            is called on pieces of the tokens, all rows one after the other.
+        hidden: [B, L, d].
+        labels: as in `token_mean`.
+        parameters: the weights that ``head`` computes with; others among them do no harm. Their
+            gradients are summed in float32. With FSDP2 call this inside the forward of the module
+            that is sharded as one with them, where they are whole.
+        shift: as in `token_mean`.
+        chunk_len: how many tokens ``head`` gets at once. By default the first 256, and then so many
+            that their logits take 256 MiB in float32; working on them takes a few times that.
+
+    Example:
+        >>> head, hidden = torch.nn.Linear(4, 8), torch.randn(1, 6, 4)
+        >>> labels, weights = torch.tensor([[1, 2, -100, 3, 0, 7]]), list(head.parameters())
+        >>> loss = chunked_token_mean(head, hidden, labels, parameters=weights, chunk_len=2)
+        >>> torch.allclose(loss, token_mean(head(hidden), labels))
+        True
+    """
+    _check_shapes("chunked_token_mean() needs hidden states [batch, tokens, width]", hidden, labels)
+    if chunk_len is not None and chunk_len < 1:
+        raise ValueError(
+            f"chunked_token_mean(chunk_len={chunk_len}): give a number of tokens above 0, or None "
+            "for as many as take 256 MiB."
+        )
+    leaves = _leaves(parameters)
+    step = current()
+    check_recompute(step)
+    targets = _targets(labels, shift, step)
+    work = _Work(head, targets.flatten(), leaves, chunk_len, torch.is_grad_enabled())
+    total, losses = _ChunkedSum.apply(work, hidden, *leaves)  # type: ignore[no-untyped-call]
+    by_position = _by_position(losses, targets, step)
+    return global_mean(total, _num_valid(targets), by_position=by_position)
+
+
+def _check_shapes(rule: str, x: Tensor, labels: Tensor) -> None:
+    if x.shape[:-1] != labels.shape or labels.dim() != 2:
+        raise ValueError(
+            f"{rule} and labels [batch, tokens]; it got {tuple(x.shape)} and "
+            f"{tuple(labels.shape)}. Give labels unshifted, cut like the rest of the batch: "
+            "local['labels']."
+        )
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(
+        wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
     )
-    if step is None or not asked:
-        return losses, None
+
+
+def _num_valid(targets: Tensor) -> Tensor:
+    return (targets != IGNORED_LABEL).sum()
+
+
+def _by_position(losses: Tensor, targets: Tensor, step: Step | None) -> Tensor | None:
+    """Return sums and numbers of tokens by their place in the row, if that was asked for."""
+    if step is None or not step.position_edges:
+        return None
     edges = torch.tensor(step.position_edges, device=losses.device)
     places = step.layout.positions(step.cp_rank).to(losses.device)
     bucket = torch.bucketize(places, edges, right=True).expand_as(targets).flatten()
     pairs = torch.stack([losses.detach().double(), (targets.flatten() != IGNORED_LABEL).double()])
-    sums = pairs.new_zeros(2, len(edges) + 1).index_add_(1, bucket, pairs)
-    return losses.sum(), sums
+    return pairs.new_zeros(2, len(edges) + 1).index_add_(1, bucket, pairs)
 
 
 def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = None) -> Tensor:
@@ -117,7 +188,7 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
     layout = step.layout
     if labels.shape[1] != layout.local_len:
         raise ValueError(
-            f"token_mean() got {labels.shape[1]} tokens per row inside a step whose ranks hold "
+            f"The loss got {labels.shape[1]} tokens per row inside a step whose ranks hold "
             f"{layout.local_len} each. Whole rows go under `with cp.paused():`."
         )
     if not shift:
@@ -163,3 +234,172 @@ class _GlobalMean(torch.autograd.Function):
         check_mark(mark, ctx.uid)
         enter_backward_of(ctx.uid)
         return grad * factor.to(grad.dtype), None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What a chunked sum is made of, beside the tensors that autograd follows.
+
+    Args:
+        head: makes logits of hidden states.
+        targets: [tokens], what each is scored against.
+        leaves: the parameters themselves, which ``head`` computes with.
+        chunk_len: tokens of a piece; None to go by the vocabulary.
+        grad: whether the caller has gradients enabled.
+    """
+
+    head: Callable[[Tensor], Tensor]
+    targets: Tensor
+    leaves: Sequence[Tensor]
+    chunk_len: int | None
+    grad: bool
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The summed cross entropy, whose gradients are worked out along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, wanted = hidden.detach().flatten(0, 1)[None], work.grad and hidden.requires_grad
+        slopes = torch.zeros_like(tokens) if wanted else None
+        sums: list[Tensor | None] = [None for _ in work.leaves]
+        losses: list[Tensor] = []
+        start, length = 0, work.chunk_len or _FIRST_LEN
+        with _without_hooks(work.leaves if work.grad else ()):
+            # Shapes alone say how many pieces there are: a head may need all ranks each time.
+            while start < tokens.shape[1] or not losses:
+                part = slice(start, start + length)
+                piece = tokens[:, part].detach().requires_grad_(wanted)
+                found, num_classes = _piece_losses(work, piece, work.targets[part])
+                losses.append(found.detach())
+                slope = _add_gradients(found, piece, work.leaves, sums)
+                if slopes is not None and slope is not None:
+                    slopes[:, part] = slope
+                start = part.stop
+                if work.chunk_len is None:
+                    length = max(1, _CHUNK_NUMBERS // num_classes)
+        ctx.save_for_backward(None if slopes is None else slopes.view(hidden.shape), *sums)
+        ctx.dtypes = [x.dtype for x in (hidden, *work.leaves)]
+        by_token = torch.cat(losses)
+        ctx.mark_non_differentiable(by_token)
+        return by_token.sum(), by_token
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        # once_differentiable refuses what depends on `grad` only, but this depends on the inputs.
+        twice = torch.is_grad_enabled() and not grad.requires_grad
+        return _ChunkedSum._scaled(ctx, grad.detach().requires_grad_() if twice else grad)
+
+    @staticmethod
+    @once_differentiable
+    def _scaled(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        kept = zip(ctx.saved_tensors, ctx.dtypes, needed, strict=True)
+        return None, *(
+            (x * grad).to(dtype) if need and x is not None else None for x, dtype, need in kept
+        )
+
+
+def _piece_losses(work: _Work, piece: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Return the cross entropy of each token of a piece, and the number of classes."""
+    # What a piece saves lives for a moment. Those who take saved tensors away until backward, as
+    # activation checkpointing and offloading do, must not see it.
+    with torch.set_grad_enabled(work.grad), saved_tensors_hooks(_detached, _unchanged):
+        logits = work.head(piece)
+        if logits.dim() != 3 or logits.shape[:-1] != piece.shape[:-1]:
+            raise ValueError(
+                "chunked_token_mean() needs a head that makes logits [batch, tokens, classes] of "
+                f"hidden states [batch, tokens, width]; it made {tuple(logits.shape)} of "
+                f"{tuple(piece.shape)}."
+            )
+        _check_listed(logits, (piece, *work.leaves))
+        return _cross_entropy(logits, targets, "none"), logits.shape[-1]
+
+
+def _add_gradients(
+    losses: Tensor, piece: Tensor, leaves: Sequence[Tensor], sums: list[Tensor | None]
+) -> Tensor | None:
+    """Add the gradients of the leaves to ``sums``, and return that of the piece."""
+    if not losses.requires_grad:
+        return None
+    inputs = [x for x in (piece, *leaves) if x.requires_grad]
+    # As in a backward of its own: ops run in the dtype that forward chose for them.
+    with _no_autocast(losses.device.type):
+        found = torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
+    gradients = {id(x): gradient for x, gradient in zip(inputs, found, strict=True)}
+    for at, leaf in enumerate(leaves):
+        gradient, total = gradients.get(id(leaf)), sums[at]
+        if gradient is not None and total is None:
+            # A copy, for two leaves may have been given the same tensor.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            sums[at] = gradient.to(wide, copy=True)
+        elif gradient is not None and total is not None:
+            total += gradient
+    return gradients.get(id(piece))
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Switch autocast off, on devices that have it: ``meta`` has none."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return each parameter once: what is named twice must not get its gradient twice."""
+    leaves = list({id(x): x for x in parameters}.values())
+    for x in leaves:
+        if not x.is_leaf:
+            raise ValueError(
+                f"chunked_token_mean(parameters=...) has a tensor of shape {tuple(x.shape)} that "
+                "is computed from others. Compute it in the head, and list what it is computed "
+                "from."
+            )
+    return leaves
+
+
+def _check_listed(logits: Tensor, known: Collection[Tensor]) -> None:
+    """Refuse logits that depend on a weight whose gradient nobody would ask for."""
+    listed = {id(x) for x in known}
+    seen, todo = set(), [logits.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        leaf = None if node.next_functions else getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in listed:
+            raise ValueError(
+                f"chunked_token_mean(): head computes with a tensor of shape {tuple(leaf.shape)} "
+                "that requires a gradient and is not in `parameters`: its gradient would be lost. "
+                "Add it. With FSDP2, call chunked_token_mean() in the forward() of the module that "
+                "is sharded as one with the head, and list the parameters there, where they are "
+                "whole."
+            )
+
+
+@contextmanager
+def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Keep hooks of `Tensor.register_hook` from pieces of a gradient: they get the whole later."""
+    taken = []
+    for leaf in leaves:
+        if leaf.requires_grad:
+            handle = leaf.register_hook(_unchanged)  # type: ignore[no-untyped-call]
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            taken.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in taken:
+            hooks.update(own)
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x

@@ -1,8 +1,14 @@
 import pytest
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, token_mean
+from lightning_cp import ContextParallel, context, token_mean
+from lightning_cp import loss as loss_module
+from lightning_cp.loss import chunked_token_mean
+from tests.oracle import errors
 
 
 def test_outside_a_step_it_is_the_plain_mean():
@@ -46,3 +52,378 @@ def test_one_rank_walks_the_same_code():
 def test_shapes_that_do_not_fit_are_refused(logits, labels):
     with pytest.raises(ValueError, match=r"needs logits \[batch, tokens, classes\]"):
         token_mean(torch.zeros(logits), torch.zeros(labels).long())
+
+
+# Chunked: the same loss and gradients, without the logits of all tokens.
+
+WIDTH, VOCAB = 6, 11
+
+
+class Softcapped(nn.Module):
+    """Several modules, a scalar weight, a cap: a head as models have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return 3 * torch.tanh(self.scale * self.out(self.norm(x)) / 3)
+
+
+HEADS = {
+    "plain": lambda: nn.Linear(WIDTH, VOCAB, bias=False),
+    "bias": lambda: nn.Linear(WIDTH, VOCAB),
+    "softcap": Softcapped,
+}
+
+
+def build(kind="softcap", dtype=torch.float64):
+    """Return a head, hidden states and labels; 2 rows of 9 tokens."""
+    torch.manual_seed(3)
+    head = HEADS[kind]().to(dtype)
+    hidden = torch.randn(2, 9, WIDTH, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, VOCAB, (2, 9))
+    labels[0, 4:6], labels[1, 0] = -100, -100
+    return head, hidden, labels
+
+
+def chunked(head, hidden, labels, **options):
+    return chunked_token_mean(head, hidden, labels, parameters=list(head.parameters()), **options)
+
+
+def results(loss, hidden, head):
+    """Go backward, and return the loss and every gradient."""
+    tensors = {"hidden": hidden, **dict(head.named_parameters())}
+    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+    # An incoming gradient other than 1 must count.
+    found = torch.autograd.grad(loss * 3, list(wanted.values()))
+    return {"loss": loss.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+def check(found, exact, tolerance=1e-12):
+    assert all(x.dtype == exact[name].dtype for name, x in found.items())
+    worst = errors(found, exact)
+    assert max(worst.values()) <= tolerance, worst
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("chunk_len", [1, 7, 100, None])
+@pytest.mark.parametrize("kind", HEADS)
+def test_chunked_is_token_mean(kind, chunk_len, shift):
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
+        head, hidden, labels = build(kind, dtype)
+        exact = results(token_mean(head(hidden), labels, shift=shift), hidden, head)
+        loss = chunked(head, hidden, labels, shift=shift, chunk_len=chunk_len)
+        check(results(loss, hidden, head), exact, tolerance)
+
+
+def test_chunked_hidden_states_may_lie_anyhow():
+    head, hidden, labels = build()
+    exact = results(token_mean(head(hidden), labels), hidden, head)
+    crossed = hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    check(results(chunked(head, crossed, labels, chunk_len=4), hidden, head), exact)
+    empty = torch.zeros(2, 0, WIDTH, dtype=torch.float64)
+    assert chunked(head, empty, labels[:, :0]).item() == 0.0
+
+
+def test_chunked_on_the_meta_device():
+    with torch.device("meta"):
+        head, hidden = nn.Linear(WIDTH, VOCAB), torch.zeros(2, 9, WIDTH, requires_grad=True)
+        labels = torch.zeros(2, 9).long()
+    chunked(head, hidden, labels, chunk_len=4).backward()
+    assert hidden.grad.shape == hidden.shape
+    assert head.weight.grad.is_meta
+
+
+def test_chunked_without_valid_labels_is_zero_with_zero_gradients():
+    head, hidden, labels = build()
+    loss = chunked(head, hidden, torch.full_like(labels, -100), chunk_len=4)
+    found = results(loss, hidden, head)
+    assert len(found) == 7
+    assert all(not x.any() for x in found.values())
+
+
+def test_chunked_with_a_weight_tied_to_the_embedding():
+    embedding = nn.Embedding(VOCAB, WIDTH).double()
+    tokens = torch.randint(0, VOCAB, (2, 9))
+
+    def gradient(loss_of):
+        loss = loss_of(lambda x: x @ embedding.weight.T, torch.tanh(embedding(tokens)))
+        return torch.autograd.grad(loss, embedding.weight)[0]
+
+    weights = [embedding.weight, embedding.weight]  # named twice, counted once
+    found = gradient(
+        lambda head, x: chunked_token_mean(head, x, tokens, parameters=weights, chunk_len=5)
+    )
+    exact = gradient(lambda head, x: token_mean(head(x), tokens))
+    torch.testing.assert_close(found, exact, atol=1e-14, rtol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden", "bias"])
+def test_chunked_with_frozen_parts(frozen):
+    head, hidden, labels = build("bias")
+    {"head": head, "hidden": hidden, "bias": head.bias}[frozen].requires_grad_(False)
+    exact = results(token_mean(head(hidden), labels), hidden, head)
+    check(results(chunked(head, hidden, labels, chunk_len=5), hidden, head), exact)
+
+
+def test_chunked_leaves_unused_parameters_alone():
+    head, hidden, labels = build()
+    unused = nn.Parameter(torch.zeros(4))
+    chunked_token_mean(head, hidden, labels, parameters=[unused, *head.parameters()]).backward()
+    assert unused.grad is None
+    assert head.out.weight.grad is not None
+
+
+def test_chunked_gradients_of_parameters_that_share_a_tensor_in_autograd():
+    """The gradients of a and b in `a + b` are one tensor, which must not be summed into twice."""
+    head, hidden, labels = build()
+    first, second = (nn.Parameter(torch.zeros(VOCAB).double()) for _ in range(2))
+    both = [first, second]
+
+    def added(x):
+        return head(x) + (first + second)
+
+    exact = torch.autograd.grad(token_mean(added(hidden), labels), both)
+    weights = [*both, *head.parameters()]
+    loss = chunked_token_mean(added, hidden, labels, parameters=weights, chunk_len=2)
+    torch.testing.assert_close(torch.autograd.grad(loss, both), exact)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing requires a gradient"])
+def test_chunked_computes_no_gradient_that_nobody_wants(mode, monkeypatch):
+    head, hidden, labels = build()
+    expected = token_mean(head(hidden), labels).item()
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    if mode == "nothing requires a gradient":
+        head.requires_grad_(False)
+        loss = chunked(head, hidden.detach(), labels, chunk_len=5)
+    else:
+        with getattr(torch, mode)():
+            loss = chunked(head, hidden, labels, chunk_len=5)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("chunk_len", "largest"), [(1, 1), (7, 7), (500, 500), (None, 256)])
+def test_chunked_never_gives_the_head_more_tokens_than_asked(chunk_len, largest, monkeypatch):
+    monkeypatch.setattr(loss_module, "_CHUNK_NUMBERS", VOCAB * 40 + 5)
+    weight, sizes = torch.randn(WIDTH, VOCAB), []
+
+    def spy(x):
+        sizes.append(x.shape[:-1].numel())
+        return x @ weight
+
+    hidden = torch.randn(3, 251, WIDTH, requires_grad=True)
+    labels = torch.zeros(3, 251).long()
+    chunked_token_mean(spy, hidden, labels, parameters=[weight], chunk_len=chunk_len).backward()
+    assert max(sizes) == largest
+    assert sum(sizes) == 753
+    if chunk_len is None:  # the first piece says how large the vocabulary is
+        assert sizes[1:] == [40] * 12 + [17]
+
+
+def test_chunked_half_precision_is_as_exact_as_token_mean_however_many_pieces():
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(32, 50), torch.randn(2, 1024, 32)
+    labels = torch.randint(0, 50, (2, 1024))
+    head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
+    wide, wide_hidden = nn.Linear(32, 50).double(), hidden.detach().double().requires_grad_()
+    wide.load_state_dict(head.state_dict())
+    exact = results(token_mean(wide(wide_hidden), labels), wide_hidden, wide)
+    rounding = errors(results(token_mean(head(hidden), labels), hidden, head), exact)
+    for chunk_len in (2048, 100, 2):
+        loss = chunked(head, hidden, labels, chunk_len=chunk_len)
+        worst = errors(results(loss, hidden, head), exact)
+        assert all(worst[name] <= 2 * rounding[name] + 1e-7 for name in exact), (chunk_len, worst)
+
+
+class PartlyWide(nn.Module):
+    """A head of which one part leaves autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.seen = set()
+
+    def forward(self, x):
+        low = self.low(x)
+        self.seen.add(low.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return self.wide(low.float())
+
+
+def test_chunked_under_autocast_computes_in_the_dtypes_of_token_mean():
+    _, hidden, labels = build(dtype=torch.float32)
+    head = PartlyWide()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = token_mean(head(hidden), labels)
+        pieces = chunked(head, hidden, labels, chunk_len=18)
+        many = chunked(head, hidden, labels, chunk_len=4)
+    assert head.seen == {torch.bfloat16}
+    exact = results(whole, hidden, head)
+    # Backward in bfloat16 where forward was in float32 would be 1e-3 off.
+    found, split = results(pieces, hidden, head), results(many, hidden, head)
+    for name in ("loss", "wide.weight", "wide.bias"):
+        for x in (found, split):
+            torch.testing.assert_close(x[name], exact[name], atol=1e-6, rtol=1e-6)
+    check(found, exact, 1e-2)
+    check(split, exact, 1e-2)
+
+
+def test_chunked_goes_backward_twice_but_is_not_differentiated_twice():
+    head, hidden, labels = build()
+    loss = chunked(head, hidden, labels, chunk_len=5)
+    first = torch.autograd.grad(loss, [hidden, head.out.weight], retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    second = torch.autograd.grad(loss, [hidden, head.out.weight], retain_graph=True)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + gradient.square().sum()).backward()
+
+
+def test_chunked_hooks_on_a_parameter_get_its_gradient_once_and_whole():
+    head, hidden, labels = build()
+    exact = results(token_mean(head(hidden), labels), hidden, head)["out.weight"]
+    seen = []
+    handle = head.out.weight.register_hook(lambda gradient: seen.append(gradient) or gradient / 2)
+    (chunked(head, hidden, labels, chunk_len=5) * 3).backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], exact)
+    torch.testing.assert_close(head.out.weight.grad, exact / 2)
+    handle.remove()
+    (chunked(head, hidden, labels, chunk_len=5) * 3).backward()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_chunked_inside_activation_checkpointing(reentrant):
+    head, hidden, labels = build()
+    exact = results(token_mean(head(hidden.tanh()), labels), hidden, head)
+    sizes = []
+
+    def spy(x):
+        sizes.append(x.shape[1])
+        return head(x)
+
+    def loss_of(x):
+        weights = list(head.parameters())
+        return chunked_token_mean(spy, x.tanh(), labels, parameters=weights, chunk_len=7)
+
+    with ContextParallel(None).step({"input_ids": labels.clamp(min=0)}):
+        loss = checkpoint(loss_of, hidden, use_reentrant=reentrant)
+        (loss * 3).backward()
+        assert len(context.current().losses) == 1
+    found = {name: x.grad for name, x in head.named_parameters()}
+    check({"loss": loss.detach(), "hidden": hidden.grad, **found}, exact)
+    assert sizes == [7, 7, 4] * 2
+
+
+def test_chunked_around_a_head_that_is_checkpointed():
+    head, hidden, labels = build()
+    exact = results(token_mean(head(hidden), labels), hidden, head)
+    weights = list(head.parameters())
+    loss = chunked_token_mean(
+        lambda x: checkpoint(head, x, use_reentrant=False),
+        hidden,
+        labels,
+        parameters=weights,
+        chunk_len=5,
+    )
+    check(results(loss, hidden, head), exact)
+
+
+def test_chunked_shows_those_who_keep_saved_tensors_its_gradients_only():
+    head, hidden, labels = build("bias")
+    shapes = []
+    with saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
+        chunked(head, hidden, labels, chunk_len=5).backward()
+    assert shapes == [(2, 9, WIDTH), (VOCAB, WIDTH), (VOCAB,), (), ()]
+
+
+def test_chunked_is_left_out_of_compiled_graphs():
+    head, hidden, labels = build()
+    exact = results(token_mean(head(hidden.tanh()), labels), hidden, head)
+
+    def loss_of(x):
+        return chunked(head, x.tanh(), labels, chunk_len=5) * 1
+
+    compiled = torch.compile(loss_of, backend="eager")
+    check(results(compiled(hidden), hidden, head), exact)
+
+
+def test_chunked_marks_its_loss_in_a_step_as_token_mean_does():
+    cp = ContextParallel(None)
+    cp.position_edges = (2, 5)
+    head, hidden, labels = build()
+    with cp.step({"input_ids": labels.clamp(min=0), "labels": labels}) as local:
+        whole = token_mean(head(hidden), local["labels"])
+        pieces = chunked(head, hidden, local["labels"], chunk_len=4)
+        expected, found = context.current().losses
+    torch.testing.assert_close(pieces, whole)
+    assert found.value.data_ptr() == pieces.data_ptr()
+    assert torch.equal(found.num_tokens, expected.num_tokens)
+    torch.testing.assert_close(found.by_position, expected.by_position)
+
+
+def test_chunked_is_not_recomputed_after_its_step():
+    cp = ContextParallel(None)
+    head, hidden, labels = build()
+    with cp.step({"input_ids": labels.clamp(min=0), "labels": labels}):
+        loss = checkpoint(lambda x: chunked(head, x, labels), hidden, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="its step has ended"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "labels"),
+    [((2, 4, 5), (2, 5)), ((8, 5), (8,)), ((2, 4, 5), (2, 4, 5))],
+)
+def test_chunked_shapes_that_do_not_fit_are_refused(hidden, labels):
+    with pytest.raises(ValueError, match=r"needs hidden states \[batch, tokens, width\]"):
+        chunked_token_mean(
+            nn.Identity(), torch.zeros(hidden), torch.zeros(labels).long(), parameters=[]
+        )
+
+
+def test_chunked_whole_rows_inside_a_step_are_refused():
+    cp = ContextParallel(None)
+    head, hidden, labels = build()
+    message = "got 9 tokens per row inside a step whose ranks hold 8 each"
+    with (
+        cp.step({"input_ids": torch.zeros(2, 8).long()}),
+        pytest.raises(ValueError, match=message),
+    ):
+        chunked(head, hidden, labels)
+
+
+def test_chunked_needs_a_chunk_of_at_least_one_token():
+    head, hidden, labels = build()
+    with pytest.raises(ValueError, match=r"chunk_len=0\): give a number of tokens above 0"):
+        chunked(head, hidden, labels, chunk_len=0)
+
+
+@pytest.mark.parametrize("bad", [lambda x: x[:, :-1], lambda x: x.sum(-1), lambda x: x[0]])
+def test_chunked_head_that_does_not_make_logits_is_refused(bad):
+    _, hidden, labels = build()
+    with pytest.raises(ValueError, match=r"it made \(.*\) of \(1, 5, 6\)"):
+        chunked_token_mean(bad, hidden, labels, parameters=[], chunk_len=5)
+
+
+@pytest.mark.parametrize("needs", ["both", "head"])
+def test_chunked_weight_that_is_not_listed_is_refused(needs):
+    head, hidden, labels = build("bias")
+    hidden.requires_grad_(needs == "both")
+    message = r"head computes with a tensor of shape \(11,\) that requires a gradient and is not in"
+    with pytest.raises(ValueError, match=message):
+        chunked_token_mean(head, hidden, labels, parameters=[head.weight])
+    with torch.no_grad():
+        chunked_token_mean(head, hidden, labels, parameters=[])
+
+
+def test_chunked_weight_that_is_computed_from_others_is_refused():
+    head, hidden, labels = build("bias")
+    merged = head.weight * 2
+    with pytest.raises(ValueError, match=r"shape \(11, 6\) that is computed from others"):
+        chunked_token_mean(lambda x: x @ merged.T, hidden, labels, parameters=[merged])
