@@ -4,13 +4,17 @@
 A package that knows a library names an adapter in the entry-point group `lightning_cp.adapters`.
 """
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Protocol
 
 from torch import nn
 
 ADAPTERS: Final = "lightning_cp.adapters"
 """The entry-point group."""
+
+
+# Found in a checkout that nobody has installed, too.
+_OURS: Final = EntryPoint("transformers", "hf_patches.adapter:adapter", ADAPTERS)
 
 
 class Handle(Protocol):
@@ -32,7 +36,8 @@ class Adapter(Protocol):
 
 def enable_models(owner: nn.Module) -> list[Handle]:
     """Let adapters prepare the models inside a module; refuse those that need one and have none."""
-    adapters: list[Adapter] = [found.load() for found in entry_points(group=ADAPTERS)]
+    found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
+    adapters: list[Adapter] = [point.load() for point in found.values()]
     handles: list[Handle] = []
 
     def visit(module: nn.Module) -> None:

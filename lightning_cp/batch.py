@@ -5,6 +5,7 @@ Reads documents and padding in whatever way the batch tells them, and decides wh
 That all ranks hold the same batch is `agreement.py`'s business.
 """
 
+import itertools
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,7 @@ SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,
     "inputs_embeds": 1,
     "labels": 1,
+    "shift_labels": 1,
     "position_ids": -1,
     "attention_mask": 1,
     "token_type_ids": 1,
@@ -41,7 +43,11 @@ SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
 }
 """Where the sequence lies in the tensors of a Hugging Face batch; None: kept whole."""
 
-_FILL: Final[Mapping[str, int]] = {"labels": IGNORED_LABEL, "document_ids": NO_DOCUMENT}
+_FILL: Final[Mapping[str, int]] = {
+    "labels": IGNORED_LABEL,
+    "shift_labels": IGNORED_LABEL,
+    "document_ids": NO_DOCUMENT,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +142,8 @@ def _dims(
             _check_unknown(key, value, seq_len)
             decided[key] = None
         dim = known.get(key)
+        if key not in named and _is_ready_mask(key, value, seq_len):
+            dim = -2  # queries are cut, keys are not
         if dim is None or value is None:
             continue
         if not isinstance(value, Tensor):
@@ -161,6 +169,16 @@ def _dims(
     return dims
 
 
+def _is_ready_mask(key: str, value: object, seq_len: int) -> bool:
+    """Say whether this is a mask of queries x keys, which tells all that a model needs."""
+    return (
+        key == "attention_mask"
+        and isinstance(value, Tensor)
+        and value.dim() == 4
+        and value.shape[-2:] == (seq_len, seq_len)
+    )
+
+
 def _check_unknown(key: str, value: object, seq_len: int) -> None:
     for name, x in named_tensors(key, value):
         if seq_len not in x.shape:
@@ -181,13 +199,14 @@ def _check_unknown(key: str, value: object, seq_len: int) -> None:
 
 def _read_padding(batch: Mapping[str, Any], seq_len: int) -> BoolArray | None:
     mask = batch.get("attention_mask")
-    if mask is None:
+    if mask is None or _is_ready_mask("attention_mask", mask, seq_len):
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"`attention_mask` of shape {shape} cannot be cut: give [batch, {seq_len}], 1 for "
-            "tokens and 0 for padding, and say the rest with Mask(...) in the model."
+            "tokens and 0 for padding, and say the rest with Mask(...) in the model; or a ready "
+            f"mask [batch, 1, {seq_len}, {seq_len}]."
         )
     padding = mask == 0
     if not (padding | (mask == 1)).all():
@@ -316,11 +335,22 @@ def build_position_ids(whole: WholeBatch, device: torch.device) -> Tensor:
     given = whole.tensors.get("position_ids")
     if isinstance(given, Tensor):
         return given.expand(whole.batch_size, -1) if given.dim() <= 2 else given
-    positions = np.arange(whole.seq_len)[None]
-    if whole.documents is not None:
-        change = np.diff(whole.documents, axis=1, prepend=whole.documents[:, :1]) != 0
-        positions = positions - np.maximum.accumulate(np.where(change, positions, 0), 1)
+    positions = count_positions(whole.documents, whole.seq_len)
     return torch.from_numpy(positions).to(device).expand(whole.batch_size, -1)
+
+
+def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
+    """Return [B or 1, S]: the place of each token in its document, or in the row.
+
+    Example:
+        >>> count_positions(np.array([[0, 0, 0, 1, 1]]), 5).tolist()
+        [[0, 1, 2, 0, 1]]
+    """
+    positions: IntArray = np.arange(seq_len)[None]
+    if documents is None:
+        return positions
+    change = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    return positions - np.maximum.accumulate(np.where(change, positions, 0), 1)
 
 
 def shard_batch(whole: WholeBatch, *, layout: Layout, rank: int) -> dict[str, Any]:
@@ -331,3 +361,50 @@ def shard_batch(whole: WholeBatch, *, layout: Layout, rank: int) -> dict[str, An
         else value
         for key, value in whole.tensors.items()
     }
+
+
+def unpack_documents(batch: Mapping[str, Any], whole: WholeBatch) -> dict[str, Any]:
+    """Return the batch with every document as a row of its own, padded at its end.
+
+    What a model computes then that knows nothing of documents is what it should compute for packed
+    ones. Position ids stay if the batch has some.
+    """
+    if whole.documents is None:
+        return dict(batch)
+    places = [
+        (row, int(start), int(stop))
+        for row in range(whole.batch_size)
+        for start, stop in _intervals(whole.documents[min(row, len(whole.documents) - 1)])
+    ]
+    longest = max(stop - start for _, start, stop in places)
+    dims = dict(whole.dims)
+    told = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    tensors = {key: value for key, value in batch.items() if key not in told}
+    if tensors.get("attention_mask") is None:
+        some = batch[next(iter(dims))]
+        ones = torch.ones(whole.batch_size, whole.seq_len, dtype=torch.int64, device=some.device)
+        tensors["attention_mask"], dims["attention_mask"] = ones, 1
+    unpacked = {}
+    for key, value in tensors.items():
+        if key in dims:
+            parts = []
+            for row, start, stop in places:
+                own = value[row : row + 1] if value.shape[0] == whole.batch_size else value[:1]
+                part = own.narrow(dims[key], start, stop - start)
+                fill = part.new_full((1,), _FILL.get(key, 0))
+                shape = list(part.shape)
+                shape[dims[key]] = longest - (stop - start)
+                parts.append(torch.cat([part, fill.expand(shape)], dims[key]))
+            unpacked[key] = torch.cat(parts)
+        elif isinstance(value, Tensor) and value.dim() > 0 and len(value) == whole.batch_size:
+            unpacked[key] = value[[row for row, _, _ in places]]
+        else:
+            unpacked[key] = value
+    return unpacked
+
+
+def _intervals(ids: IntArray) -> list[tuple[int, int]]:
+    """Return where each document starts and stops; tokens of no document are left out."""
+    edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
+    pairs = itertools.pairwise(edges)
+    return [(start, stop) for start, stop in pairs if ids[start] != NO_DOCUMENT]

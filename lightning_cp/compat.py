@@ -195,3 +195,10 @@ class _Nested:
 def in_backward() -> bool:
     """Say whether autograd is running a backward pass on this thread (recompute included)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Lower the precision where autocast would do it for attention."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

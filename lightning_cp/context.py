@@ -55,6 +55,8 @@ class Step:
         training: whether the loss is averaged over the data axis too.
         algorithm: how keys travel: ``auto`` or a name.
         kernel: what computes a block: ``auto`` or a name.
+        has_position_ids: whether the batch brought them, or we counted.
+        is_stock: on whole rows, with models as they are without us: what others are compared with.
         position_edges: where buckets of positions begin, for losses by position; () for none.
     """
 
@@ -67,6 +69,8 @@ class Step:
     training: bool
     algorithm: str
     kernel: str
+    has_position_ids: bool = False
+    is_stock: bool = False
     position_edges: tuple[int, ...] = ()
     uid: int = field(default_factory=lambda: next(_uids))
     # What attention worked out for a mask, by the mask's key; layers share it.

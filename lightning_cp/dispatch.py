@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp import context
 from lightning_cp.compat import (
+    as_autocast,
     constant_in_graphs,
     never_compile_alone,
     outside_graphs,
@@ -176,7 +177,7 @@ def _attend(
         raise ValueError("scaled_dot_product_attention(): give attn_mask or is_causal, not both.")
     lead = query.shape[:-3]
     with plain_functions():
-        query, key, value = (_as_autocast(x) for x in (query, key, value))
+        query, key, value = (as_autocast(x) for x in (query, key, value))
         q, k, v = (_four_dims(x) for x in (query, key, value))
         if not enable_gqa and q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -189,13 +190,6 @@ def _attend(
         if query.dim() == 4:
             return out
         return out.reshape(*lead, *query.shape[len(lead) : -1], value.shape[-1])
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    """Lower the precision where autocast would do it for SDPA."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_recomputable(step: Step) -> None:

@@ -141,7 +141,7 @@ class ContextParallel:
 
     @contextmanager
     def alone(
-        self, batch: Mapping[str, Any], *, training: bool | None = None
+        self, batch: Mapping[str, Any], *, training: bool | None = None, stock: bool = False
     ) -> Iterator[dict[str, Any]]:
         """Work on the whole batch, on this rank only: what `step` is compared with.
 
@@ -151,12 +151,19 @@ class ContextParallel:
         Args:
             batch: the whole batch.
             training: as in `step`.
+            stock: models of other libraries are as they are without us. Some of them do not keep
+                documents apart: each document is given to them as a row of its own.
 
         Yields:
             The batch's keys and tensors, uncut.
         """
         training = torch.is_grad_enabled() if training is None else training
-        opened, whole = self._cut(batch, training, self._alone)
+        if stock:
+            read = batches.read_batch(
+                batch, sequence_dims=self.sequence_dims, decided=self._decided
+            )
+            batch = batches.unpack_documents(batch, read)
+        opened, whole = self._cut(batch, training, self._alone, stock=stock)
         context.forget_backward()
         with context.activate(opened):
             yield whole
@@ -179,7 +186,7 @@ class ContextParallel:
         return opened, local
 
     def _cut(
-        self, batch: Mapping[str, Any], training: bool, groups: Groups
+        self, batch: Mapping[str, Any], training: bool, groups: Groups, *, stock: bool = False
     ) -> tuple[Step, dict[str, Any]]:
         """Work out a step and this rank's part of the batch; no rank waits for another."""
         whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
@@ -198,6 +205,8 @@ class ContextParallel:
             training=training,
             algorithm=self.algorithm,
             kernel="reference" if groups is self._alone else self.kernel,
+            has_position_ids=isinstance(batch.get("position_ids"), Tensor),
+            is_stock=stock,
             position_edges=self.position_edges,
         )
         return opened, local

@@ -465,7 +465,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         """Refuse a loss that we did not make, unless it is said what it is."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         step = self._step
-        if step is None or not isinstance(loss, Tensor):
+        if step is None or step.is_stock or not isinstance(loss, Tensor):
             return output
         if step.losses:
             if step.cp_size == self.context_parallel_size:  # not while verifying on whole rows
@@ -554,6 +554,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 loss_fn=loss_fn,
                 max_len=max_len,
                 tolerance=TOLERANCES[torch.bfloat16] if mixed else None,
+                stock=bool(self._handles),
             )
 
     # ---------------------------------------------------------------- gradients
