@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hugging Face door of lightning-cp. Empty so far: `enable(model)` comes with its own issue."""
+"""Hugging Face models under context parallelism: `enable(model)`, `verify` to see the numbers."""
+
+from hf_patches.enable import Handle, enable
+from hf_patches.verify import verify
+
+__all__ = ["Handle", "enable", "verify"]

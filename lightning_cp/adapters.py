@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How models that other libraries have made are prepared, without this package knowing them.
 
-A package that knows a library names an adapter in the entry-point group `lightning_cp.adapters`.
+A package that knows a library names an adapter in the entry-point group `lightning_cp.adapters`,
+under the library's name: it is loaded only in jobs that have imported the library.
 """
 
+import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Protocol
 
@@ -37,7 +39,7 @@ class Adapter(Protocol):
 def enable_models(owner: nn.Module) -> list[Handle]:
     """Let adapters prepare the models inside a module; refuse those that need one and have none."""
     found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
-    adapters: list[Adapter] = [point.load() for point in found.values()]
+    adapters: list[Adapter] = [p.load() for p in found.values() if p.name in sys.modules]
     handles: list[Handle] = []
 
     def visit(module: nn.Module) -> None:

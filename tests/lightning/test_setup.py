@@ -188,7 +188,7 @@ def run_setups():
         "devices": fit_message(Module(), new(), devices=1),
         "devices, nodes": fit_message(Module(), new(), num_nodes=2),
     }
-    found = EntryPoint("x", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
+    found = EntryPoint("torch", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
     original = lightning_cp.adapters.entry_points
     lightning_cp.adapters.entry_points = lambda group: [found]
     try:

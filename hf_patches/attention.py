@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registered attention function: what a layer asks for, over the whole row.
+
+Shapes: B batch, H query heads, K key heads, L tokens of this rank, S of the row, D head dims.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_patches.doors import NAMES, active, stock_name
+from hf_patches.masks import mask_of_step
+from hf_patches.positions import temperature
+from lightning_cp.compat import as_autocast
+from lightning_cp.context import Step, StepMask, check_recompute
+from lightning_cp.engine.attention import attention
+from lightning_cp.engine.merge import NEVER
+from lightning_cp.mask import Mask
+
+# What layers pass that says nothing about who sees whom, or says again what the mask says.
+_HARMLESS: Final = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "document_ids",
+    "encoder_hidden_states",
+    "is_causal",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "token_type_ids",
+    "use_cache",
+}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend over the whole row with this rank's tokens; outside of a step, as the model did.
+
+    Args:
+        module: the layer that asks.
+        query: [B, H, L, D].
+        key: [B, K, L, D].
+        value: [B, K, L, Dv].
+        attention_mask: what our mask function returned, a ready mask [B, H or 1, L, S], or None.
+        scaling: factor on the scores.
+        dropout: refused in words if there is any.
+        softcap: bends the scores.
+        s_aux: [H], the logits of attention sinks.
+        others: what else the layer passes; refused if it could matter.
+
+    Returns:
+        [B, L, H, Dv], and None for the weights, which nobody has seen whole.
+    """
+    if isinstance(attention_mask, StepMask):
+        step: Step | None = attention_mask.step
+    else:
+        step = active()
+        check_recompute(step)
+    if step is None:
+        extra = {"softcap": softcap, "s_aux": s_aux}
+        return _stock(module)(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            **{name: value for name, value in extra.items() if value is not None},
+            **others,
+        )
+    _check(module, query, key, others, step)
+    mask, bias = _mask(module, attention_mask, step)
+    query = temperature(module, query, step)
+    query, key, value = (as_autocast(x) for x in (query, key, value))
+    out = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        bias=bias,
+        dropout=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    name = stock_name(module.config)  # type: ignore[arg-type]
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return found
+
+
+def _check(
+    module: nn.Module, query: Tensor, key: Tensor, others: dict[str, Any], step: Step
+) -> None:
+    unknown = sorted(
+        name
+        for name, value in others.items()
+        if name not in _HARMLESS and (isinstance(value, Tensor) or name in _CHOICES)
+    )
+    unknown = [name for name in unknown if others[name] is not None]
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which choose "
+            "or change what a token sees and are not supported inside a step: leaving them out "
+            "would train another model. Run it on whole rows: `with cp.paused():`."
+        )
+    if others.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True inside a step: no rank sees the attention weights of a whole "
+            "row. Leave it out, or look at them on whole rows: `with cp.paused():`."
+        )
+    if query.shape[2] != key.shape[2] or query.shape[2] != step.layout.local_len:
+        raise ValueError(
+            f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} keys "
+            f"inside a step whose ranks hold {step.layout.local_len} tokens per row each. Give the "
+            "model what cp.step(...) yields, without past_key_values; generate(), images and "
+            "cross-attention go under `with cp.paused():`."
+        )
+
+
+# Refused whatever they are: sparse attention that a function may ignore without a word.
+_CHOICES: Final = {"indices", "block_indices", "position_bias"}
+
+
+def _mask(module: nn.Module, given: object, step: Step) -> tuple[Mask, Tensor | None]:
+    """Return the mask of the whole row, and what is added to the scores."""
+    if isinstance(given, StepMask):
+        return given, None
+    if given is None:
+        # The layer asked for no mask: then it means all tokens, or all before it.
+        causal = bool(getattr(module, "is_causal", True))
+        return StepMask(causal=causal, step=step), None
+    layout = step.layout
+    if not isinstance(given, Tensor) or given.shape[-2:] != (layout.local_len, layout.seq_len):
+        what = (
+            f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        )
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask {what} inside a step whose ranks hold "
+            f"{layout.local_len} of {layout.seq_len} tokens. A ready mask has this rank's queries "
+            f"and the keys of the whole row: [batch, 1, {layout.local_len}, {layout.seq_len}]; put "
+            "it into the batch whole, as `attention_mask`, and cp.step(...) cuts it so."
+        )
+    if given.dtype == torch.bool:
+        bias = torch.zeros(given.shape, dtype=torch.float32, device=given.device)
+        bias = bias.masked_fill(~given, NEVER)
+    else:
+        bias = given
+    return StepMask(documents=False, padding=False, step=step), bias.detach()
+
+
+for _ours in NAMES.values():
+    AttentionInterface.register(_ours, attend)
+    AttentionMaskInterface.register(_ours, mask_of_step)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which names attention is registered, and when it is ours.
+
+An enabled model carries our name for good, since activation checkpointing asks for it again in
+backward. Outside of steps we pass on to what the model used before, which the name tells: it stays
+true in copies and pickles of the model.
+"""
+
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from lightning_cp import context
+from lightning_cp.context import Step
+
+# Names with "flash", "sdpa" or "flex_attention" in them would be taken for those.
+NAMES: Final = {
+    "sdpa": "lightning_cp",
+    "eager": "lightning_cp_eager",
+    "flash_attention_2": "lightning_cp_fa2",
+    "flash_attention_3": "lightning_cp_fa3",
+    "flash_attention_4": "lightning_cp_fa4",
+    "flex_attention": "lightning_cp_flex",
+}
+"""Our name for each implementation that a model may have used before."""
+
+STOCK: Final = {ours: stock for stock, ours in NAMES.items()}
+"""And back."""
+
+
+def active() -> Step | None:
+    """Return the step in which enabled models are cut; None where they are as they were."""
+    step = context.current()
+    return None if step is None or step.is_stock else step
+
+
+def is_ours(implementation: str | None) -> bool:
+    """Say whether a model carries one of our names."""
+    return implementation in STOCK
+
+
+def stock_name(config: PreTrainedConfig) -> str:
+    """Return what the model used before it was enabled.
+
+    A softcap is part of the model, and only "eager" has it: what we are compared with must too.
+    """
+    name = STOCK.get(config._attn_implementation, config._attn_implementation)
+    step = context.current()
+    if step is not None and getattr(config, "attn_logit_softcapping", None) is not None:
+        return "eager"
+    return str(name)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of each architecture: one table, for `enable()`, the tests and the README.
+
+Served are models whose tokens meet in registered attention only ("road 1"). The others say here
+where else their tokens meet.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hf_patches.heads import HeadKind
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is known of the models of one type.
+
+    Args:
+        features: what its attention has beside causal masks.
+        caveat: what to know before using it.
+        refusal: why it cannot run under context parallelism; empty if it can.
+        scores: against which token its language-model head is scored.
+    """
+
+    features: str = ""
+    caveat: str = ""
+    refusal: str = ""
+    scores: HeadKind = "next token"
+
+    @property
+    def is_served(self) -> bool:
+        """Say whether such models can be enabled."""
+        return not self.refusal
+
+
+def _plain(names: str) -> Iterator[tuple[str, Architecture]]:
+    return ((name, Architecture()) for name in names.split())
+
+
+def _with(features: str, names: str, **known: str) -> Iterator[tuple[str, Architecture]]:
+    return ((name, Architecture(features, **known)) for name in names.split())  # type: ignore[arg-type]
+
+
+def _refused(reason: str, names: str) -> Iterator[tuple[str, Architecture]]:
+    return ((name, Architecture(refusal=reason)) for name in names.split())
+
+
+_NOT_SHIFTED: Final = "labels are those of the same token: the model does not shift them"
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
+    [
+        *_plain(
+            "apertus arcee aria_text bert bert-generation biogpt bitnet cohere ctrl dots1 electra "
+            "emu3 emu3_text_model ernie ernie4_5 fuyu gemma glm glm4 glm4_moe got_ocr2 gpt-sw3 "
+            "gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+            "hyperclovax jais2 llama ministral3 moshi moss_transcribe_diarize nanochat nemotron "
+            "olmo olmo2 opt persimmon phi phi3 phi4_multimodal qwen2 qwen3 roc_bert seed_oss "
+            "smollm3 solar_open stablelm starcoder2"
+        ),
+        *_with(
+            "mixture of experts",
+            "dbrx ernie4_5_moe flex_olmo granitemoe granitemoeshared jetmoe minimax_m2 mixtral "
+            "olmoe phimoe qwen2_moe qwen3_moe",
+        ),
+        *_with(
+            "positions counted from the padding token",
+            "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
+        ),
+        *_with(
+            "table of positions",
+            "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart",
+            caveat=_NOT_SHIFTED,
+            scores="same token",
+        ),
+        ("whisper", Architecture("table of positions", _NOT_SHIFTED, scores="same token")),
+        *_with(
+            "sliding window",
+            "afmoe beam cohere2 cohere2_moe cohere_compass_text cwm exaone4 exaone_moe gemma3 "
+            "gemma3_text kolibri1 laguna mellum ministral mistral modernbert-decoder olmo3",
+        ),
+        *_with("sliding window, sinks", "flint gpt_oss granite_swa granitemoe_swa"),
+        ("mimo_v2_flash", Architecture("sliding window, sinks, value dim of its own")),
+        *_with("sliding window, softcap", "gemma2 vaultgemma"),
+        *_with(
+            "sliding window, keys shared between layers",
+            "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+        ),
+        *_with("chunks, temperature by position", "llama4 llama4_text"),
+        *_with(
+            "latent attention (MLA)",
+            "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu",
+        ),
+        ("diffllama", Architecture("differential attention")),
+        *_with("cross-attention layers", "mllama mllama_text_model", caveat="text only"),
+        ("hrm_text", Architecture("layers used several times")),
+        *_with("both directions, local and global windows", "modernbert"),
+        *_with("both directions", "albert distilbert eurobert nomic_bert"),
+        *_refused("its convolutions carry information from token to token", "lfm2 lfm2_moe zaya"),
+        *_refused(
+            "its convolutions and its bias by position mix tokens outside of attention",
+            "inkling_text",
+        ),
+        *_refused(
+            "its state-space layers pass a state from token to token",
+            "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
+            "zamba2",
+        ),
+        *_refused(
+            "its linear-attention layers pass a state from token to token",
+            "bailing_hybrid kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+            "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text",
+        ),
+        *_refused(
+            "its recurrent layers pass a state from token to token", "recurrent_gemma rwkv xlstm"
+        ),
+        *_refused(
+            "its indexer chooses keys by looking at this rank's tokens only",
+            "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 minimax_m3_vl_text",
+        ),
+        *_refused("it computes masks from the values of this rank's tokens", "doge"),
+        *_refused("it groups bytes into patches along the row", "blt"),
+        *_refused(
+            "its attention is written out and does not go through AttentionInterface",
+            "big_bird bloom codegen cpmant deberta deberta-v2 falcon git gpt_neo "
+            "gpt_neox_japanese gptj megatron-bert mpnet mpt mvp openai-gpt prophetnet reformer "
+            "rembert roformer trocr xglm xlm xlnet",
+        ),
+        *_refused(
+            "it predicts several streams of codes with a loss of its own",
+            "musicgen musicgen_decoder musicgen_melody musicgen_melody_decoder",
+        ),
+        *_refused(
+            "it has an encoder and a decoder: two sequences, and attention between them",
+            "fsmt led longt5 m2m_100 mt5 nllb-moe pegasus_x switch_transformers t5 t5gemma "
+            "t5gemma2 udop umt5",
+        ),
+        *_refused(
+            "it needs the keys of another model, and has no loss",
+            "gemma4_assistant gemma4_unified_assistant",
+        ),
+    ]
+)
+"""By the model type of the config."""
+
+
+def architecture_of(model: PreTrainedModel) -> Architecture | None:
+    """Return what is known of a model's type, None if nothing is."""
+    return ARCHITECTURES.get(model.config.model_type)
+
+
+@lru_cache(maxsize=1)
+def _heads() -> Mapping[str, HeadKind]:
+    """Return, by class name, against what a head is scored."""
+    kinds: dict[str, HeadKind] = {}
+    for mapping, kind in (
+        ("MODEL_MAPPING_NAMES", "none"),
+        ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "next token"),
+        ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "same token"),
+        ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "same token"),
+        ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "row"),
+        ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "row"),
+    ):
+        for names in getattr(modeling_auto, mapping).values():
+            for name in (names,) if isinstance(names, str) else names:
+                kinds.setdefault(name, kind)  # type: ignore[arg-type]
+    return kinds
+
+
+def head_of(model: PreTrainedModel) -> HeadKind | None:
+    """Return against what a model's outputs are scored; None if its class is not known."""
+    for owner in type(model).__mro__:
+        if owner.__name__ in _heads():
+            kind = _heads()[owner.__name__]
+            known = architecture_of(model)
+            return known.scores if kind == "next token" and known is not None else kind
+    return None

@@ -1,0 +1,321 @@
+"""`enable()`: what it does to a model, what it leaves alone, and what it refuses."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, T5Config
+from transformers import T5ForConditionalGeneration as T5
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+from hf_patches import enable
+from hf_patches.detect import find_mixing
+from lightning_cp import ContextParallel
+from tests.parity import zoo
+from tests.parity.hf import Job, build_batch, unpack
+
+PAD = 1
+
+
+@pytest.fixture
+def cp():
+    return ContextParallel(None)
+
+
+@pytest.fixture
+def batch():
+    return build_batch(Job("llama", "packed"), zoo.VOCAB_SIZE, PAD)
+
+
+def loss_in_step(model, cp, batch, **given):
+    with cp.step(batch) as local:
+        return model(**{**local, **given}).loss
+
+
+def stock_loss(name, batch):
+    return zoo.build_model(name)(**unpack(batch, PAD)).loss
+
+
+def tokens(batch):
+    return {key: batch[key] for key in ("input_ids", "labels")}
+
+
+def test_undo_leaves_no_trace():
+    for name in ("llama", "llama4", "llama:dynamic", "bart", "gemma3"):
+        model = zoo.build_model(name)
+        before = trace(model)
+        handle = enable(model)
+        assert trace(model) != before
+        handle.undo()
+        assert trace(model) == before, name
+        handle.undo()  # nothing left to undo
+
+
+def trace(model):
+    hooks = [
+        (name, len(m._forward_pre_hooks), len(m._forward_hooks), sorted(m.__dict__))
+        for name, m in model.named_modules()
+    ]
+    sub = [getattr(model.config, key)._attn_implementation for key in model.config.sub_configs]
+    return hooks, model.config._attn_implementation, sub, sorted(model.state_dict())
+
+
+def test_enabling_twice_is_enabling_once(cp, batch):
+    model = zoo.build_model("llama")
+    enable(model)
+    once = trace(model)
+    handle = enable(model)
+    assert trace(model) == once
+    torch.testing.assert_close(loss_in_step(model, cp, batch), stock_loss("llama", batch))
+    handle.undo()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_one_line_says_what_was_chosen(caplog):
+    with caplog.at_level(logging.INFO, logger="hf_patches"):
+        enable(zoo.build_model("gpt_oss"))
+    (line,) = caplog.messages
+    assert "GptOssForCausalLM (sliding window, sinks) enabled" in line
+    assert "outside of steps by eager" in line
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["llama", "llama4_text", "bart", "gpt_oss"])
+def test_enabled_models_are_copied(cp, batch, way, name):
+    model = zoo.build_model(name)
+    enable(model)
+    other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(loss_in_step(other, cp, batch), stock_loss(name, batch))
+    enable(model).undo()
+    torch.testing.assert_close(loss_in_step(other, cp, batch), stock_loss(name, batch))
+    enable(other).undo()
+    assert trace(other) == trace(zoo.build_model(name))
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    torch.testing.assert_close(model(**unpack(batch, PAD)).loss, stock_loss(name, batch))
+
+
+def test_a_model_on_the_meta_device_is_enabled(cp, batch):
+    weights = zoo.build_model("llama")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(weights.config)
+    enable(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(weights.state_dict())
+    for (_, buffer), (_, wanted) in zip(
+        model.named_buffers(), weights.named_buffers(), strict=True
+    ):
+        buffer.copy_(wanted)
+    torch.testing.assert_close(loss_in_step(model, cp, batch), stock_loss("llama", batch))
+
+
+def test_outside_of_steps_nothing_changes(cp, batch):
+    for attention in ("eager", "sdpa"):
+        stock = zoo.build_model("mistral", attention=attention).eval()
+        model = zoo.build_model("mistral", attention=attention).eval()
+        enable(model)
+        given = {"input_ids": batch["input_ids"][:, :9]}
+        for each in ({}, {"attention_mask": torch.ones_like(given["input_ids"])}):
+            assert torch.equal(model(**given, **each).logits, stock(**given, **each).logits)
+        written = model.generate(**given, max_new_tokens=4, do_sample=False)
+        assert torch.equal(written, stock.generate(**given, max_new_tokens=4, do_sample=False))
+        with cp.step(batch), cp.paused():
+            again = model.generate(**given, max_new_tokens=4, do_sample=False)
+        assert torch.equal(again, written)
+        model(**batch)  # keys that only we know do no harm
+
+
+def test_what_is_saved_does_not_know_us(tmp_path):
+    model = zoo.build_model("llama")
+    enable(model)
+    model.save_pretrained(tmp_path)
+    for file in tmp_path.glob("*.json"):
+        assert "lightning_cp" not in file.read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+
+
+def test_the_caller_may_leave_out_what_the_step_knows(cp, batch):
+    model = zoo.build_model("gpt2")
+    enable(model)
+    exact = stock_loss("gpt2", batch)
+    with cp.step(batch) as local:
+        torch.testing.assert_close(model(**tokens(local)).loss, exact)
+        torch.testing.assert_close(model(local["input_ids"], labels=local["labels"]).loss, exact)
+        as_tuple = model(**tokens(local), return_dict=False)
+        torch.testing.assert_close(as_tuple[0], exact)
+        embedded = model.get_input_embeddings()(local["input_ids"])
+        found = model(inputs_embeds=embedded, labels=local["labels"]).loss
+        torch.testing.assert_close(found, exact)
+        assert model(local["input_ids"]).loss is None
+
+
+def test_packing_told_by_position_ids_is_understood(cp, batch):
+    model = zoo.build_model("gpt_oss")  # stock gpt_oss lets documents see each other
+    enable(model)
+    documents = batch["document_ids"]
+    place = torch.arange(documents.shape[1]).expand_as(documents)
+    new = nn.functional.pad(documents.diff(dim=1) != 0, (1, 0))
+    told = {**tokens(batch), "position_ids": place - (place * new).cummax(1).values}
+    torch.testing.assert_close(loss_in_step(model, cp, told), stock_loss("gpt_oss", batch))
+
+
+def test_labels_that_are_already_shifted_are_taken_as_they_are(cp, batch):
+    model = zoo.build_model("llama")
+    enable(model)
+    rows = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    exact = zoo.build_model("llama")(**rows).loss
+    with cp.step({**rows, "shift_labels": shifted}) as local:
+        torch.testing.assert_close(model(**local).loss, exact)
+
+
+def test_two_models_in_one_step(cp, batch):
+    student, teacher = zoo.build_model("llama"), zoo.build_model("mistral", seed=1)
+    handles = [enable(student), enable(teacher)]
+    with cp.step(batch) as local:
+        with torch.no_grad():
+            wanted = teacher(**tokens(local)).logits.softmax(-1)
+        found = student(**tokens(local)).logits.log_softmax(-1)
+        assert torch.isfinite((wanted * found).sum())
+    for handle in handles:
+        handle.undo()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_models_are_enabled_inside(cp, batch, tied):
+    model = zoo.build_model("llama:tied" if tied else "llama")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(model, config)
+    exact = model(**unpack(batch, PAD)).loss
+    handle = enable(model)
+    torch.testing.assert_close(loss_in_step(model, cp, batch), exact)
+    assert handle.model is model.get_base_model()
+    handle.undo()
+    torch.testing.assert_close(model(**unpack(batch, PAD)).loss, exact)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_ready_mask_is_served(cp, batch, kind):
+    model = zoo.build_model("llama").double()
+    length = batch["input_ids"].shape[1]
+    place = torch.arange(length)
+    # Something that no other mask can say: every third key is for everyone before it, too.
+    seen = (place[None] <= place[:, None]) | (place[None] % 3 == 0)
+    mask = seen.expand(2, 1, -1, -1)
+    if kind == "float":
+        mask = torch.zeros(mask.shape).double().masked_fill(~mask, torch.finfo(torch.float64).min)
+    model.set_attn_implementation("sdpa")
+    exact = model(**tokens(batch), attention_mask=mask).loss.double()
+    enable(model)
+    found = loss_in_step(model, cp, {**tokens(batch), "attention_mask": mask})
+    torch.testing.assert_close(found, exact)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mamba", r"'mamba'\) cannot run .*state-space .* meet outside of attention in backbone"),
+        ("lfm2", r"its convolutions carry .*outside of attention in model.layers.0.conv"),
+        ("qwen3_next", r"linear-attention layers pass a state .*linear_attn"),
+        ("deepseek_v32", r"its indexer chooses keys by looking at this rank's"),
+        ("bloom", "its attention is written out and does not go through AttentionInterface"),
+        ("rwkv", "its recurrent layers pass a state from token to token"),
+    ],
+)
+def test_what_mixes_tokens_elsewhere_is_refused(name, message):
+    model = zoo.build_model(name)
+    before = trace(model)
+    with pytest.raises(ValueError, match=message):
+        enable(model)
+    assert trace(model) == before
+
+
+class Novel(LlamaConfig):
+    model_type = "novel"
+
+
+class NovelForCausalLM(LlamaForCausalLM):
+    config_class = Novel
+
+
+def novel():
+    return NovelForCausalLM(Novel(**zoo.build_config("llama").to_dict() | {"model_type": "novel"}))
+
+
+def test_an_unknown_architecture_is_refused_until_it_is_allowed(cp, batch):
+    model = novel()
+    with pytest.raises(ValueError, match=r"'novel'\) is not among .*found no module.*--allow-unkn"):
+        enable(model)
+    enable(model, allow_unknown=True)
+    assert torch.isfinite(loss_in_step(model, cp, batch))
+
+
+def test_the_detector_finds_the_module():
+    assert find_mixing(zoo.build_model("gpt_oss")) == []
+    (first, *_) = find_mixing(zoo.build_model("lfm2"))
+    assert first.startswith("model.layers.0.conv")
+
+
+def test_other_refusals_say_what_to_do():
+    with pytest.raises(TypeError, match=r"it got a Linear\. A LightningModule: enable\(module"):
+        enable(nn.Linear(2, 2))
+    small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        enable(T5(T5Config(**small)))
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="PromptTuningConfig, which adds tokens in front of each"):
+        enable(get_peft_model(zoo.build_model("llama"), prompt))
+    model = zoo.build_model("llama")
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention_dropout = 0.1: .* attention_dropout=0.0"):
+        enable(model)
+    with pytest.raises(ValueError, match="chunked_loss='sometimes'"):
+        enable(zoo.build_model("llama"), chunked_loss="sometimes")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_cache": True}, r"cache of keys would hold this rank's tokens .*cp.paused"),
+        ({"logits_to_keep": 3}, r"logits_to_keep=3 inside a step .*cp.unshard"),
+        ({"num_items_in_batch": 7}, "num_items_in_batch inside a step: the loss is already"),
+        ({"pixel_values": torch.zeros(1)}, "`pixel_values` inside a step: inputs other than text"),
+        ({"output_attentions": True}, "no rank sees the attention weights of a whole row"),
+        ({"indices": torch.zeros(1)}, "passes indices to its attention, which choose or change"),
+        ({"input_ids": torch.zeros(2, 7).long()}, "7 tokens per row .* hold 61 each"),
+        ({"attention_mask": torch.ones(2, 1, 61, 9)}, r"of shape \(2, 1, 61, 9\) inside a step"),
+    ],
+)
+def test_what_a_step_cannot_serve_is_refused(cp, batch, given, message):
+    model = zoo.build_model("llama")
+    enable(model)
+    with pytest.raises(ValueError, match=message):
+        loss_in_step(model, cp, tokens(batch), **given)
+
+
+def test_an_unknown_mask_function_is_refused(cp, batch):
+    model = zoo.build_model("llama")
+    enable(model)
+    model.config.is_causal = False
+    from transformers import masking_utils
+
+    def odd(*args):
+        return torch.tensor(True)
+
+    create = masking_utils.create_causal_mask
+    module = __import__(type(model.model).__module__, fromlist=["create_causal_mask"])
+    module.create_causal_mask = lambda **given: create(**given, and_mask_function=odd)
+    try:
+        with pytest.raises(ValueError, match=r"builds its attention mask with .*odd, which is not"):
+            loss_in_step(model, cp, batch)
+    finally:
+        module.create_causal_mask = create

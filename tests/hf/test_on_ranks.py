@@ -1,0 +1,108 @@
+"""What enabled models do on several ranks, beside what the parity suite compares."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from hf_patches import enable
+from tests.parity import zoo
+from tests.parity.hf import Double, Job, build_batch, build_cp, errors
+
+pytestmark = pytest.mark.ranks
+
+
+def double(name, **options):
+    return zoo.build_model(name, dtype=torch.float64, **options).eval()
+
+
+def gradients(model, cp=None):
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        if cp is not None and not hasattr(parameter.grad, "full_tensor"):
+            dist.all_reduce(gradient)
+            gradient = gradient / cp.cp_size
+        found[name] = gradient
+    return found
+
+
+def compare(name, batch, *, layout, attention="sdpa", **enabling):
+    """Return the largest error of a gradient, and both losses; the reference takes the batch."""
+    stock = double(name, attention=attention)
+    with Double():
+        stock(**batch).loss.backward()
+    model, cp = double(name), build_cp(layout=layout)
+    enable(model, **enabling)
+    with cp.step(batch) as local, Double():
+        loss = model(**local).loss
+    loss.backward()
+    return max(errors(gradients(model, cp), gradients(stock)).values())
+
+
+def plain():
+    return build_batch(Job("llama"), zoo.VOCAB_SIZE, 1)
+
+
+def ready_mask(layout):
+    batch = plain()
+    place = torch.arange(batch["input_ids"].shape[1])
+    seen = (place[None] <= place[:, None]) | (place[None] % 3 == 0)
+    seen = torch.stack([seen, seen | (place[None] % 5 == 1)])[:, None]
+    return compare("llama", {**batch, "attention_mask": seen}, layout=layout)
+
+
+def image_spans(layout):
+    batch = plain()
+    marked = torch.zeros_like(batch["input_ids"])
+    marked[0, 3:12] = marked[0, 28:35] = marked[1, 20:31] = 1
+    assert marked.sum(1).max() < 2 * zoo.WINDOW
+    return compare("gemma3", {**batch, "token_type_ids": marked}, layout=layout, attention="eager")
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("case", [ready_mask, image_spans])
+def test_masks_that_a_model_is_given_are_served_exactly(ranks, case, layout):
+    assert ranks(3).run(case, layout)[0] < 1e-9
+
+
+def logits_whole():
+    batch = plain()
+    stock = double("mistral")
+    with Double():
+        exact = stock(input_ids=batch["input_ids"]).logits
+    model, cp = double("mistral"), build_cp(layout="zigzag")
+    enable(model)
+    with torch.no_grad(), cp.step({"input_ids": batch["input_ids"]}) as local, Double():
+        output = model(**local, output_hidden_states=True)
+        assert output.loss is None
+        assert output.logits.shape[1] == output.hidden_states[0].shape[1] == 22
+        return (cp.unshard(output.logits, 1) - exact).abs().max().item()
+
+
+def test_logits_are_this_ranks_and_come_back_whole(ranks):
+    assert max(ranks(3).run(logits_whole)) < 1e-9
+
+
+def sharded(name, chunked):
+    batch = build_batch(Job(name, "right"), zoo.VOCAB_SIZE, 1)
+    stock = zoo.build_model(name)
+    stock(**batch).loss.backward()
+    model, cp = zoo.build_model(name), build_cp(layout="zigzag")
+    enable(model, chunked_loss=chunked)
+    for layer in model.get_decoder().layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with cp.step(batch) as local:
+        output = model(**local)
+        assert (output.logits is None) == (chunked == "always")
+        output.loss.backward()
+    return max(errors(gradients(model), gradients(stock)).values())
+
+
+@pytest.mark.parametrize("chunked", ["always", "never"])
+@pytest.mark.parametrize("name", ["llama", "llama:tied", "gemma2"])
+def test_sharded_models_and_heads_are_exact(ranks, name, chunked):
+    assert max(ranks(2).run(sharded, name, chunked)) < 1e-5

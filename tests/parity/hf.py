@@ -1,0 +1,223 @@
+"""A Hugging Face model under context parallelism, and the stock model on whole rows, compared.
+
+The reference knows nothing of our code: documents are cut out of the rows by hand, each becomes a
+row of its own, and the stock model runs on them with its own eager attention, masks and loss.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hf_patches import enable
+from lightning_cp import ContextParallel
+from tests.parity import zoo
+
+IGNORED = -100
+KINDS = ("plain", "packed", "left", "right")
+_LENGTH = 61  # divides by nothing
+
+# Rows with different documents, one of a single token, one longer than every window.
+_PACKED = ([17, 1, 26, 3, 14], [5, 33, 2, 21])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One comparison.
+
+    Args:
+        name: of the model in the zoo.
+        kind: how the rows are filled.
+        head: what the model does with its hidden states.
+        dtype: of the weights.
+        options: of the ContextParallel.
+        enabling: of enable().
+        checkpointing: activation checkpointing: None, or its use_reentrant.
+    """
+
+    name: str
+    kind: str = "plain"
+    head: str = "causal"
+    dtype: torch.dtype = torch.float32
+    options: tuple[tuple[str, Any], ...] = ()
+    enabling: tuple[tuple[str, Any], ...] = ()
+    checkpointing: bool | None = None
+    given: tuple[str, ...] = field(default=("input_ids", "attention_mask", "labels"))
+
+    def __str__(self) -> str:
+        said = [self.name, self.kind, self.head, *(str(v) for _, v in self.options)]
+        return " ".join(said)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a comparison found: both losses, and the error of each gradient."""
+
+    loss: float
+    exact_loss: float
+    errors: dict[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        return max(self.errors.items(), key=lambda item: item[1] if item[1] == item[1] else 1e30)
+
+
+class Double(TorchFunctionMode):
+    """Lets models compute in float64 where they ask for float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def _precision(dtype):
+    return Double() if dtype == torch.float64 else nullcontext()
+
+
+def build_batch(job: Job, vocab_size: int, pad: int) -> dict[str, Tensor]:
+    """Build the whole batch, as a user's loader would."""
+    generator = torch.Generator().manual_seed(sum(map(ord, job.kind)))
+    ids = torch.randint(5, vocab_size, (2, _LENGTH), generator=generator)
+    ids = torch.where(ids == pad, ids - 1, ids)
+    batch = {"input_ids": ids}
+    labels = ids.clone()
+    labels[torch.rand(ids.shape, generator=generator) < 0.2] = IGNORED
+    if job.kind == "packed":
+        rows = [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in _PACKED]
+        batch["document_ids"] = torch.stack(rows)
+    elif job.kind in ("left", "right"):
+        mask = torch.ones_like(ids)
+        mask[0, :19] = 0
+        mask[1, :4] = 0
+        mask = mask if job.kind == "left" else mask.flip(1)
+        batch["input_ids"] = torch.where(mask == 1, ids, pad)
+        batch["attention_mask"] = mask
+        labels[mask == 0] = IGNORED
+        # What the last padding token predicts depends on the stock implementation: it sees nothing.
+        labels[:, 1:][mask.diff(dim=1) == 1] = IGNORED
+    if job.head in ("sequence",):
+        batch["labels"] = torch.tensor([0, 2])
+    elif job.head == "question":
+        batch["start_positions"] = torch.tensor([23, 7])
+        batch["end_positions"] = torch.tensor([25, 39])
+    elif job.head == "token":
+        batch["labels"] = torch.where(labels == IGNORED, IGNORED, labels % 3)
+    else:
+        batch["labels"] = labels
+    return batch
+
+
+def unpack(batch: dict[str, Tensor], pad: int) -> dict[str, Tensor]:
+    """Cut every document out of its row, and lay them out as rows of a batch."""
+    documents = batch.get("document_ids")
+    if documents is None:
+        return batch
+    rows: list[dict[str, Tensor]] = []
+    for row in range(len(documents)):
+        for document in documents[row].unique():
+            inside = documents[row] == document
+            rows.append({k: batch[k][row][inside] for k in ("input_ids", "labels")})
+    longest = max(len(row["labels"]) for row in rows)
+    fill = {"input_ids": pad, "labels": IGNORED}
+    laid = {
+        key: torch.stack(
+            [
+                torch.cat([r[key], r[key].new_full((longest - len(r[key]),), fill[key])])
+                for r in rows
+            ]
+        )
+        for key in fill
+    }
+    lengths = torch.tensor([len(row["labels"]) for row in rows])
+    laid["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+    return laid
+
+
+def _pad(model: torch.nn.Module) -> int:
+    pad = model.config.get_text_config().pad_token_id
+    return 1 if pad is None else int(pad)
+
+
+@cache
+def _exact(name: str, kind: str, head: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    job = Job(name, kind, head, dtype)
+    # Answers are sought among padding too, which sees nothing: SDPA gives 0 there, as we do.
+    attention = "sdpa" if head == "question" else "eager"
+    model = zoo.build_model(name, head=head, dtype=dtype, attention=attention)
+    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    given = unpack(batch, _pad(model))
+    # Without a mask some models' eager attention is not causal (moshi, transformers 5.17).
+    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    with _precision(dtype):
+        loss = model.eval()(**given).loss
+    loss.backward()
+    return loss.item(), _gradients(model)
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+@cache
+def build_cp(**options: Any) -> ContextParallel:
+    return ContextParallel(dist.group.WORLD, check_batches=0, **options)
+
+
+def compare(job: Job) -> Found | None:
+    """Run a job on this rank; the first rank compares."""
+    cp = build_cp(**dict(job.options))
+    model = zoo.build_model(job.name, head=job.head, dtype=job.dtype).eval()
+    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    enable(model, **dict(job.enabling))
+    if job.checkpointing is not None:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": job.checkpointing})
+        if job.checkpointing:
+            model.enable_input_require_grads()
+    with cp.step(batch) as local, _precision(job.dtype):
+        loss = model(**local).loss
+    loss.backward()
+    found = _gradients(model)
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+        gradient /= cp.cp_size
+    if cp.cp_rank > 0:
+        return None
+    exact_loss, exact = _exact(job.name, job.kind, job.head, job.dtype)
+    return Found(loss.item(), exact_loss, errors(found, exact))
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Return each gradient's error over its norm.
+
+    Some gradients are zero in theory (of key biases), and all noise: none counts for less than a
+    small part of the typical norm.
+    """
+    norms = {name: float(x.double().norm()) for name, x in exact.items()}
+    floor = 1e-3 * (sum(n * n for n in norms.values()) / max(len(norms), 1)) ** 0.5
+    return {
+        name: float((found[name] - exact[name]).double().norm()) / max(norms[name], floor, 1e-300)
+        for name in exact
+    }
+
+
+def compare_all(jobs: list[Job]) -> list[Found | str | None]:
+    """Run jobs one after another; an error that all ranks raise is returned as text."""
+    results: list[Found | str | None] = []
+    for job in jobs:
+        try:
+            results.append(compare(job))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
