@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all conformance lint bench clean
+.PHONY: demo test test-all parity conformance lint bench clean
 
 demo: .venv/.installed
 	$(BIN)/python -m recipes.demo
@@ -13,6 +13,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" --durations=20
+
+# Every architecture that is served, against the stock model: about 20 minutes on 2 cores
+parity: .venv/.installed
+	$(BIN)/python -m tests.parity --write docs/support.md
 
 # Lightning's own tests: LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
 conformance: .venv/.installed-dev

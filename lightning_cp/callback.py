@@ -85,7 +85,7 @@ class ContextParallelCallback(Callback):
         """Verify the first batch before anything is trained; start the clock."""
         if self.verify_first_batch and not self._verified:
             report = _strategy(trainer).verify(batch, max_len=self.verify_max_len)
-            _say(f"verified: {report}")
+            _say(f"verified: {report.summary()}")
             self._verified = True
         if self._since == 0.0:
             self._since = time.perf_counter()

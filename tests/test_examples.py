@@ -22,6 +22,8 @@ EXAMPLES = {
     "attention in a loop": ("README.md", 1, 5),
     "a loop with FSDP2": ("docs/loops.md", 0, 5),
     "a Fabric loop": ("docs/loops.md", 1, 3),
+    "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
+    "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
 }
 
 
@@ -29,7 +31,7 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if page == "README.md" and not number else pytest.param(name, marks=pytest.mark.slow)
+        name if page != "docs/loops.md" and not number else pytest.param(name, marks=pytest.mark.slow)
         for name, (page, number, _) in EXAMPLES.items()
     ],
 )

@@ -16,10 +16,11 @@ def test_public_names_are_there():
         lightning_cp.nothing  # noqa: B018
 
 
-def test_importing_the_package_and_its_engine_loads_neither_lightning_nor_transformers():
+def test_the_package_its_engine_and_its_adapters_load_neither_lightning_nor_transformers():
     code = (
-        "import sys, lightning_cp, hf_patches\n"
+        "import sys, torch, lightning_cp.adapters\n"
         "lightning_cp.ContextParallel\n"
+        "lightning_cp.adapters.enable_models(torch.nn.Linear(2, 2))\n"
         "print([m for m in ('lightning', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run(

@@ -1,0 +1,269 @@
+"""`export`: a checkpoint of the strategy becomes a folder for from_pretrained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import LightningModule
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_patches.__main__ import main
+from hf_patches.export import export
+from lightning_cp import ContextParallelStrategy
+from lightning_cp.checkpoint import save_folder, sharded_state
+from tests.lightning.jobs import build_trainer, elastic_environment, full
+from tests.parity import zoo
+
+IDS = torch.arange(10, 50).view(2, 20)
+
+
+@pytest.fixture(autouse=True)
+def _verbosity():
+    before = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(before)
+    transformers.logging.enable_progress_bar()
+
+
+class Module(LightningModule):
+    """A user's module, which remembers where its model came from."""
+
+    def __init__(self, name, path=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = zoo.build_model(name)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def write_base(folder, name, tokenizer=True, **options):
+    """Write what a model has beside its weights."""
+    config = zoo.build_config(name, **options)
+    config.save_pretrained(folder)
+    if tokenizer:
+        (folder / "tokenizer.json").write_text('{"a": 1}')
+        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+        (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+def save(module, path, *, folder=False, **rest):
+    """Write a checkpoint as the strategy does, without a run."""
+    rest = {"pytorch-lightning_version": "2.6", **rest}
+    if folder:
+        state, _ = sharded_state(module, [])
+        save_folder({"state_dict": state}, rest, path)
+    else:
+        torch.save({"state_dict": module.state_dict(), **rest}, path)
+    return path
+
+
+def logits(model, **given):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, **given).logits
+
+
+def holder(**parts):
+    return nn.ModuleDict(parts)
+
+
+# ---------------------------------------------------------------- from a run
+
+
+def train(path, base, options):
+    with elastic_environment():
+        module = Module("llama", base)
+        trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_steps=2)
+        batch = {"input_ids": IDS, "labels": IDS}
+        trainer.fit(module, DataLoader([batch, batch], batch_size=None))
+        trainer.save_checkpoint(path)
+        return {name: full(p.detach()) for name, p in module.model.named_parameters()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_trained_model_comes_out_as_it_was(ranks, tmp_path, kind):
+    base, path = write_base(tmp_path / "base", "llama"), tmp_path / "last.ckpt"
+    options = {"save_distributed_checkpoint": kind == "folder"}
+    weights = ranks(2).run(train, str(path), str(base), options)[0]
+    assert path.is_dir() == (kind == "folder")
+    # The hyperparameters name the base.
+    assert main(["export", str(path), str(tmp_path / "out")]) == 0
+    trained = zoo.build_model("llama")
+    assert not torch.equal(trained.lm_head.weight, weights["lm_head.weight"])
+    trained.load_state_dict(weights)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert torch.equal(logits(loaded), logits(trained))
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert written == {"config.json", "generation_config.json", "model.safetensors"} | copied
+    assert loaded.generation_config.temperature == 0.5
+
+
+# ---------------------------------------------------------------- from what a module may hold
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "gpt2"])
+def test_ties_experts_and_other_names_come_out_right(tmp_path, name, folder):
+    model = zoo.build_model(name)
+    base = write_base(tmp_path / "base", name, tokenizer=False)
+    extra = nn.Linear(3, 3)
+    module = holder(inner=holder(lm=model), metric=extra)
+    path = save(module, tmp_path / "last.ckpt", folder=folder)
+    export(path, tmp_path / "out", base=base, max_shard_size="100KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
+
+
+def test_precision_is_that_of_the_checkpoint(tmp_path):
+    model = zoo.build_model("llama", dtype=torch.bfloat16)
+    base = write_base(tmp_path / "base", "llama")
+    path = save(holder(model=model), tmp_path / "last.ckpt")
+    export(path, tmp_path / "out", base=base)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_heads_are_told_by_their_weights(tmp_path):
+    base = write_base(tmp_path / "base", "llama")
+    score = zoo.build_model("llama", head="sequence")
+    score.config.save_pretrained(base)
+    path = save(holder(model=score), tmp_path / "score.ckpt")
+    export(path, tmp_path / "score", base=base)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "score")
+    assert torch.equal(loaded.score.weight, score.score.weight)
+    # A model without a head, and the user's own head beside it.
+    body = zoo.build_model("llama").model
+    path = save(holder(model=body, head=nn.Linear(64, 3)), tmp_path / "body.ckpt")
+    model = export(path, tmp_path / "body", base=base)
+    assert type(model).__name__ == "LlamaModel"
+    loaded = AutoModel.from_pretrained(tmp_path / "body")
+    assert torch.equal(loaded.norm.weight, body.norm.weight)
+
+
+def test_compiled_models_and_checkpointed_layers_have_marks_in_their_names(tmp_path):
+    model = zoo.build_model("llama")
+    state = {f"model._orig_mod.{name}": x for name, x in model.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "last.ckpt")
+    base = write_base(tmp_path / "base", "llama")
+    export(tmp_path / "last.ckpt", tmp_path / "out", base=base)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_of_several_models_one_is_named(tmp_path):
+    student, teacher = zoo.build_model("llama"), zoo.build_model("llama", seed=1)
+    base = write_base(tmp_path / "base", "llama")
+    path = save(holder(student=student, teacher=teacher), tmp_path / "last.ckpt")
+    with pytest.raises(
+        ValueError, match=r"several models that are a LlamaForCausalLM: under '(stu|tea)"
+    ):
+        export(path, tmp_path / "out", base=base)
+    export(path, tmp_path / "out", base=base, prefix="teacher")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, teacher.lm_head.weight)
+
+
+# ---------------------------------------------------------------- what cannot be exported
+
+
+def test_another_config_is_refused_with_what_differs(tmp_path):
+    base = write_base(tmp_path / "base", "llama")
+    config = zoo.build_config("llama")
+    config.vocab_size = 128
+    config.save_pretrained(base)
+    path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt")
+    with pytest.raises(
+        ValueError,
+        match=r"holds no model of this config. Closest is LlamaForCausalLM under 'model.', but "
+        r"`model.embed_tokens.weight` is \(97, 64\) instead of \(128, 64\); `lm_head",
+    ):
+        export(path, tmp_path / "out", base=base)
+    with pytest.raises(
+        ValueError, match="under 'elsewhere.', but `model.embed_tokens.weight` is m"
+    ):
+        export(path, tmp_path / "out", base=base, prefix="elsewhere")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_refused_with_what_to_do(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    model = get_peft_model(zoo.build_model("llama"), config)
+    path = save(holder(model=model), tmp_path / "last.ckpt")
+    base = write_base(tmp_path / "base", "llama")
+    with pytest.raises(
+        ValueError, match=r"holds a PEFT adapter .*lora_alpha.*merge_and_unload\(\)"
+    ):
+        export(path, tmp_path / "out", base=base)
+
+
+def test_what_the_message_about_adapters_says_works(tmp_path):
+    from lightning_cp.checkpoint import load_weights
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trained = get_peft_model(zoo.build_model("llama"), config)
+    path = save(holder(model=trained), tmp_path / "last.ckpt", folder=True)
+    module = holder(model=get_peft_model(zoo.build_model("llama", seed=1), config))
+    load_weights(module, Path(path))
+    expected = logits(trained)
+    module.model.merge_and_unload().save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    torch.testing.assert_close(logits(loaded), expected)
+
+
+def test_the_base_must_be_known(tmp_path):
+    path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt", folder=True)
+    with pytest.raises(ValueError, match=r"name no folder with a config.json. .*--base PATH"):
+        export(path, tmp_path / "out")
+    bases = {name: str(write_base(tmp_path / name, "llama")) for name in ("a", "b")}
+    path = save(
+        holder(model=zoo.build_model("llama")), tmp_path / "two.ckpt", hyper_parameters=bases
+    )
+    with pytest.raises(ValueError, match=r"hyperparameters name .*/a, .*/b\. "):
+        export(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "There is no checkpoint file"),
+        ("empty", "is no checkpoint: `.metadata` is missing"),
+        ("weights", "is no Lightning checkpoint: it has no `state_dict`"),
+        ("text", "is no checkpoint that torch.load reads"),
+        ("full", "exists already. Remove it, or give another name"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_status_2(tmp_path, capsys, name, message):
+    (tmp_path / "empty").mkdir()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights")
+    (tmp_path / "text").write_text("hello")
+    out = tmp_path / "out"
+    if name == "full":
+        out.mkdir()
+        (out / "something").touch()
+    assert main(["export", str(tmp_path / name), str(out), "--base", str(tmp_path)]) == 2
+    said, errors = capsys.readouterr()
+    assert said == ""
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_size_that_is_none_leaves_nothing_behind(tmp_path, capsys):
+    base = write_base(tmp_path / "base", "llama")
+    path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt")
+    args = ["export", str(path), str(tmp_path / "out"), "--base", str(base)]
+    assert main([*args, "--max-shard-size", "large"]) == 2
+    assert {file.name for file in tmp_path.iterdir()} == {"base", "last.ckpt"}
+    assert len(capsys.readouterr().err.splitlines()) == 1

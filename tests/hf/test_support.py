@@ -1,0 +1,81 @@
+"""The table of architectures: whole, without repeats, and what the README says."""
+
+import ast
+import inspect
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hf_patches import support
+from hf_patches.support import ARCHITECTURES, Architecture
+from hf_patches.table import BEGIN, END, main, rewrite, support_table
+from tests.parity import zoo
+
+README = Path(__file__).parents[2] / "README.md"
+COMMAND = "python -m hf_patches.table README.md"
+
+
+def written_names():
+    """Return the names in the order of the source: in the mapping a repeat would not show."""
+    (assignment,) = (
+        node
+        for node in ast.parse(inspect.getsource(support)).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ARCHITECTURES"
+    )
+    for entry in assignment.value.args[0].elts:
+        call = isinstance(entry, ast.Starred)
+        names = ast.literal_eval(entry.value.args[-1] if call else entry.elts[0])
+        yield from names.split()
+
+
+def test_readme_holds_the_table():
+    text = README.read_text()
+    assert rewrite(text, support_table(ARCHITECTURES)) == text, f"Run `{COMMAND}`."
+
+
+def test_no_architecture_is_in_the_table_twice():
+    names = Counter(written_names())
+    assert [name for name, count in names.items() if count > 1] == []
+    assert names.keys() == ARCHITECTURES.keys()
+
+
+def test_every_causal_model_is_in_the_table_or_cannot_be_built():
+    missing = [
+        name
+        for name in zoo.causal_names()
+        if name not in ARCHITECTURES and name not in zoo.UNBUILDABLE
+    ]
+    assert missing == []
+
+
+def test_each_architecture_has_one_row():
+    table = support_table(ARCHITECTURES)
+    named = [name for row in table.splitlines()[2:] for name in row.split("|")[2].split(",")]
+    assert sorted(name.strip() for name in named) == sorted(ARCHITECTURES)
+
+
+def test_rows_say_what_to_know_and_why_not():
+    known = {
+        "b": Architecture("windows", caveat="text only"),
+        "c": Architecture(refusal="it mixes tokens"),
+        "d": Architecture(refusal="it mixes tokens"),
+        "a": Architecture("windows", caveat="text only"),
+    }
+    assert support_table(known).splitlines()[2:] == [
+        "| windows (text only) | a, b |",
+        "| **refused**: it mixes tokens | c, d |",
+    ]
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(ValueError, match="no place for the table: write <!-- support table: begin"):
+        rewrite(f"{END} {BEGIN}", "new")
+
+
+def test_the_command_rewrites_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    main([str(page)])
+    text = page.read_text()
+    assert text == f"before\n{BEGIN}\n{support_table(ARCHITECTURES)}\n{END}\nafter\n"
