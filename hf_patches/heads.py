@@ -258,6 +258,11 @@ def _head_parameters(model: PreTrainedModel, base: nn.Module) -> list[Tensor]:
 
 def _score_rows(model: PreTrainedModel, enabled: Enabled, given: dict[str, Any], step: Step) -> Any:
     """Run the head on whole rows, the same on every rank."""
+    if step.documents is not None:
+        raise ValueError(
+            f"{type(model).__name__} scores rows, but the batch holds rows of several documents. "
+            "Give each document a row of its own."
+        )
     layout, transport = step.layout, step.groups.context
     real = model.get_submodule(enabled.base)
     local = {name: given[name] for name in _SEQUENCES if isinstance(given.get(name), Tensor)}
@@ -273,14 +278,14 @@ def _score_rows(model: PreTrainedModel, enabled: Enabled, given: dict[str, Any],
         rows = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
         return _with_hidden(output, rows)
 
+    as_tuple = given.pop("return_dict", None) is False
     with _stand_in(model, enabled.base, compute):
-        output = _stock(model)(**{**given, **whole})
-    loss = output[0] if not isinstance(output, ModelOutput) else output.get("loss")
-    if not isinstance(output, ModelOutput) or loss is None:
-        return output
-    rows = torch.tensor(step.batch_size, device=loss.device)
-    output["loss"] = global_mean(loss * rows, rows)
-    return output
+        output = _stock(model)(**{**given, **whole, "return_dict": True})
+    loss = output.get("loss")
+    if loss is not None:
+        rows = torch.tensor(step.batch_size, device=loss.device)
+        output["loss"] = global_mean(loss * rows, rows)
+    return output.to_tuple() if as_tuple else output
 
 
 def whole_rows(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

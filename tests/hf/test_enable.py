@@ -319,3 +319,22 @@ def test_an_unknown_mask_function_is_refused(cp, batch):
             loss_in_step(model, cp, batch)
     finally:
         module.create_causal_mask = create
+
+
+def test_packed_rows_have_no_score_of_their_own(cp, batch):
+    model = zoo.build_model("llama", head="sequence")
+    enable(model)
+    packed = {**batch, "labels": torch.tensor([0, 1])}
+    with pytest.raises(ValueError, match="scores rows, but the batch holds rows of several docume"):
+        loss_in_step(model, cp, packed)
+
+
+def test_a_head_that_scores_rows_returns_a_tuple_if_asked(cp, batch):
+    model = zoo.build_model("bert", head="sequence")
+    enable(model)
+    rows = {"input_ids": batch["input_ids"], "labels": torch.tensor([0, 2])}
+    with cp.step(rows) as local:
+        loss, logits = model(**local, return_dict=False)[:2]
+    exact = zoo.build_model("bert", head="sequence")(**rows)
+    torch.testing.assert_close(loss, exact.loss)
+    torch.testing.assert_close(logits, exact.logits)
