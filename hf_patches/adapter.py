@@ -20,6 +20,7 @@ class HuggingFaceAdapter:
 
     def matches(self, module: nn.Module) -> bool:
         """Say whether a module is a model of transformers, or PEFT's around one."""
+        module = getattr(module, "_orig_mod", module)  # compiled
         peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
         return peft or isinstance(module, PreTrainedModel)
 

@@ -6,11 +6,13 @@ Shapes: B batch, H query heads, K key heads, L tokens of this rank, S of the row
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_patches.doors import NAMES, active, stock_name
@@ -111,7 +113,9 @@ def attend(
 
 
 def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    # FSDP2 and users put classes of their own in front of a model's.
+    files = [sys.modules[owner.__module__] for owner in type(module).__mro__]
+    eager: Any = next((f.eager_attention_forward for f in files if hasattr(f, _EAGER)), None)
     name = stock_name(module.config)  # type: ignore[arg-type]
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return found
@@ -128,9 +132,10 @@ def _check(
     unknown = [name for name in unknown if others[name] is not None]
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which choose "
-            "or change what a token sees and are not supported inside a step: leaving them out "
-            "would train another model. Run it on whole rows: `with cp.paused():`."
+            f"{type(module).__name__} was given {', '.join(unknown)}, which may choose or change "
+            "what a token sees and are not known here: leaving them out could train another model. "
+            "If the model does not know them either, do not pass them; else run it on whole rows: "
+            "`with cp.paused():`."
         )
     if others.get("output_attentions"):
         raise ValueError(
@@ -145,6 +150,8 @@ def _check(
             "cross-attention go under `with cp.paused():`."
         )
 
+
+_EAGER: Final = "eager_attention_forward"
 
 # Refused whatever they are: sparse attention that a function may ignore without a word.
 _CHOICES: Final = {"indices", "block_indices", "position_bias"}
@@ -177,6 +184,21 @@ def _mask(module: nn.Module, given: object, step: Step) -> tuple[Mask, Tensor | 
     return StepMask(documents=False, padding=False, step=step), bias.detach()
 
 
-for _ours in NAMES.values():
+def _guarded(stock: Callable[..., Any], **given: Any) -> Any:
+    """Build a stock mask, but not for a model that is not enabled and sees a part of the rows."""
+    if active() is not None:
+        raise ValueError(
+            f"A model of type '{given['config'].model_type}' runs inside a step and is not "
+            "enabled: it would see this rank's tokens only. Call hf_patches.enable(model) first "
+            "(the strategy does so for models that are submodules of the LightningModule); a model "
+            "that shall see whole rows runs under `with cp.paused():`."
+        )
+    return stock(**given)
+
+
+for _stock_name, _ours in NAMES.items():
     AttentionInterface.register(_ours, attend)
     AttentionMaskInterface.register(_ours, mask_of_step)
+    _mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name)
+    if _mask_function is not None:
+        AttentionMaskInterface.register(_stock_name, partial(_guarded, _mask_function))

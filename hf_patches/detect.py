@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from hf_patches.doors import implementations
+
 PROBE: Final = "lightning_cp_probe"
-_NUM_TOKENS: Final = 23  # a length that no other dim of a model has
-_CHANGED: Final = 11
+_LENGTHS: Final = (23, 131)  # that no other dim of a model has
 
 
 def _own_value(
@@ -37,27 +38,40 @@ AttentionMaskInterface.register(PROBE, _no_mask)
 def find_mixing(model: PreTrainedModel) -> list[str]:
     """Return the names of the innermost modules in which tokens meet outside of attention.
 
-    Runs the model twice on a few random tokens; its weights must be there, and whole.
+    Runs the model on a few random tokens; its weights must be there. Mixing that reaches further
+    than a hundred tokens, or whose weights are 0, is not seen.
 
     Args:
         model: a text model that is not enabled.
     """
-    tokens = torch.arange(_NUM_TOKENS).remainder(model.config.get_text_config().vocab_size)
-    tokens = tokens.unsqueeze(0).to(next(model.parameters()).device)
-    changed = tokens.clone()
-    changed[0, _CHANGED] = (changed[0, _CHANGED] + 1) % model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
+    found: list[str] = []
     with _probing(model):
-        before, after = _watch(model, tokens), _watch(model, changed)
+        for length in _LENGTHS:
+            found += _mixing(model, min(length, longest), config.vocab_size)
+    found = list(dict.fromkeys(found))
+    return [name for name in found if not any(_is_inside(other, name) for other in found)]
+
+
+def _mixing(model: PreTrainedModel, length: int, vocab_size: int) -> list[str]:
+    tokens = torch.arange(length, device=next(model.parameters()).device) % vocab_size
+    changed = tokens.clone()
+    at = length // 2
+    changed[at] = (changed[at] + 1) % vocab_size
+    before, after = _watch(model, tokens[None]), _watch(model, changed[None])
     if len(before) != len(after):
-        return [type(model).__name__]
-    found = [
-        name
-        for (name, given, made), (_, given_after, made_after) in zip(before, after, strict=True)
-        if _moved(made, made_after) and not _moved(given, given_after)
-    ]
+        return [""]
+    pairs = zip(before, after, strict=True)
     return [
-        name for name in found if not any(other.startswith(f"{name}.") for other in found if name)
+        name
+        for (name, given, made), (_, given_after, made_after) in pairs
+        if _moved(made, made_after, length) and not _moved(given, given_after, length)
     ]
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
 
 
 Seen = tuple[str, list[Tensor], list[Tensor]]
@@ -65,15 +79,17 @@ Seen = tuple[str, list[Tensor], list[Tensor]]
 
 @contextmanager
 def _probing(model: PreTrainedModel) -> Iterator[None]:
-    implementation, training = model.config._attn_implementation, model.training
+    training = {module: module.training for module in model.modules()}
+    names = implementations(model)
     model.train(False)
     model.set_attn_implementation(PROBE)
     try:
         with torch.no_grad():
             yield
     finally:
-        model.set_attn_implementation(implementation)
-        model.train(training)
+        model.set_attn_implementation(names)
+        for module, was in training.items():
+            module.training = was
 
 
 def _watch(model: PreTrainedModel, tokens: Tensor) -> list[Seen]:
@@ -101,15 +117,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _moved(before: list[Tensor], after: list[Tensor]) -> bool:
+def _moved(before: list[Tensor], after: list[Tensor], length: int) -> bool:
     """Say whether anything differs at a token that was not changed."""
     for one, other in zip(before, after, strict=False):
         if one.shape != other.shape:
             return True
-        dims = [dim for dim, size in enumerate(one.shape) if size == _NUM_TOKENS]
+        dims = [dim for dim, size in enumerate(one.shape) if size == length]
         if not dims:
             continue
-        others = [i for i in range(_NUM_TOKENS) if i != _CHANGED]
+        others = [place for place in range(length) if place != length // 2]
         index = torch.tensor(others, device=one.device)
         x, y = one.index_select(dims[0], index), other.index_select(dims[0], index)
         if x.is_complex():

@@ -8,7 +8,7 @@ true in copies and pickles of the model.
 
 from typing import Final
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_cp import context
 from lightning_cp.context import Step
@@ -49,3 +49,21 @@ def stock_name(config: PreTrainedConfig) -> str:
     if step is not None and getattr(config, "attn_logit_softcapping", None) is not None:
         return "eager"
     return str(name)
+
+
+def text_key(model: PreTrainedModel) -> str:
+    """Return under which name the config holds that of the text; empty if it is the same."""
+    text = model.config.get_text_config()
+    for key in model.config.sub_configs:
+        if getattr(model.config, key, None) is text:
+            return str(key)
+    return ""
+
+
+def implementations(model: PreTrainedModel) -> dict[str, str]:
+    """Return what the parts of a model that read text use for attention."""
+    key = text_key(model)
+    names = {"": str(model.config._attn_implementation)}
+    if key:
+        names[key] = str(getattr(model.config, key)._attn_implementation)
+    return names

@@ -6,9 +6,10 @@ the model's forward. All of it acts inside a step only, and `undo()` takes it aw
 """
 
 import functools
+import inspect
 import logging
 from dataclasses import dataclass
-from typing import get_args
+from typing import Final, get_args
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 import hf_patches.attention  # noqa: F401  registers our names
 from hf_patches import heads, positions
 from hf_patches.detect import find_mixing
-from hf_patches.doors import NAMES, STOCK, is_ours
+from hf_patches.doors import NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.heads import ChunkedLoss, Enabled, whole_rows
 from hf_patches.support import Architecture, architecture_of, head_of
 from lightning_cp.choices import check_choice
@@ -44,7 +45,7 @@ class Handle:
         del self.model.forward
         if enabled.forward is not None:
             self.model.forward = enabled.forward
-        names = _implementations(self.model)
+        names = implementations(self.model)
         _implement(self.model, {key: STOCK.get(name, name) for key, name in names.items()})
 
 
@@ -98,8 +99,7 @@ def enable(
             "head."
         )
     _check_dropout(inner)
-    before = _implementations(inner)
-    _implement(inner, {key: NAMES.get(name, NAMES["sdpa"]) for key, name in before.items()})
+    _implement(inner, {key: _our_name(name) for key, name in implementations(inner).items()})
     hooks = list(positions.add_hooks(inner))
     for module in inner.modules():
         pooler = getattr(module, "pooler", None)
@@ -107,9 +107,24 @@ def enable(
             hooks.append(pooler.register_forward_pre_hook(whole_rows))
     own = inner.__dict__.get("forward")
     inner.__dict__[heads.MARK] = Enabled(kind, _base_of(inner), chunked_loss, own, hooks)
-    inner.forward = functools.partial(heads.forward, inner)
+    forward = functools.partial(heads.forward, inner)
+    # generate() and others look up what a model takes.
+    forward.__signature__ = inspect.signature(type(inner).forward.__get__(inner))  # type: ignore[attr-defined]
+    inner.forward = forward
     _say(inner, known, kind)
     return Handle(inner)
+
+
+def _our_name(name: str) -> str:
+    if is_ours(name):
+        return name  # the config is that of another model too, which is enabled
+    if name not in NAMES:
+        raise ValueError(
+            f"The model's attention is '{name}', which is not known here and could not be kept "
+            f"outside of steps. Choose one of {', '.join(NAMES)}: "
+            "model.set_attn_implementation('sdpa')."
+        )
+    return NAMES[name]
 
 
 def is_enabled(model: nn.Module) -> bool:
@@ -127,7 +142,8 @@ def _base_of(model: PreTrainedModel) -> str:
 
 
 def _unwrap(model: nn.Module) -> PreTrainedModel:
-    """Return the model that PEFT has wrapped, or the model itself."""
+    """Return the model that PEFT or the compiler has wrapped, or the model itself."""
+    model = getattr(model, "_orig_mod", model)
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]
             if config.is_prompt_learning:
@@ -159,14 +175,40 @@ def _check_known(model: PreTrainedModel, *, allow_unknown: bool) -> Architecture
             f"{type(model).__name__} (model type '{kind}') cannot run under context parallelism: "
             f"{known.refusal}.{_where(model)}"
         )
+    own = _own_modules(model)
+    if known is not None and own and not allow_unknown:
+        where = _where(model)
+        raise ValueError(
+            f"{type(model).__name__} has model type '{kind}', but {own[0]} is not of transformers: "
+            f"what is known of that type may not hold.{where} {_TRIAL}"
+        )
     if known is not None or allow_unknown:
         return known
     raise ValueError(
         f"{type(model).__name__} (model type '{kind}') is not among the architectures that are "
-        f"known to be exact.{_where(model)} To try it: hf_patches.verify(model, batch, cp=cp, "
-        "allow_unknown=True), or `torchrun --nproc-per-node 2 -m hf_patches verify --model PATH "
-        "--allow-unknown`; if that passes, enable(model, allow_unknown=True)."
+        f"known to be exact.{_where(model)} {_TRIAL}"
     )
+
+
+_TRIAL: Final = (
+    "To try it: hf_patches.verify(model, batch, cp=cp, allow_unknown=True), or `torchrun "
+    "--nproc-per-node 2 -m hf_patches verify --model PATH --allow-unknown`; if that passes, "
+    "enable(model, allow_unknown=True)."
+)
+
+
+def _own_modules(model: PreTrainedModel) -> list[str]:
+    """Return the modules of a model whose class is the user's, and may do anything."""
+    found = []
+    for name, module in model.named_modules():
+        library = type(module).__module__.partition(".")[0]
+        if library not in _LIBRARIES:
+            found.append(f"{name or 'the model itself'} ({type(module).__name__})")
+    return found
+
+
+# Their modules do what their names say, token by token; kernels and quantized layers too.
+_LIBRARIES: Final = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "liger_kernel"}
 
 
 def _where(model: PreTrainedModel) -> str:
@@ -178,9 +220,10 @@ def _where(model: PreTrainedModel) -> str:
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
         return ""  # it is being refused anyway; this only says more
     if not found:
-        return " A trial run found no module that mixes tokens outside of attention."
+        return " A trial run saw no module that mixes tokens outside of attention."
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return f" A trial run saw tokens meet outside of attention in {found[0]}{more}."
+    place = found[0] or "the model itself"
+    return f" A trial run saw tokens meet outside of attention in {place}{more}."
 
 
 def _check_dropout(model: PreTrainedModel) -> None:
@@ -194,28 +237,10 @@ def _check_dropout(model: PreTrainedModel) -> None:
             )
 
 
-def _text_key(model: PreTrainedModel) -> str:
-    """Return under which name the config holds that of the text; empty if it is the same."""
-    text = model.config.get_text_config()
-    for key in model.config.sub_configs:
-        if getattr(model.config, key, None) is text:
-            return str(key)
-    return ""
-
-
-def _implementations(model: PreTrainedModel) -> dict[str, str]:
-    """Return what the parts of a model that read text use for attention."""
-    key = _text_key(model)
-    names = {"": str(model.config._attn_implementation)}
-    if key:
-        names[key] = str(getattr(model.config, key)._attn_implementation)
-    return names
-
-
 def _implement(model: PreTrainedModel, names: dict[str, str]) -> None:
     model.set_attn_implementation(names)
-    key = _text_key(model)  # the part around it may be without attention of its own
-    if is_ours(names[key]) and _implementations(model)[key] != names[key]:
+    key = text_key(model)  # the part around it may be without attention of its own
+    if is_ours(names[key]) and implementations(model)[key] != names[key]:
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface, and "
             "cannot run under context parallelism."

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -19,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from hf_patches.calls import check_agreed, check_call
 from hf_patches.doors import active
 from hf_patches.positions import parameters_of
 from hf_patches.routers import balance_loss
-from lightning_cp.context import LossMark, Step
+from lightning_cp.context import IGNORED_LABEL, LossMark, Step
 from lightning_cp.layout import build_layout
 from lightning_cp.loss import chunked_token_mean, global_mean, token_mean
 from lightning_cp.sequence import unshard
@@ -39,8 +41,16 @@ MARK: Final = "_lightning_cp"
 # Logits of a rank that take more than this in float32 are never held at once.
 LARGEST_LOGITS: Final = 1 << 28
 
-_OURS: Final = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_NO_TEXT: Final = ("input_features", "image_sizes", "encoder_hidden_states")
+_OURS: Final = (
+    "document_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "loss_mask",
+    "special_tokens_mask",
+)
 _SEQUENCES: Final = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
 
 
@@ -72,9 +82,10 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     given.pop("document_ids", None)  # the user's batch may hold them; models do not know them
     if step is None:
         return _stock(model)(**given)
+    check_call(model, given, step)
+    check_agreed(model, given, step, scores_words=enabled.head == "next token")
     for name in _OURS:
         given.pop(name, None)
-    _check_given(given, names, step)
     if enabled.head == "row":
         return _score_rows(model, enabled, given, step)
     return _score_tokens(model, enabled, given, step)
@@ -86,41 +97,8 @@ def _stock(model: PreTrainedModel) -> Callable[..., Any]:
     if own is not None:
         found: Callable[..., Any] = own
         return found
-    return type(model).forward.__get__(model)  # type: ignore[no-any-return]
-
-
-def _check_given(given: Mapping[str, Any], names: tuple[str, ...], step: Step) -> None:
-    if given.get("past_key_values") is not None or given.get("use_cache"):
-        raise ValueError(
-            "past_key_values or use_cache=True inside a step: a cache of keys would hold this "
-            "rank's tokens only. Leave them out; generate() goes under `with cp.paused():`."
-        )
-    kept = given.get("logits_to_keep")
-    if isinstance(kept, Tensor) or kept:
-        raise ValueError(
-            f"logits_to_keep={kept!r} inside a step counts from the end of this rank's tokens, not "
-            "of the row. Leave it out, and take what you need from cp.unshard(logits, dim=1); the "
-            "loss of long rows is computed without holding all logits."
-        )
-    if given.get("num_items_in_batch") is not None:
-        raise ValueError(
-            "num_items_in_batch inside a step: the loss is already the mean over the tokens of all "
-            "ranks, and over accumulated batches where the strategy trains. Leave it out."
-        )
-    for name, value in given.items():
-        if value is not None and ("pixel" in name or name in _NO_TEXT):
-            raise ValueError(
-                f"`{name}` inside a step: inputs other than text are not supported yet. Use "
-                "`with cp.paused():` for whole rows."
-            )
-    for name in ("input_ids", "inputs_embeds"):
-        x = given.get(name)
-        if isinstance(x, Tensor) and x.shape[1] != step.layout.local_len:
-            raise ValueError(
-                f"The model got {x.shape[1]} tokens per row (`{name}`) inside a step whose ranks "
-                f"hold {step.layout.local_len} each. Give it what cp.step(...) yields; whole rows "
-                "(generate(), another batch) go under `with cp.paused():`."
-            )
+    # Not a bound method: the compiler would look it up on the instance, and find ours.
+    return partial(type(model).forward, model)
 
 
 # ---------------------------------------------------------------- heads that score tokens
@@ -138,6 +116,9 @@ def _score_tokens(
     stock = _stock(model)
     if labels is None or enabled.head == "none":
         output = stock(**given)
+        auxiliary = balance_loss(model, output, step)
+        if auxiliary is not None:
+            output["aux_loss"] = auxiliary[0]
         return output.to_tuple() if as_tuple else output
     if _is_chunked(model, enabled, labels, step):
         output, loss = _chunked(model, enabled, given, labels, shift=shift)
@@ -258,7 +239,7 @@ def _head_parameters(model: PreTrainedModel, base: nn.Module) -> list[Tensor]:
 
 def _score_rows(model: PreTrainedModel, enabled: Enabled, given: dict[str, Any], step: Step) -> Any:
     """Run the head on whole rows, the same on every rank."""
-    if step.documents is not None:
+    if step.documents is not None and (step.documents > 0).any():
         raise ValueError(
             f"{type(model).__name__} scores rows, but the batch holds rows of several documents. "
             "Give each document a row of its own."
@@ -283,9 +264,34 @@ def _score_rows(model: PreTrainedModel, enabled: Enabled, given: dict[str, Any],
         output = _stock(model)(**{**given, **whole, "return_dict": True})
     loss = output.get("loss")
     if loss is not None:
-        rows = torch.tensor(step.batch_size, device=loss.device)
-        output["loss"] = global_mean(loss * rows, rows)
+        rows = _num_scored(given, step).to(loss.device)
+        # The mean over no rows is NaN; it counts for nothing.
+        total = torch.where(rows > 0, loss, torch.zeros_like(loss)) * rows
+        output["loss"] = global_mean(total, rows)
     return output.to_tuple() if as_tuple else output
+
+
+def _num_scored(given: Mapping[str, Any], step: Step) -> Tensor:
+    """Return over how many rows a head's loss is the mean: those that have an answer."""
+    labels, starts = given.get("labels"), given.get("start_positions")
+    device = step.position_ids.device
+    if isinstance(starts, Tensor):
+        length = step.layout.seq_len
+        ends = given["end_positions"].flatten()
+        counts = torch.stack([(starts.flatten() < length).sum(), (ends < length).sum()])
+        uneven = (counts[0] != counts[1]).double().reshape(1)
+        if step.training:
+            step.groups.data.all_reduce(uneven)
+        if uneven.item() and step.groups.data.size > 1:
+            raise ValueError(
+                "Some answers start inside of their row and end outside of it, or the other way "
+                "round: such rows cannot be weighed over several data ranks. Set both positions "
+                "to the length of the row, which leaves it out."
+            )
+        return counts[0]
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return (labels.flatten() != IGNORED_LABEL).sum()
+    return torch.tensor(step.batch_size, device=device)
 
 
 def whole_rows(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

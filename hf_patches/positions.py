@@ -6,7 +6,7 @@ All of it acts inside a step only. Hooks are plain functions, so that models dee
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,12 +16,17 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_patches.doors import active
+from lightning_cp import context
 from lightning_cp.batch import count_positions
-from lightning_cp.context import Step, StepMask
+from lightning_cp.compat import constant_in_graphs
+from lightning_cp.context import Step, StepMask, check_recompute
 from lightning_cp.sequence import shard, unshard
 
 LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}
 """Kinds of RoPE whose frequencies follow the longest position of a call."""
+
+FILLED: Final = "position ids that were filled in"
+"""Where a step keeps them, so that they are not taken for the caller's."""
 
 
 def add_hooks(model: PreTrainedModel) -> Iterator[RemovableHandle]:
@@ -55,12 +60,17 @@ def position_rule(model: PreTrainedModel) -> tuple[str, int]:
     return "row", 0
 
 
-@lru_cache(maxsize=256)
+_names: dict[Callable[..., Any], tuple[str, ...]] = {}
+
+
+@constant_in_graphs
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names that a forward function takes, without those that stand for the rest."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.kind in named)
+    if forward not in _names:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        _names[forward] = tuple(p.name for p in parameters if p.kind in named)
+    return _names[forward]
 
 
 def _fill(
@@ -74,6 +84,7 @@ def _fill(
     given = dict(zip(names, args, strict=False)) | kwargs
     if "position_ids" in names and given.get("position_ids") is None:
         given["position_ids"] = local_positions(step, rule, given.get("input_ids"))
+        step.cache.setdefault(FILLED, []).append(given["position_ids"])
     if "use_cache" in names and given.get("use_cache") is None:
         given["use_cache"] = False
     return (), given
@@ -160,6 +171,7 @@ def _append_longest(
     """
     step = active()
     if step is None:
+        check_recompute(context.current())
         return None
     names = parameters_of(type(module).forward)
     given = dict(zip(names, args, strict=False)) | kwargs

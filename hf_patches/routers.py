@@ -36,6 +36,12 @@ def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tenso
             f"{type(model).__name__} computes an auxiliary loss in a way that is not known here, "
             "from this rank's tokens only. Switch it off: output_router_logits=False."
         )
+    if torch.is_grad_enabled() and model.training and not any(x.requires_grad for x in logits):
+        raise ValueError(
+            f"The auxiliary loss of {type(model).__name__} has no gradient: reentrant activation "
+            "checkpointing hides what routers computed. Use gradient_checkpointing_enable("
+            "{'use_reentrant': False})."
+        )
     num_experts = logits[0].shape[-1]
     real = _real_tokens(step).reshape(-1).to(logits[0].device)
     chosen = torch.zeros(num_experts, dtype=torch.float64, device=real.device)

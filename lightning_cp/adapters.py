@@ -36,10 +36,18 @@ class Adapter(Protocol):
         """Let a model run inside steps."""
 
 
+def load_adapters() -> list[Adapter]:
+    """Return the adapters of the libraries that are in use.
+
+    Once loaded, an adapter also refuses its library's models in steps that it has not prepared.
+    """
+    found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
+    return [point.load() for point in found.values() if point.name in sys.modules]
+
+
 def enable_models(owner: nn.Module) -> list[Handle]:
     """Let adapters prepare the models inside a module; refuse those that need one and have none."""
-    found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
-    adapters: list[Adapter] = [p.load() for p in found.values() if p.name in sys.modules]
+    adapters = load_adapters()
     handles: list[Handle] = []
 
     def visit(module: nn.Module) -> None:

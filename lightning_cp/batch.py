@@ -226,8 +226,12 @@ def _read_documents(
         "document_ids": _documents_from_ids(batch.get("document_ids"), batch_size, seq_len),
         "cu_seq_lens_q": _documents_from_lengths(batch, batch_size, seq_len),
     }
+    elsewhere = any(x is not None for x in told.values())
     told["position_ids"] = _documents_from_jumps(
-        batch.get("position_ids"), padding, told_elsewhere=any(x is not None for x in told.values())
+        batch.get("position_ids"),
+        padding,
+        told_elsewhere=elsewhere,
+        has_mask=batch.get("attention_mask") is not None,
     )
     found = {name: _numbered(name, ids, padding) for name, ids in told.items() if ids is not None}
     if not found:
@@ -283,7 +287,7 @@ def _documents_from_lengths(
 
 
 def _documents_from_jumps(
-    given: object, padding: BoolArray | None, *, told_elsewhere: bool
+    given: object, padding: BoolArray | None, *, told_elsewhere: bool, has_mask: bool
 ) -> IntArray | None:
     """Start a document wherever position ids do not go on by one; None where they always do.
 
@@ -310,6 +314,13 @@ def _documents_from_jumps(
     starts = (step != 1) & (step != place[1:] - before) & real[:, 1:] & (before >= 0)
     if not starts.any():
         return None
+    if has_mask and not told_elsewhere and (step[starts] > 0).any():
+        row, at = np.argwhere(starts & (step > 0))[0].tolist()
+        raise ValueError(
+            f"`position_ids` jump ahead in row {row} at position {at + 1}: a new document, or one "
+            "document whose positions have a hole? Beside an `attention_mask` models take it for "
+            "the latter. Say which with `document_ids`."
+        )
     return np.pad(np.cumsum(starts, 1), ((0, 0), (1, 0)))
 
 

@@ -56,6 +56,7 @@ class Step:
         algorithm: how keys travel: ``auto`` or a name.
         kernel: what computes a block: ``auto`` or a name.
         has_position_ids: whether the batch brought them, or we counted.
+        is_checked: whether the ranks compare what they hold in this step.
         is_stock: on whole rows, with models as they are without us: what others are compared with.
         position_edges: where buckets of positions begin, for losses by position; () for none.
     """
@@ -70,11 +71,14 @@ class Step:
     algorithm: str
     kernel: str
     has_position_ids: bool = False
+    is_checked: bool = False
     is_stock: bool = False
     position_edges: tuple[int, ...] = ()
     uid: int = field(default_factory=lambda: next(_uids))
     # What attention worked out for a mask, by the mask's key; layers share it.
     cache: dict[object, Any] = field(default_factory=dict, repr=False)
+    # What the step gave to its user, by the batch's keys.
+    yielded: dict[str, Any] = field(default_factory=dict, repr=False)
     # What token_mean() computed in this step. A step without any has a loss that we did not make.
     losses: list[LossMark] = field(default_factory=list, repr=False)
 

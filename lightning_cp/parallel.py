@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp import agreement, context, dispatch
+from lightning_cp import adapters, agreement, context, dispatch
 from lightning_cp import batch as batches
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
@@ -104,6 +104,7 @@ class ContextParallel:
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
+        self._has_adapters = False
 
     @property
     def cp_size(self) -> int:
@@ -134,6 +135,9 @@ class ContextParallel:
             not shifted.
         """
         training = torch.is_grad_enabled() if training is None else training
+        if not self._has_adapters:  # not earlier: models may be imported after this was built
+            adapters.load_adapters()
+            self._has_adapters = True
         opened, local = self._open(batch, training)
         context.forget_backward()
         with context.activate(opened), dispatch.enabled(), checkpoint_contexts(_recompute):
@@ -174,7 +178,7 @@ class ContextParallel:
         compare = self._num_batches[training] < self.check_batches
         self._num_batches[training] += 1
         try:
-            opened, local = self._cut(batch, training, groups)
+            opened, local = self._cut(batch, training, groups, checked=compare)
             fingerprint = agreement.build_fingerprint(batch, values=compare)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
@@ -186,7 +190,7 @@ class ContextParallel:
         return opened, local
 
     def _cut(
-        self, batch: Mapping[str, Any], training: bool, groups: Groups, *, stock: bool = False
+        self, batch: Mapping[str, Any], training: bool, groups: Groups, **known: bool
     ) -> tuple[Step, dict[str, Any]]:
         """Work out a step and this rank's part of the batch; no rank waits for another."""
         whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
@@ -206,8 +210,10 @@ class ContextParallel:
             algorithm=self.algorithm,
             kernel="reference" if groups is self._alone else self.kernel,
             has_position_ids=isinstance(batch.get("position_ids"), Tensor),
-            is_stock=stock,
+            is_checked=known.get("checked", False),
+            is_stock=known.get("stock", False),
             position_edges=self.position_edges,
+            yielded=dict(local),
         )
         return opened, local
 

@@ -65,6 +65,8 @@ def shard_parameters(
             mesh.device_type, (mesh.size(), 1), mesh_dim_names=("replicate", "shard")
         )
     roots = list(_roots(owner))
+    inside = {part for root in roots for part in root.modules() if part is not root}
+    roots = [root for root in roots if root not in inside]  # a part that has a second name
     blocks = [block for root in roots for block in find_blocks(root, shard_modules)]
     if shard_modules and not blocks:
         known = sorted({type(m).__name__ for root in roots for m in root.modules()})

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
-from lightning_cp.batch import SEQUENCE_DIMS, read_batch
+from lightning_cp.batch import SEQUENCE_DIMS, read_batch, unpack_documents
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -173,3 +173,35 @@ def test_unshard_names_the_length_that_it_needs():
         pytest.raises(ValueError, match=r"shape \(2, 5\), but this rank holds 6 tokens"),
     ):
         cp.unshard(torch.zeros(2, 5), dim=1)
+
+
+def test_positions_that_jump_ahead_beside_a_mask_are_ambiguous():
+    ahead = torch.tensor([[0, 1, 2, 40, 41, 42]]).expand(2, -1)
+    batch = {"input_ids": TOKENS, "position_ids": ahead}
+    assert read(batch).documents[0].tolist() == [0, 0, 0, 1, 1, 1]
+    masked = {**batch, "attention_mask": torch.ones(2, 6)}
+    with pytest.raises(ValueError, match=r"jump ahead in row 0 at position 3: .*`document_ids`"):
+        read(masked)
+    assert read({**masked, "document_ids": (ahead > 20).long()}).documents is not None
+
+
+def test_a_ready_mask_is_cut_along_its_queries():
+    batch = {"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 6, 6).bool()}
+    whole = read(batch)
+    assert whole.dims["attention_mask"] == -2
+    assert whole.padding is None
+
+
+def test_documents_become_rows_of_their_own():
+    batch = {
+        "input_ids": TOKENS,
+        "labels": TOKENS,
+        "document_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1]]),
+        "name": torch.tensor([7, 8]),
+    }
+    rows = unpack_documents(batch, read(batch))
+    assert rows["attention_mask"].sum(1).tolist() == [2, 4, 5]
+    assert rows["input_ids"][1, :4].tolist() == TOKENS[0, 2:].tolist()
+    assert rows["labels"][0].tolist() == [*TOKENS[0, :2].tolist(), -100, -100, -100]
+    assert rows["name"].tolist() == [7, 7, 8]
+    assert "document_ids" not in rows

@@ -253,7 +253,7 @@ def novel():
 
 def test_an_unknown_architecture_is_refused_until_it_is_allowed(cp, batch):
     model = novel()
-    with pytest.raises(ValueError, match=r"'novel'\) is not among .*found no module.*--allow-unkn"):
+    with pytest.raises(ValueError, match=r"'novel'\) is not among .*saw no module.*--allow-unkn"):
         enable(model)
     enable(model, allow_unknown=True)
     assert torch.isfinite(loss_in_step(model, cp, batch))
@@ -290,7 +290,7 @@ def test_other_refusals_say_what_to_do():
         ({"num_items_in_batch": 7}, "num_items_in_batch inside a step: the loss is already"),
         ({"pixel_values": torch.zeros(1)}, "`pixel_values` inside a step: inputs other than text"),
         ({"output_attentions": True}, "no rank sees the attention weights of a whole row"),
-        ({"indices": torch.zeros(1)}, "passes indices to its attention, which choose or change"),
+        ({"indices": torch.zeros(1)}, "was given indices, which may choose or change what a token"),
         ({"input_ids": torch.zeros(2, 7).long()}, "7 tokens per row .* hold 61 each"),
         ({"attention_mask": torch.ones(2, 1, 61, 9)}, r"of shape \(2, 1, 61, 9\) inside a step"),
     ],
@@ -338,3 +338,103 @@ def test_a_head_that_scores_rows_returns_a_tuple_if_asked(cp, batch):
     exact = zoo.build_model("bert", head="sequence")(**rows)
     torch.testing.assert_close(loss, exact.loss)
     torch.testing.assert_close(logits, exact.logits)
+
+
+# ---------------------------------------------------------------- what users do around it
+
+
+def test_generation_with_left_padding_is_that_of_the_stock_model(batch):
+    given = {"input_ids": batch["input_ids"][:, :12].clone(), "attention_mask": torch.ones(2, 12)}
+    given["input_ids"][0, :5], given["attention_mask"][0, :5] = PAD, 0
+    for name in ("gpt2", "roberta", "gemma3"):
+        stock, model = zoo.build_model(name).eval(), zoo.build_model(name).eval()
+        enable(model)
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
+        written = model.generate(**given, **options)
+        assert torch.equal(written, stock.generate(**given, **options)), name
+
+
+def test_attention_that_was_set_after_enabling_is_noticed(cp, batch):
+    model = zoo.build_model("llama")
+    enable(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="is enabled, but its attention has been set to 'eager'"):
+        loss_in_step(model, cp, batch)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_that_is_not_enabled_is_refused_in_a_step(cp, batch, attention):
+    model = zoo.build_model("llama", attention=attention)
+    with pytest.raises(ValueError, match=r"type 'llama' runs inside a step and is not enabled"):
+        loss_in_step(model, cp, tokens(batch))
+    with cp.step(batch), cp.paused():
+        model(**tokens(batch))
+
+
+def test_losses_of_ones_own_are_refused(cp, batch):
+    model = zoo.build_model("llama")
+    enable(model)
+    with pytest.raises(ValueError, match="ignore_index=-1 is not known to the loss"):
+        loss_in_step(model, cp, tokens(batch), ignore_index=-1)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    with pytest.raises(ValueError, match="loss_function has been replaced"):
+        loss_in_step(model, cp, tokens(batch))
+    with cp.step(batch) as local:
+        assert model(local["input_ids"]).logits is not None
+
+
+class Shifting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).roll(1, 1)
+
+
+def test_modules_of_ones_own_make_a_known_type_unknown():
+    model = zoo.build_model("llama")
+    up = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = Shifting(up.in_features, up.out_features, bias=False)
+    message = (
+        r"'llama', but model.layers.0.mlp.up_proj \(Shifting\) .* attention in model.layers.0.m"
+    )
+    with pytest.raises(ValueError, match=message):
+        enable(model)
+
+
+def test_attention_of_ones_own_is_refused_and_shared_configs_are_kept(cp, batch):
+    model = zoo.build_model("llama")
+    model.config._attn_implementation = "kernels-community/something"
+    with pytest.raises(
+        ValueError, match="attention is 'kernels-community/something', which is not"
+    ):
+        enable(model)
+    model = zoo.build_model("llama")
+    enable(model)
+    enable(model.model).undo()
+    with pytest.raises(ValueError, match="has been set to 'eager' since"):
+        loss_in_step(model, cp, batch)
+
+
+def test_compiled_models_are_enabled_inside(cp, batch):
+    model = zoo.build_model("llama")
+    compiled = torch.compile(model, backend="eager")
+    exact = model(**unpack(batch, PAD)).loss
+    enable(compiled)
+    torch.testing.assert_close(compiled(**unpack(batch, PAD)).loss, exact)
+    torch.testing.assert_close(loss_in_step(compiled, cp, batch), exact)
+
+
+def test_the_balance_loss_is_there_without_labels(cp, batch):
+    model = zoo.build_model("mixtral:aux")
+    enable(model)
+    with cp.step(batch) as local:
+        found = model(input_ids=local["input_ids"]).aux_loss
+    exact = zoo.build_model("mixtral:aux")(**unpack(batch, PAD)).aux_loss
+    torch.testing.assert_close(found.float(), exact)
+
+
+def test_reentrant_checkpointing_that_hides_a_gradient_is_refused(cp, batch):
+    model = zoo.build_model("mixtral:aux")
+    enable(model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(ValueError, match=r"auxiliary loss of MixtralFor.*'use_reentrant': False"):
+        loss_in_step(model, cp, batch)

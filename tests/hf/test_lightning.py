@@ -51,6 +51,8 @@ class Module(LightningModule):
     def __init__(self, name, lora):
         super().__init__()
         self.model = build(name, lora)
+        if not lora:
+            self.backbone = self.model.get_decoder()  # a second name for a part of it
         self.losses = []
 
     def training_step(self, batch, batch_idx):

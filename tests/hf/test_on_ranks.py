@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_patches import enable
+from lightning_cp import ContextParallel
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, build_cp, errors
 
@@ -106,3 +108,86 @@ def sharded(name, chunked):
 @pytest.mark.parametrize("name", ["llama", "llama:tied", "gemma2"])
 def test_sharded_models_and_heads_are_exact(ranks, name, chunked):
     assert max(ranks(2).run(sharded, name, chunked)) < 1e-5
+
+
+def said(name, batch, given, head="causal"):
+    """Return what a rank was told, having edited its part of the batch."""
+    model, cp = zoo.build_model(name, head=head), build_cp(layout="contiguous")
+    checked = ContextParallel(dist.group.WORLD) if given == "ids" else cp
+    enable(model)
+    try:
+        with checked.step(batch) as local:
+            if given == "mask":
+                mask = (local["input_ids"] != 1).long()
+                return model(input_ids=local["input_ids"], attention_mask=mask).logits.sum().item()
+            if given == "positions":
+                places = (cp.position_ids() - 20).clamp(min=0)
+                return model(input_ids=local["input_ids"], position_ids=places).logits.sum().item()
+            return model(**local).loss.item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_only_one_rank_can_see_is_said_by_all(ranks):
+    batch = plain()
+    assert all(isinstance(x, float) for x in ranks(2).run(said, "llama", batch, "mask"))
+    padded = {"input_ids": batch["input_ids"].clone()}
+    padded["input_ids"][0, :3] = 1  # on the first rank only
+    for text in ranks(2).run(said, "llama", padded, "mask"):
+        assert "The model got `attention_mask` that the batch of this step did not hold" in text
+    for text in ranks(2).run(said, "llama", batch, "positions"):
+        assert "The model got `position_ids` that the batch of this step did not hold" in text
+    for key in ("input_ids", "labels"):
+        wrong = {**batch, key: batch[key].clone()}
+        wrong[key][1, 50] = 4000  # on the last rank only
+        for text in ranks(2).run(said, "llama", wrong, "ids", timeout=30):
+            assert (
+                f"`{key}` hold ids outside of the vocabulary of LlamaForCausalLM: 0 to 96" in text
+            )
+
+
+def data_rows(head):
+    """Rows of two data ranks, some without an answer; compared with one process that has all."""
+    generator = torch.Generator().manual_seed(4)
+    whole = {"input_ids": torch.randint(5, zoo.VOCAB_SIZE, (6, 23), generator=generator)}
+    if head == "sequence":
+        whole["labels"] = torch.tensor([0, -100, -100, 1, 2, 1])
+    else:
+        whole["start_positions"] = torch.tensor([3, 23, 40, 5, 9, 1])
+        whole["end_positions"] = torch.tensor([4, 23, 40, 8, 9, 22])
+    stock = zoo.build_model("bert", head=head, dtype=torch.float64, attention="sdpa").eval()
+    with Double():
+        stock(**{k: v.clone() for k, v in whole.items()}).loss.backward()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    cp = ContextParallel(mesh["context"], mesh["data"])
+    rank = mesh["data"].get_local_rank()
+    model = zoo.build_model("bert", head=head, dtype=torch.float64).eval()
+    enable(model)
+    with cp.step({k: v[3 * rank : 3 * rank + 3] for k, v in whole.items()}) as local, Double():
+        model(**local).loss.backward()
+    found = gradients(model)
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+        gradient /= 4
+    return max(errors(found, gradients(stock)).values())
+
+
+@pytest.mark.parametrize("head", ["sequence", "question"])
+def test_rows_without_an_answer_count_for_nothing(ranks, head):
+    assert max(ranks(4).run(data_rows, head)) < 1e-9
+
+
+def eager_units():
+    """Attention modules that are FSDP2 units keep their eager function outside of steps."""
+    batch = plain()
+    exact = zoo.build_model("llama")(**batch).loss
+    model = zoo.build_model("llama")
+    enable(model)
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn)
+    fully_shard(model)
+    return (model(**batch).loss - exact).abs().item()
+
+
+def test_attention_that_is_sharded_by_itself_keeps_its_stock_function(ranks):
+    assert max(ranks(2).run(eager_units)) < 1e-5

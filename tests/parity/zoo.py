@@ -347,15 +347,15 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "llama:bidirectional": {"is_causal": False},
     # The frequencies of these two depend on the length of the whole sequence, from 65 tokens on.
     "llama:dynamic": {
-        "max_position_embeddings": 64,
+        "max_position_embeddings": 24,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     },
     "phi3:longrope": {
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 24,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 24,
             "short_factor": [1.0 + 0.1 * i for i in range(8)],
             "long_factor": [2.0 + 0.5 * i for i in range(8)],
         },
