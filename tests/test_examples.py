@@ -31,8 +31,8 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if page != "docs/loops.md" and not number else pytest.param(name, marks=pytest.mark.slow)
-        for name, (page, number, _) in EXAMPLES.items()
+        name if "Lightning" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXAMPLES
     ],
 )
 def test_an_example_trains_on_two_ranks_as_on_one(name, tmp_path):

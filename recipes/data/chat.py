@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as packed rows in which only what the assistant says is learned."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from recipes.data.module import PackedData
+from recipes.data.packing import IGNORED_LABEL, Document, LongDocuments, document
+
+Message = dict[str, Any]
+
+
+class ChatData(PackedData):
+    """Conversations, rendered by the tokenizer's chat template; labels on assistant tokens only.
+
+    Sources, packing, caching and resuming are those of `TextData`. Conversations stay whole unless
+    ``long_documents`` is ``split``: half of one would be an answer without its question.
+
+    Args:
+        source: as in `TextData`; there is no embedded one.
+        seq_len: tokens per row.
+        batch_size: rows per data rank.
+        messages_column: the column that holds the list of messages, each with ``role`` and
+            ``content``.
+        tokenizer: a folder or a name on the hub, with a chat template; None: bytes.
+        long_documents: what to do with a conversation that is longer than a row.
+        val_fraction: share of the conversations that is set aside for validation.
+        val_source: validate with these conversations instead.
+        max_documents: read no more than so many.
+        streaming: as in `TextData`.
+        config_name: the configuration of a hub source.
+        split: the split of a hub source.
+        num_workers: processes that read ahead; when streaming, at most one.
+        seed: of the order of rows and of the conversations set aside.
+        cache_dir: where packed rows are kept.
+
+    Example:
+        >>> data = ChatData("conversations.jsonl", seq_len=4096)
+    """
+
+    column_option = "messages_column"
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        seq_len: int = 2048,
+        batch_size: int = 1,
+        messages_column: str = "messages",
+        tokenizer: str | None = None,
+        long_documents: LongDocuments = "refuse",
+        val_fraction: float = 0.05,
+        val_source: str | None = None,
+        max_documents: int | None = None,
+        streaming: bool = False,
+        config_name: str | None = None,
+        split: str = "train",
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            source,
+            column=messages_column,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            tokenizer=tokenizer,
+            long_documents=long_documents,
+            val_fraction=val_fraction,
+            val_source=val_source,
+            max_documents=max_documents,
+            streaming=streaming,
+            config_name=config_name,
+            split=split,
+            num_workers=num_workers,
+            seed=seed,
+            cache_dir=cache_dir,
+        )
+
+    def prepare_data(self) -> None:
+        """Tokenise and pack what is not on disk yet."""
+        check_chat_template(self.tokenizer)
+        super().prepare_data()
+
+    def encode(self, values: list[Any], numbers: list[int]) -> Iterable[Document]:
+        """Render and tokenise conversations."""
+        for value, number in zip(values, numbers, strict=True):
+            ids, mask = render(self.tokenizer, _messages(value, number), number)
+            pairs = zip(ids, mask, strict=True)
+            labels = [i if learned else IGNORED_LABEL for i, learned in pairs]
+            yield document(ids, labels, number=number)
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that cannot render conversations, or not tell who said what."""
+    name = tokenizer.name_or_path or "byte tokenizer"
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer {name!r} has no chat template, so conversations cannot be rendered. "
+            "Use the tokenizer of a chat model, or set tokenizer.chat_template and save it to a "
+            "folder."
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer {name!r} cannot say which characters a token came from, so assistant "
+            "tokens cannot be found. Use a fast tokenizer (one with a tokenizer.json)."
+        )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], number: int
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and for each whether the assistant says it.
+
+    A template with ``{% generation %}`` marks says so itself. For others the conversation is
+    rendered up to each answer, and again with it: what is added is the answer, its end of turn
+    included. That is true only if a template writes each turn without looking at later ones, which
+    is checked.
+    """
+    if re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.get_chat_template())):
+        marked: Any = tokenizer.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        )
+        ids, mask = list(marked["input_ids"]), [bool(x) for x in marked["assistant_masks"]]
+    else:
+        text, spans = _answers(tokenizer, messages, number)
+        found = tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        ids = list(found["input_ids"])
+        places: list[tuple[int, int]] = found["offset_mapping"]
+        mask = [any(a <= start and stop <= b for a, b in spans) for start, stop in places]
+    if not any(mask) and any(m["role"] == "assistant" and m["content"] for m in messages):
+        raise ValueError(
+            f"The chat template marks no token of conversation {number} as the assistant's, though "
+            "it has an answer. Check the {% generation %} marks of the template."
+        )
+    return ids, mask
+
+
+def _answers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], number: int
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the rendered text, and where each answer starts and stops in it."""
+
+    def text_of(part: list[Message], *, asks: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=asks))
+
+    whole = text_of(messages)
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = text_of(messages[:turn], asks=True) if turn else ""
+        after = text_of(messages[: turn + 1])
+        if not whole.startswith(after) or not after.startswith(before):
+            raise ValueError(
+                f"The chat template renders turn {turn} of conversation {number} differently "
+                "depending on what follows, so its tokens cannot be told from the others'. Use a "
+                "template that marks them: {% generation %} ... {% endgeneration %}."
+            )
+        spans.append((len(before), len(after)))
+    return whole, spans
+
+
+def _messages(value: Any, number: int) -> list[Message]:
+    good = isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in value
+    )
+    if not good or not value:
+        raise ValueError(
+            f"Conversation {number} is not a list of messages with `role` and `content`, but "
+            f"{str(value)[:80]!r}. Name the column that holds one: messages_column=..."
+        )
+    messages: list[Message] = value
+    return messages

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: one for bytes that needs no download, and any other by folder or hub name."""
+
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+ROLES: Final = ("system", "user", "assistant")
+
+# The end of a turn is the end of text: what generation stops at is learned from every answer.
+_CHAT_TEMPLATE: Final = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{- raise_exception('The byte tokenizer knows the roles system, user and assistant, not ' "
+    "+ message['role'] + '.') -}}"
+    "{%- endif -%}"
+    "{{- '<|' + message['role'] + '|>' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}"
+    "{%- else -%}"
+    "{{- message['content'] + eos_token -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer whose first 256 ids are the bytes of UTF-8; any text comes back exactly.
+
+    After them: ``<pad>``, ``<bos>``, ``<eos>`` and a marker for each role of a chat. It has a chat
+    template with ``{% generation %}`` marks, and is saved and loaded as any other tokenizer.
+
+    Example:
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer("héllo")["input_ids"]
+        [104, 195, 169, 108, 108, 111]
+        >>> len(tokenizer)
+        262
+    """
+    specials = ["<pad>", "<bos>", "<eos>", *(f"<|{role}|>" for role in ROLES)]
+    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    vocab |= {token: len(vocab) + i for i, token in enumerate(specials)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=specials[3:],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_chars() -> list[str]:
+    """Return the character that stands for each byte in byte-level tokenizers.
+
+    Bytes that print stand for themselves; the others, in their order, for what follows U+00FF.
+    """
+    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in prints]
+    return [chr(byte) if byte in prints else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or by its hub name; None is the byte tokenizer."""
+    if name_or_path is None:
+        return byte_tokenizer()
+    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    folder = Path(name_or_path).expanduser()
+    if looks_local and not folder.exists():
+        raise FileNotFoundError(
+            f"tokenizer={name_or_path!r}: there is no such folder. Give a folder that "
+            "save_pretrained() wrote, a name on the hub, or None for the byte tokenizer."
+        )
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder) if folder.exists() else name_or_path
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"tokenizer={name_or_path!r} could not be loaded, neither as a folder nor from the hub "
+            f"({first_line(error)}). Check the name and the connection, or use None for the byte "
+            "tokenizer."
+        ) from error
+    return loaded
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
