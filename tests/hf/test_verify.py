@@ -126,9 +126,9 @@ def test_data_ranks_take_the_rows_of_the_first(ranks):
 def _moved_documents():
     cut = ContextParallel._cut
 
-    def moved(self, *args, stock=False):
-        step, local = cut(self, *args, stock=stock)
-        if stock:
+    def moved(self, *args, **known):
+        step, local = cut(self, *args, **known)
+        if step.is_stock:
             return step, local
         ids = step.documents
         return replace(step, documents=np.concatenate([ids[:, :1], ids[:, :-1]], 1)), local
