@@ -413,6 +413,7 @@ def test_attention_of_ones_own_is_refused_and_shared_configs_are_kept(cp, batch)
         loss_in_step(model, cp, batch)
 
 
+@pytest.mark.slow
 def test_compiled_models_are_enabled_inside(cp, batch):
     model = zoo.build_model("llama")
     compiled = torch.compile(model, backend="eager")

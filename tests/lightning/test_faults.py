@@ -49,6 +49,7 @@ def resume(path):
         return module.losses
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_a_plain_script(job, ranks):
     job.start_script("fault.py", "kill", "--rank", 1)
     check(job, ranks, PEER_GONE)
