@@ -31,7 +31,7 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if "Lightning" in name else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "a Lightning script" else pytest.param(name, marks=pytest.mark.slow)
         for name in EXAMPLES
     ],
 )

@@ -21,7 +21,7 @@ def check(ranks, world_size, fit, limit, metric_limit=1e-6):
 
 
 GRID = [(m, a, manual) for m in MESHES for a in (1, 4) for manual in (False, True)]
-QUICK = {("dp 1, cp 2", 1, False), ("dp 1, cp 3", 4, True), ("dp 2, cp 2", 4, False)}
+QUICK = {("dp 1, cp 2", 1, False), ("dp 2, cp 2", 4, False)}
 
 
 @pytest.mark.parametrize(
