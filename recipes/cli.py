@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m recipes`: LightningCLI over `CausalLMModule` and the data modules.
+
+Knows how options become objects, and how an error becomes one line. Everything that trains is in
+`module.py`, `data/` and the library.
+"""
+
+import difflib
+import importlib
+import inspect
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+try:  # first: what takes seconds to import comes after
+    import jsonargparse  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"The recipes need a package that is not installed ({missing}): "
+        "pip install 'lightning-cp[recipes]', or -e '.[recipes]' in a checkout."
+    ) from missing
+
+import torch
+import transformers
+import yaml  # type: ignore[import-untyped]
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+import recipes.data  # its classes are then known by their short names
+from lightning_cp import ContextParallelCallback
+from recipes.module import CausalLMModule
+
+HELP: Final = """\
+Train language models on long rows that several devices share.
+
+  python -m recipes fit --config recipes/configs/laptop.yaml     a small model, on this machine
+  python -m recipes fit --config FILE                            another config, or your own
+  python -m recipes fit --config FILE --model.lr 1e-5            with other values
+  python -m recipes fit --config FILE --print_config             show all values, and train nothing
+  python -m recipes validate|test|predict --config FILE --ckpt_path CKPT
+
+  python -m recipes fit --help       all options; --data.help PasskeyData those of a data module
+  --debug                            tracebacks instead of one line
+  recipes/launch/                    torchrun on one or several nodes, SLURM
+"""
+
+_OURS: Final = tuple(
+    str(Path(__file__).parents[1] / name) for name in ("recipes", "lightning_cp", "hf_patches")
+)
+_COMMANDS: Final = {
+    "fit": "Train, validate now and then, and write checkpoints.",
+    "validate": "Compute the loss of the validation rows, and where they hide keys the retrieval.",
+    "test": "The same with the rows for testing, or those for validation if there are none.",
+    "predict": "Write the likeliest token to follow each token of the rows.",
+}
+
+
+class RecipesCLI(LightningCLI):
+    """The command line: our strategy, figures and data unless others are named."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options, what is changed most often first; set defaults."""
+        parser.add_lightning_class_args(CausalLMModule, "model")
+        # No default: of one, jsonargparse would keep values when another class is named.
+        parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+        parser.add_lightning_class_args(ContextParallelCallback, "figures")
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults(
+            {
+                "trainer.strategy": {"class_path": "lightning_cp.ContextParallelStrategy"},
+                "trainer.max_epochs": 1,
+                "trainer.default_root_dir": "runs",
+            }
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; the former method warns of arguments that are given by a program."""
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the options as they were written: the former lets a checkpoint's prevail."""
+
+    def instantiate_trainer(self, **options: Any) -> Trainer:
+        """Build the Trainer; what it refuses is about its options."""
+        try:
+            return super().instantiate_trainer(**options)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise ValueError(f"trainer: {error}") from error
+
+    def after_instantiate_classes(self) -> None:
+        """Test and predict with the rows for validation where there are no others."""
+        for name in ("test_dataloader", "predict_dataloader"):
+            if not is_overridden(name, self.datamodule, LightningDataModule):
+                setattr(self.datamodule, name, self.datamodule.val_dataloader)
+
+    def predict(self, **options: Any) -> None:
+        """Predict, and write what each data rank has found."""
+        found = self.trainer.predict(**options)
+        strategy: Any = self.trainer.strategy
+        if strategy.context_parallel_rank == 0:
+            file = Path(self.trainer.default_root_dir) / "predictions"
+            file.mkdir(parents=True, exist_ok=True)
+            file /= f"{strategy.data_parallel_rank}.pt"
+            torch.save(found, file)
+            print(f"predictions written to {file}")
+
+
+class Requeue(Callback):
+    """Saves and gives the job back to SLURM when SIGUSR1 says that its time is nearly up.
+
+    Lightning's own handler saves at once, wherever in a step each rank happens to be: ranks that
+    hold parts of one model could save different steps, or wait for each other. Here they finish the
+    step and agree. What is saved is ``last.ckpt``, which ``--ckpt_path last`` finds.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._former: Any = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signal before Lightning does: it leaves those alone that have a handler."""
+        if isinstance(_environment(trainer), SLURMEnvironment):
+            self._former = signal.signal(signal.SIGUSR1, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save and stop after a step if any rank was asked to."""
+        if self._former is None or (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if not trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+            return
+        saver: Any = trainer.checkpoint_callback
+        folder = Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
+        trainer.save_checkpoint(folder / "last.ckpt")
+        trainer.should_stop = True
+        self._asked = False
+        if trainer.is_global_zero:
+            job = _environment(trainer).job_id()
+            print(f"saved {folder / 'last.ckpt'}; job {job} goes back into the queue", flush=True)
+            subprocess.run(["scontrol", "requeue", str(job)], check=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the signal back."""
+        if self._former is not None:
+            signal.signal(signal.SIGUSR1, self._former)
+            self._former = None
+
+
+def _environment(trainer: Trainer) -> Any:
+    strategy: Any = trainer.strategy
+    return strategy.cluster_environment
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command; return 0, or 2 for what the user can mend.
+
+    Args:
+        args: as on a command line; that of this process when None.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    if not given or given[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    debug = "--debug" in given
+    given = [arg for arg in given if arg != "--debug"]
+    if not _names_data(given):
+        given.insert(1, "--data=recipes.data.TextData")
+    try:
+        with _shown_logs():
+            _run(given)
+    except ArgumentError as error:
+        if debug:
+            raise
+        return _stop(explain(str(error), ", ".join(_configs(given))))
+    except Exception as error:
+        if debug or not _is_for_user(error):
+            raise
+        return _stop(str(error))
+    return 0
+
+
+def _run(args: Sequence[str]) -> None:
+    RecipesCLI(
+        CausalLMModule,
+        LightningDataModule,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+        trainer_defaults={"callbacks": [Requeue()]},
+        parser_kwargs={
+            "exit_on_error": False,
+            **{
+                name: {
+                    "exit_on_error": False,
+                    "usage": f"python -m recipes {name} [--config FILE] [options]",
+                    "description": text,
+                }
+                for name, text in _COMMANDS.items()
+            },
+        },
+        args=list(args),
+    )
+
+
+@contextmanager
+def _shown_logs() -> Iterator[None]:
+    """Show what the library says of a run, once; transformers says much, and is kept quiet."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    handler = logging.StreamHandler()
+    loggers = [logging.getLogger(name) for name in ("lightning_cp", "hf_patches")]
+    former = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING if _rank() else logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, former, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+
+
+def _rank() -> int:
+    return int(getattr(rank_zero_only, "rank", 0) or 0)
+
+
+def _names_data(args: Sequence[str]) -> bool:
+    """Say whether a data module is named, on the command line or in a config."""
+    for file in _configs(args):
+        try:
+            named = yaml.safe_load(Path(file).read_text())["data"]["class_path"]
+        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            continue  # it names none; if it is wrong the parser will say so
+        if named:
+            return True
+    return any(arg == "--data" or arg.startswith("--data=") for arg in args)
+
+
+def _configs(args: Sequence[str]) -> Iterator[str]:
+    """Give the config files among arguments."""
+    for flag, value in pairwise([*args, ""]):
+        if flag in ("-c", "--config"):
+            yield value
+        elif flag.startswith("--config="):
+            yield flag.removeprefix("--config=")
+
+
+def _stop(message: str) -> int:
+    """Say in one line what is wrong."""
+    rank = _rank()
+    if rank:
+        # Mostly the first process says the same, and whoever started both then ends this one.
+        time.sleep(3)
+    where = f" (process {rank})" if rank else ""
+    sys.stderr.write(f"error{where}: {' '.join(message.split())}\n")
+    return 2
+
+
+def _is_for_user(error: Exception) -> bool:
+    """Say whether an error is about what the user wrote: then a traceback would hide it."""
+    if isinstance(error, FileNotFoundError | MisconfigurationException):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = last.filename.startswith(_OURS)
+    return ours and isinstance(error, ValueError | TypeError | RuntimeError | OSError | ImportError)
+
+
+# ---------------------------------------------------------------- one line for a wrong option
+
+
+def explain(message: str, configs: str = "") -> str:
+    """Make one line of what the parser says, and name the option that was probably meant.
+
+    Args:
+        message: of jsonargparse.
+        configs: the files that were read.
+
+    Example:
+        >>> explain("Subcommand 'fit' does not accept option 'model.lrr'")
+        'model.lrr: there is no such option. Did you mean model.lr?'
+    """
+    keys = re.findall(r'Parser key "([^"]+)":', message)
+    key = ".".join(keys)
+    refused = re.search(r"class_path '([^']+)':\s+Option '([^']+)' is not accepted", message)
+    if refused:
+        path, name = refused.groups()
+        known = [*inspect.signature(_import(path)).parameters]
+        prefix = f"{key}." if key.startswith("model") else f"{key}.init_args."
+        return _unknown(name, known, prefix)
+    unknown = re.search(r"(?:accept option|unrecognized arguments:|Option) '?-*([\w.]+)", message)
+    if unknown:
+        return _unknown(unknown[1], list(_options()))
+    wrong = re.search(r"Expected a dot import path string: (\S+)", message)
+    if wrong:
+        return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], list(_classes()))}"
+    missing = re.search(r"File does not exist: '?([^']+)'?", message)
+    if missing:
+        there = sorted(path.name for path in (Path(__file__).parent / "configs").glob("*.yaml"))
+        return (
+            f"--config {missing[1]}: there is no such file (seen from {Path.cwd()}). In "
+            f"recipes/configs/ are {', '.join(there)}."
+        )
+    required = re.search(r"the following arguments are required: (\S+)", message)
+    if required:
+        return f"{key}.{required[1]} is missing: give --{key}.{required[1]} VALUE."
+    message = re.sub(r"<class '([\w.]+)'>|typing\.(?=Literal)", r"\1", message)
+    value = re.search(r"Expected an? (.+)\. Got value: (.*)", message)
+    if value:
+        return f"{key}: must be {value[1]}, but is {value[2]}."
+    text = message.replace("Problems parsing config", f"{configs} is no YAML")
+    return "; ".join(line.strip() for line in text.splitlines())
+
+
+def _unknown(name: str, known: list[str], prefix: str = "") -> str:
+    return f"{prefix}{name}: there is no such option. {_near(name, known, prefix)}"
+
+
+def _near(name: str, known: list[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    if near:
+        return f"Did you mean {prefix}{near[0]}?"
+    return f"There are {', '.join(known)}." if len(known) < 30 else "See --help."
+
+
+def _options() -> Iterator[str]:
+    """Give the options of a subcommand that are no part of a class that is named in it."""
+    yield from ("config", "seed_everything", "ckpt_path", "data.class_path", "data.init_args")
+    for key, cls in (
+        ("model", CausalLMModule),
+        ("trainer", Trainer),
+        ("figures", ContextParallelCallback),
+    ):
+        yield from (f"{key}.{name}" for name in inspect.signature(cls).parameters)
+
+
+def _classes() -> Iterator[str]:
+    import lightning.pytorch.callbacks
+
+    yield from (name for name in recipes.data.__all__ if name.endswith("Data"))
+    yield from lightning.pytorch.callbacks.__all__
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

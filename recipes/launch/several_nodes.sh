@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Several nodes, by torchrun: run the same line on each of them.
+#
+#   recipes/launch/several_nodes.sh NODES DEVICES HOST[:PORT] CONFIG [options of `recipes fit`]
+#   recipes/launch/several_nodes.sh 4 8 node0 recipes/configs/llama31_70b_lora_512k.yaml
+#
+# HOST is one of the nodes, the same on all: they find each other there (port 29500 if none is
+# given). Ranks are numbered node by node, so that those that share a row are neighbours. All nodes
+# must see the same folders. Goes on from the config's last.ckpt if there is one; to begin anew,
+# remove it. PYTHON names the interpreter, if `python` is not the one.
+set -euo pipefail
+
+if [[ $# -lt 4 ]]; then
+  echo "error: give the numbers of nodes and of devices per node, a host and a config:" \
+    "several_nodes.sh NODES DEVICES HOST[:PORT] CONFIG [options]" >&2
+  exit 2
+fi
+nodes=$1
+devices=$2
+endpoint=$3
+config=$4
+shift 4
+python=${PYTHON:-python}
+[[ $endpoint == *:* ]] || endpoint="$endpoint:29500"
+options=(fit --config "$config" --trainer.num_nodes "$nodes" --trainer.devices "$devices"
+  --ckpt_path last "$@")
+
+# What is wrong with the options is said here, in one line and once per node.
+"$python" -m recipes "${options[@]}" --print_config > /dev/null
+
+exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$devices" \
+  --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$(basename "$config" .yaml)" \
+  -m recipes "${options[@]}"

@@ -1,0 +1,207 @@
+"""How much memory a config takes on each GPU, by arithmetic: what its header says.
+
+Bytes of `bf16-mixed` under FSDP2 with activation checkpointing. What a layer takes while it is
+computed is rough. Measured on one H200 (torch 2.11, November 2026, GB of `max_memory_allocated`):
+
+    model, layers, tokens            computed   measured
+    Llama 8B, 4, all, 16,384             55.2       43.5
+    Llama 8B, 8, LoRA 64, 16,384         17.9       15.5
+    Llama 8B, 8, LoRA 64, 65,536         40.6       35.7
+    Qwen3 8B, 8, all, 32,768             80.7       63.6
+    Qwen3 30B-A3B, 4, all, 16,384        75.1       62.5
+    Gemma 3 12B, 6, all, 16,384          65.5       57.3
+    gpt-oss 20B, 6, LoRA 32, 32,768      33.2       29.3
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from lightning_cp.sharding import find_blocks
+
+_LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8}
+_QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "tie_word_embeddings": False}
+
+REAL: dict[str, PreTrainedConfig] = {
+    "meta-llama/Llama-3.1-8B": transformers.LlamaConfig(
+        **_LLAMA,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    ),
+    "meta-llama/Llama-3.1-70B": transformers.LlamaConfig(
+        **_LLAMA,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    ),
+    "Qwen/Qwen3-8B": transformers.Qwen3Config(
+        **_QWEN3,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "Qwen/Qwen3-30B-A3B-Base": transformers.Qwen3MoeConfig(
+        **_QWEN3,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "google/gemma-3-12b-pt": transformers.Gemma3Config(
+        text_config={
+            "vocab_size": 262_208,
+            "hidden_size": 3840,
+            "intermediate_size": 15_360,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+        },
+        vision_config={
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 896,
+            "patch_size": 14,
+        },
+    ),
+    "openai/gpt-oss-20b": transformers.GptOssConfig(
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+    ),
+}
+"""The sizes of models of the hub, from memory of their configs: there is no hub in a test."""
+REAL["Qwen/Qwen3-8B-Base"] = REAL["Qwen/Qwen3-8B"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What memory depends on.
+
+    Args:
+        config: of the model.
+        num_ranks: over which weights are cut.
+        row_len: tokens of a row.
+        cp_size: ranks that share it.
+        batch_size: rows that a group holds at once.
+        lora_rank: 0 for all weights.
+        lora_targets: names of linear layers, or ``all-linear``.
+        freeze: patterns of parameters that are not trained.
+    """
+
+    config: PreTrainedConfig
+    num_ranks: int
+    row_len: int
+    cp_size: int
+    batch_size: int = 1
+    lora_rank: int = 0
+    lora_targets: Sequence[str] | str = ()
+    freeze: Sequence[str] = ()
+
+
+def job_of(config: Mapping[str, Any]) -> Job:
+    """Read from a config what its memory depends on."""
+    model, trainer, data = config["model"], config["trainer"], config["data"]["init_args"]
+    lora = model.get("lora") or {}
+    return Job(
+        REAL[model["model"]],
+        num_ranks=trainer["devices"] * trainer["num_nodes"],
+        row_len=data["seq_len"],
+        cp_size=trainer["strategy"]["init_args"]["context_parallel_size"],
+        batch_size=data["batch_size"],
+        lora_rank=lora.get("rank", 0),
+        lora_targets=lora.get("target_modules", ()),
+        freeze=model.get("freeze", ()),
+    )
+
+
+def describe(job: Job) -> str:
+    """Say in a sentence what `compute` found."""
+    parts = compute(job)
+    told = ", ".join(f"{count:.1f} {name}" for name, count in parts.items())
+    return f"{sum(parts.values()):.0f} of 80 GB per GPU, computed: {told}"
+
+
+def compute(job: Job) -> dict[str, float]:
+    """Return what takes how many GB (10^9 bytes) on each GPU."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(job.config)
+    text: Any = job.config.get_text_config()
+    full = not job.lora_rank
+    trained, frozen = _count(model, job)
+    blocks = [b for b in find_blocks(model) if "vision" not in type(b).__name__.lower()]
+    in_blocks = {id(p) for b in find_blocks(model) for p in b.parameters()}
+    root = sum(p.numel() for p in model.parameters() if id(p) not in in_blocks)
+    largest = max(sum(p.numel() for p in b.parameters()) for b in blocks)
+    head = model.get_output_embeddings().weight.numel()
+    tokens = job.batch_size * job.row_len // job.cp_size
+    width, layers = text.hidden_size, text.num_hidden_layers
+    head_dim = getattr(text, "head_dim", None) or width // text.num_attention_heads
+    queries, keys = text.num_attention_heads * head_dim, text.num_key_value_heads * head_dim
+    residual = 4 if full else 2  # embeddings that are trained are float32, and what they give
+    taken = {
+        # float32: weight, gradient, two moments; bfloat16 for what is not trained
+        "weights with gradients and Adam states": (16 * trained + 2 * frozen) / job.num_ranks,
+        # gathered from forward to backward, with gradients; those of the head once more, from the
+        # loss that is computed in pieces
+        "embeddings and head in whole": (8 * root + 4 * head) if full else 2 * root,
+        # two at a time in float32, one in bfloat16, one's gradients and their copy on the way
+        "two layers in whole": largest * (18 if full else 4),
+        "one activation per layer": layers * tokens * width * residual,
+        "computing one layer again": tokens * _work(text, width, queries, keys, residual),
+        # keys and values in bfloat16, their gradients in float32
+        "keys and values of whole rows": job.batch_size * job.row_len * 2 * keys * 6,
+        # logits of a piece in float32, a few times
+        "the loss": 4 * (1 << 28) + tokens * width * 2 * residual,
+    }
+    return {name: count / 1e9 for name, count in taken.items()}
+
+
+def _count(model: nn.Module, job: Job) -> tuple[int, int]:
+    """Return how many parameters are trained, and how many are not."""
+    whole = sum(p.numel() for p in model.parameters())
+    if job.lora_rank:
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        adapted = [
+            m
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear)
+            and m is not head
+            and (job.lora_targets == "all-linear" or name.split(".")[-1] in job.lora_targets)
+        ]
+        return sum(job.lora_rank * (m.in_features + m.out_features) for m in adapted), whole
+    kept = [p for n, p in model.named_parameters() if any(fnmatch(n, f) for f in job.freeze)]
+    frozen = sum(p.numel() for p in kept)
+    return whole - frozen, frozen
+
+
+def _work(text: Any, width: int, queries: int, keys: int, residual: int) -> int:
+    """Return the bytes per token while a layer is computed again and goes backward."""
+    experts = getattr(text, "num_experts_per_tok", None)
+    inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    mlp = 14 * inner
+    if experts:
+        mlp = experts * (14 * inner + 8 * width)  # each token is copied for each of its experts
+    return (8 * residual + 10) * width + 12 * (queries + keys) + mlp

@@ -1,0 +1,369 @@
+"""The command line: help that can be read, one line for a mistake, and every way to start it."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+
+from hf_patches.__main__ import main as hf_main
+from recipes.cli import main
+from tests.lightning.jobs import elastic_environment
+from tests.lightning.scripts.start import Job, free_port
+
+ROOT = Path(__file__).parents[2]
+LAPTOP = ROOT / "recipes" / "configs" / "laptop.yaml"
+LAUNCH = ROOT / "recipes" / "launch"
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_left(monkeypatch):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_without_arguments_it_says_what_it_can_do(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert "python -m recipes fit --config recipes/configs/laptop.yaml" in said
+    assert len(said.splitlines()) < 20
+
+
+def test_help_begins_with_the_model(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m recipes fit [--config FILE] [options]\n")
+    places = [said.index(name) for name in ("--model.lr", "--data", "--figures", "--trainer.dev")]
+    assert places == sorted(places)
+    assert "the highest learning rate" in said
+
+
+def print_config(capsys, *args):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *args, "--print_config"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_is_printed_can_be_read_again(capsys, tmp_path):
+    said = print_config(capsys, "--config", str(LAPTOP), "--model.lr", "0.5")
+    config = yaml.safe_load(said)
+    assert config["model"]["lr"] == 0.5
+    assert config["trainer"]["strategy"]["init_args"]["context_parallel_size"] == 2
+    file = tmp_path / "again.yaml"
+    file.write_text(said)
+    assert print_config(capsys, "--config", str(file)) == said
+
+
+def test_defaults_are_a_small_model_and_our_strategy(capsys):
+    config = yaml.safe_load(print_config(capsys))
+    assert config["model"]["model"] is None
+    assert config["data"]["class_path"] == "recipes.data.TextData"
+    # Nothing of one data module is left when another is named.
+    assert config["data"]["init_args"]["long_documents"] == "split"
+    chat = yaml.safe_load(print_config(capsys, "--data", "ChatData", "--data.source", "x.jsonl"))
+    assert chat["data"]["init_args"]["long_documents"] == "refuse"
+    assert config["trainer"]["strategy"]["class_path"] == "lightning_cp.ContextParallelStrategy"
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["fitt"], "invalid choice: 'fitt'"),
+        (["fit", "--config", "none.yaml"], "none.yaml: there is no such file .* laptop.yaml"),
+        (
+            ["fit", "--config", "MODEL"],
+            "model.lrr: there is no such option. Did you mean model.lr?",
+        ),
+        (["fit", "--config", "TOP"], "trayner.max_steps: .* Did you mean trainer.max_steps?"),
+        (["fit", "--config", "DATA"], "data.init_args.seq_le: .* mean data.init_args.seq_len?"),
+        (["fit", "--config", "LORA"], "model.lora.rnk: .* Did you mean model.lora.rank?"),
+        (["fit", "--config", "BROKEN"], "BROKEN.yaml is no YAML: .*line 1, column 8"),
+        (["fit", "--model.lrr", "3"], "model.lrr: .* Did you mean model.lr?"),
+        (["fit", "--model.lr", "fast"], "model.lr: must be float, but is fast"),
+        (["fit", "--model.schedule", "cos"], "model.schedule: must be Literal.*, but is cos"),
+        (["fit", "--data", "TextDat"], "data: there is no class TextDat. Did you mean TextData?"),
+        (["fit", "--data.source", "./no.jsonl"], "source='./no.jsonl': there is no such file"),
+        (["fit", "--data", "ChatData"], "data.source is missing: give --data.source VALUE"),
+        (["fit", "--data.seq_len", "x"], "data.seq_len: must be int, but is x"),
+        (["fit", "--model.model", "no/body"], "model='no/body' could not be loaded"),
+        (["fit", "--model.model", "./no"], "model='./no' is no folder"),
+        (["fit", "--model.config.hidden_sizes", "3"], "Did you mean `hidden_size`"),
+        (["fit", "--trainer.strategy.layout", "zig"], "trainer.strategy.layout: must be Literal"),
+        (["fit", "--trainer.precision", "64-true"], "trainer: .*does not support.*64-true"),
+        (["fit", "--trainer.strategy", "no.Klass"], "trainer: You selected an invalid strategy"),
+        (["fit", "--trainer.strategy.context_parallel_size", "3"], "=3 does not divide the 1 proc"),
+        (["validate", "--ckpt_path", "no.ckpt"], "no.ckpt"),
+    ],
+)
+def test_a_mistake_is_one_line(args, message, tmp_path, ranks):
+    files = {
+        "MODEL": "model: {lrr: 3}",
+        "TOP": "trayner: {max_steps: 3}",
+        "DATA": "data: {class_path: TextData, init_args: {seq_le: 3}}",
+        "LORA": "model: {lora: {rnk: 3}}",
+        "BROKEN": "model: [1",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    given = [str(tmp_path / f"{arg}.yaml") if arg in files else arg for arg in args]
+    small = ["--data.max_documents=2", "--data.cache_dir=cache", "--trainer.accelerator=cpu"]
+    given += small if len(args) > 1 and args[1:2] != ["--config"] else []
+    given += ["--trainer.devices=1"] if len(args) > 1 else []
+    ((status, said),) = ranks(1).run(run_main, given, tmp_path)
+    assert status == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("error")]
+    assert "Traceback" not in said
+    assert re.search(message, line), line
+
+
+def run_main(args, folder):
+    """Run a command as torchrun's only process; return the status, and what went to stderr."""
+    with (
+        patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+        elastic_environment(),
+        contextlib.chdir(folder),
+        (folder / "stderr").open("w+") as file,
+        contextlib.redirect_stderr(file),
+    ):
+        status = main(args)
+        file.seek(0)
+        return status, file.read()
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+    def fail(*_, **__):
+        return 1 / 0
+
+    monkeypatch.setattr("recipes.cli.RecipesCLI", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["fit"])
+
+
+def test_debug_keeps_the_traceback():
+    with pytest.raises(Exception, match="model.lrr"):
+        main(["fit", "--model.lrr", "3", "--debug"])
+
+
+def test_what_is_not_installed_is_named():
+    code = (
+        "import runpy, sys; sys.modules['jsonargparse'] = None; sys.argv = ['recipes', 'fit'];"
+        "runpy.run_module('recipes', run_name='__main__')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: The recipes need a package that is not installed")
+    assert "jsonargparse" in line
+    assert "pip install 'lightning-cp[recipes]'" in line
+
+
+# ---------------------------------------------------------------- running
+
+
+def small_config(folder, *, devices=2, **trainer):
+    """Write the laptop's config with less of everything; all that is written goes to a folder."""
+    config = yaml.safe_load(LAPTOP.read_text())
+    config["data"]["init_args"] |= {
+        "seq_len": 128,
+        "max_documents": 3,
+        "cache_dir": str(folder / "cache"),
+    }
+    config["figures"]["verify_first_batch"] = False
+    config["trainer"]["strategy"]["init_args"]["context_parallel_size"] = devices
+    config["trainer"] |= {
+        "devices": devices,
+        "default_root_dir": str(folder / "run"),
+        "max_steps": 4,
+        "val_check_interval": 4,
+        "limit_val_batches": 1,
+        "limit_test_batches": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **trainer,
+    }
+    (saver,) = config["trainer"]["callbacks"]
+    saver["init_args"] |= {"dirpath": str(folder / "run" / "checkpoints"), "every_n_train_steps": 2}
+    file = folder / "small.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_every_command_runs(ranks, tmp_path):
+    config = str(small_config(tmp_path))
+    last = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    commands = {
+        "fit": [],
+        "validate": ["--ckpt_path", last],
+        "test": ["--ckpt_path", last],
+        "predict": ["--ckpt_path", last, "--trainer.limit_predict_batches", "1"],
+    }
+    for command, args in commands.items():
+        for status, said in ranks(2).run(run_main, [command, "--config", config, *args], tmp_path):
+            assert status == 0, said
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == "last.ckpt"
+    (found,) = torch.load(tmp_path / "run" / "predictions" / "0.pt", weights_only=True)
+    assert found["next_ids"].shape == found["input_ids"].shape == (2, 128)
+    # The run's own config runs again, and the checkpoint becomes a model.
+    (written,) = (tmp_path / "run" / "lightning_logs" / "version_0").glob("config.yaml")
+    for status, said in ranks(2).run(run_main, ["validate", "--config", str(written)], tmp_path):
+        assert status == 0, said
+    assert hf_main(["export", last, str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+@pytest.fixture
+def job(tmp_path):
+    with Job(tmp_path) as job:
+        yield job
+
+
+def steps_of(folder):
+    """The steps whose loss was logged, run by run."""
+    found = []
+    for file in sorted(folder.rglob("metrics.csv")):
+        rows = [line.split(",") for line in file.read_text().splitlines()]
+        step, loss = rows[0].index("step"), rows[0].index("train_loss")
+        found.append([int(row[step]) for row in rows[1:] if row[loss]])
+    return found
+
+
+@pytest.mark.slow
+def test_a_plain_command_starts_its_own_processes(job, tmp_path):
+    config = small_config(tmp_path)
+    job.start([sys.executable, "-m", "recipes", "fit", "--config", str(config)])
+    outcome = job.wait(limit=300)
+    assert outcome.codes == [0], outcome.text
+    assert steps_of(tmp_path / "run") == [[0, 1, 2, 3]]
+    assert "MEMBER: 2/2" in outcome.text
+
+
+@pytest.mark.slow
+def test_one_node_resumes(job, tmp_path):
+    config = small_config(tmp_path)
+    script = [str(LAUNCH / "one_node.sh"), "2", str(config)]
+    job.start(script, PYTHON=sys.executable)
+    outcome = job.wait(limit=300)
+    assert outcome.codes == [0], outcome.text
+    job.start([*script, "--trainer.max_steps=6"], PYTHON=sys.executable)
+    outcome = job.wait(limit=300)
+    assert outcome.codes == [0, 0], outcome.text
+    assert steps_of(tmp_path / "run") == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.slow
+def test_two_nodes_find_each_other(job, tmp_path):
+    config = small_config(tmp_path)
+    endpoint = f"localhost:{free_port()}"
+    for _ in range(2):
+        job.start(
+            [str(LAUNCH / "several_nodes.sh"), "2", "1", endpoint, str(config)],
+            PYTHON=sys.executable,
+        )
+    outcome = job.wait(limit=300)
+    assert outcome.codes == [0, 0], outcome.text
+    assert steps_of(tmp_path / "run") == [[0, 1, 2, 3]]
+
+
+@pytest.mark.slow
+def test_a_launcher_says_what_is_wrong_before_it_starts_anything(job, tmp_path):
+    config = small_config(tmp_path)
+    job.start([str(LAUNCH / "one_node.sh"), "2"])
+    job.start(
+        [str(LAUNCH / "one_node.sh"), "2", str(config), "--model.lrr=1"], PYTHON=sys.executable
+    )
+    job.start([str(LAUNCH / "several_nodes.sh"), "2"])
+    job.start([str(LAUNCH / "slurm.sbatch")])
+    outcome = job.wait()
+    assert outcome.codes == [2, 2, 2, 2], outcome.text
+    lines = [line for line in outcome.text.splitlines() if line]
+    assert len(lines) == 4, outcome.text
+    assert all(line.startswith("error: ") for line in lines)
+
+
+SRUN = """\
+import os, signal, subprocess, sys
+
+args = sys.argv[1:]
+while args[0].startswith("--"):
+    args.pop(0)
+per_node, tasks = int(os.environ["SLURM_NTASKS_PER_NODE"]), []
+for rank in range(int(os.environ["SLURM_NTASKS"])):
+    place = {"PROCID": rank, "LOCALID": rank % per_node, "NODEID": rank // per_node}
+    env = os.environ | {f"SLURM_{key}": str(value) for key, value in place.items()}
+    tasks.append(subprocess.Popen(args, env=env))
+signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def fake_slurm(folder):
+    """Make commands that do what SLURM's do, as far as our script goes; return its environment."""
+    folder.mkdir()
+    commands = {
+        "srun": f"#!{sys.executable}\n{SRUN}",
+        "scontrol": f'#!/usr/bin/env bash\necho "$@" >> {folder}/told\n',
+    }
+    for name, text in commands.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_JOB_ID": 4711,
+        "SLURM_JOB_NAME": "recipes",
+        "SLURM_NNODES": 1,
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 2,
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+
+
+@pytest.mark.slow
+def test_slurm_takes_the_job_back_and_it_goes_on(job, tmp_path):
+    config = small_config(tmp_path, max_steps=100_000, val_check_interval=100_000)
+    environment = fake_slurm(tmp_path / "slurm")
+    script = [str(LAUNCH / "slurm.sbatch"), str(config)]
+    job.start(script, **environment)
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    deadline = time.time() + 200
+    while not last.exists():
+        assert time.time() < deadline, job._text()
+        time.sleep(0.2)
+    time.sleep(1)  # in the middle of some step
+    os.kill(job._started[0].pid, signal.SIGUSR1)
+    outcome = job.wait(limit=200)
+    assert outcome.codes == [0], outcome.text
+    assert (tmp_path / "slurm" / "told").read_text() == "requeue 4711\n"
+    saved = torch.load(last / "meta.pt", weights_only=True)["global_step"]
+
+    job.start([*script, f"--trainer.max_steps={saved + 2}"], **environment)
+    outcome = job.wait(limit=200)
+    assert outcome.codes == [0, 0], outcome.text
+    first, second = steps_of(tmp_path / "run")
+    assert first[-1] == saved - 1
+    assert second == [saved, saved + 1]
