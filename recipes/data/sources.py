@@ -152,6 +152,8 @@ def _corpus_files() -> tuple[Path, ...]:
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - _NOT_CORPUS)
+        # Generated tables of numbers and settings are no text.
+        names = [name for name in names if not name.startswith("_sysconfigdata")]
         paths = [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
         found += [path for path in paths if path.stat().st_size >= _CORPUS_BYTES]
     if not found:

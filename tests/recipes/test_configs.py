@@ -112,10 +112,10 @@ def fit(args, folder):
         return main(args), sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt"))
 
 
-@pytest.mark.ranks
 QUICK = ("laptop", "gpt_oss_20b_lora_128k", "qwen3_8b_chat_128k")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],

@@ -186,10 +186,10 @@ def stock_loss(path, folder):
     return total / count
 
 
-@pytest.mark.ranks
 QUICK = ("llama", "qwen3_moe")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "name",
     [
