@@ -91,7 +91,7 @@ def train(path, base, options):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "file"])
 def test_a_trained_model_comes_out_as_it_was(ranks, tmp_path, kind):
     base, path = write_base(tmp_path / "base", "llama"), tmp_path / "last.ckpt"
     options = {"save_distributed_checkpoint": kind == "folder"}

@@ -94,8 +94,15 @@ def train_alone(name, lora):
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", False),
+        ("gpt_oss", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+    ],
+)
 def test_thirty_steps_equal_those_of_one_process(ranks, name, lora):
     exact_losses, exact = train_alone(name, lora)
     assert exact_losses[-1] < exact_losses[0]

@@ -19,7 +19,7 @@ def check(ranks, cp_size, jobs, timeout=120):
             assert max(worst.values()) < 1e-10, (job, worst)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_are_exact(ranks, cp_size):
     choices = itertools.product(MODELS, ["gather", "ring"], ["zigzag", "contiguous"], [False, True])
     check(ranks, cp_size, [SdpaJob(*choice) for choice in choices])

@@ -31,7 +31,7 @@ def expected(rows):
     return exact
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_of_batch(ranks, cp_size):
     rows = {name: build(3) for name, build in BATCHES.items()}
     exact = {name: expected(rows[name]) for name in rows}
