@@ -47,6 +47,7 @@ def check(job, exact, places):
     return outcome, found
 
 
+@pytest.mark.slow
 def test_a_plain_script_starts_its_own_processes(job, exact):
     # A name, though Lightning was imported before us.
     job.start_script("train.py", "--strategy", "context_parallel_2", "--first", "lightning")

@@ -25,7 +25,7 @@ def test_models_are_exact(ranks, cp_size):
     check(ranks, cp_size, [SdpaJob(*choice) for choice in choices])
 
 
-@pytest.mark.parametrize("compiled", ["whole", "layers"])
+@pytest.mark.parametrize("compiled", ["whole", pytest.param("layers", marks=pytest.mark.slow)])
 def test_compiled_models_are_exact(ranks, compiled):
     jobs = [SdpaJob(kind, compiled=compiled) for kind in MODELS]
     check(ranks, 2, jobs, timeout=300)

@@ -29,6 +29,8 @@ from recipes.tokens import byte_tokenizer
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.recipes.shrunken import ARCHITECTURES, pack_experts, write_config
 
+pytestmark = pytest.mark.slow  # what `make test` runs of recipes is in the other files
+
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 
 
