@@ -4,7 +4,6 @@
 Shapes: B batch, H query heads, K key heads, L tokens of this rank, S of the row, D head dims.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -15,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_patches.doors import NAMES, active, stock_name
+from hf_patches.doors import NAMES, active, find_in_files, stock_name
 from hf_patches.masks import mask_of_step
 from hf_patches.positions import temperature
 from lightning_cp.compat import as_autocast
@@ -113,9 +112,7 @@ def attend(
 
 
 def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    # FSDP2 and users put classes of their own in front of a model's.
-    files = [sys.modules[owner.__module__] for owner in type(module).__mro__]
-    eager: Any = next((f.eager_attention_forward for f in files if hasattr(f, _EAGER)), None)
+    eager = find_in_files(type(module), "eager_attention_forward")
     name = stock_name(module.config)  # type: ignore[arg-type]
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return found
@@ -150,8 +147,6 @@ def _check(
             "cross-attention go under `with cp.paused():`."
         )
 
-
-_EAGER: Final = "eager_attention_forward"
 
 # Refused whatever they are: sparse attention that a function may ignore without a word.
 _CHOICES: Final = {"indices", "block_indices", "position_bias"}

@@ -91,7 +91,7 @@ def check_agreed(
         problems.append((_differs(mask == 0, padding, step), "attention_mask"))
     if isinstance(positions, Tensor) and _is_new("position_ids", positions, step):
         other = positions.shape[-1] != step.position_ids.shape[-1] or bool(
-            ((positions != step.position_ids) & _is_ours_to_judge(step)).any()
+            ((positions != step.position_ids) & _is_real(step, positions)).any()
         )
         problems.append((other, "position_ids"))
     if step.is_checked:
@@ -125,17 +125,16 @@ def _is_new(name: str, x: Tensor, step: Step) -> bool:
     return all(x is not known for known in ours)
 
 
-def _is_ours_to_judge(step: Step) -> Tensor:
-    """Return bool [L]: which of this rank's tokens are not our own padding."""
-    positions = step.layout.positions(step.cp_rank).to(step.position_ids.device)
-    return positions < step.layout.seq_len
+def _is_real(step: Step, x: Tensor) -> Tensor:
+    """Return bool [L] beside ``x``: nobody's word on our own padding counts."""
+    return step.layout.is_real(step.cp_rank).to(x.device)
 
 
 def _differs(mask: Tensor, whole: Tensor, step: Step) -> bool:
     if mask.shape[1] != step.layout.local_len:
         return True
     known = shard(whole, 1, layout=step.layout, rank=step.cp_rank).to(mask.device)
-    return bool(((mask != known) & _is_ours_to_judge(step)).any())
+    return bool(((mask != known) & _is_real(step, mask)).any())
 
 
 def _ids_out_of_range(

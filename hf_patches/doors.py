@@ -6,7 +6,8 @@ backward. Outside of steps we pass on to what the model used before, which the n
 true in copies and pickles of the model.
 """
 
-from typing import Final
+import sys
+from typing import Any, Final
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -49,6 +50,15 @@ def stock_name(config: PreTrainedConfig) -> str:
     if step is not None and getattr(config, "attn_logit_softcapping", None) is not None:
         return "eager"
     return str(name)
+
+
+def find_in_files(cls: type, name: str) -> Any:
+    """Return what the file of a class, or of one that it is made from, calls ``name``; or None.
+
+    FSDP2 and users put classes of their own in front of a model's.
+    """
+    files = (sys.modules[owner.__module__] for owner in cls.__mro__)
+    return next((getattr(file, name) for file in files if hasattr(file, name)), None)
 
 
 def text_key(model: PreTrainedModel) -> str:

@@ -22,7 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_patches.calls import check_agreed, check_call
 from hf_patches.doors import active
-from hf_patches.positions import parameters_of
+from hf_patches.positions import name_arguments, parameters_of
 from hf_patches.routers import balance_loss
 from lightning_cp.context import IGNORED_LABEL, LossMark, Step
 from lightning_cp.layout import build_layout
@@ -77,8 +77,7 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Run an enabled model: cut inside a step, as it was outside."""
     step = active()
     enabled: Enabled = model.__dict__[MARK]
-    names = parameters_of(type(model).forward)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = name_arguments(model, args, kwargs)
     given.pop("document_ids", None)  # the user's batch may hold them; models do not know them
     if step is None:
         return _stock(model)(**given)
@@ -86,9 +85,11 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     check_agreed(model, given, step, scores_words=enabled.head == "next token")
     for name in _OURS:
         given.pop(name, None)
-    if enabled.head == "row":
-        return _score_rows(model, enabled, given, step)
-    return _score_tokens(model, enabled, given, step)
+    as_tuple = given.get("return_dict") is False
+    given["return_dict"] = True
+    score = _score_rows if enabled.head == "row" else _score_tokens
+    output = score(model, enabled, given, step)
+    return output.to_tuple() if as_tuple else output
 
 
 def _stock(model: PreTrainedModel) -> Callable[..., Any]:
@@ -111,15 +112,13 @@ def _score_tokens(
     shifted = given.pop("shift_labels", None)
     if shifted is not None:
         labels, shift = shifted, False
-    as_tuple = given.get("return_dict") is False
-    given["return_dict"] = True
     stock = _stock(model)
     if labels is None or enabled.head == "none":
         output = stock(**given)
         auxiliary = balance_loss(model, output, step)
         if auxiliary is not None:
             output["aux_loss"] = auxiliary[0]
-        return output.to_tuple() if as_tuple else output
+        return output
     if _is_chunked(model, enabled, labels, step):
         output, loss = _chunked(model, enabled, given, labels, shift=shift)
     else:
@@ -131,10 +130,8 @@ def _score_tokens(
         loss = loss + coefficient * output["aux_loss"].to(loss.dtype)
         # The sum is logged with the weight of its tokens too.
         step.losses.append(LossMark(loss.detach(), step.losses[-1].num_tokens))
-    output["loss"] = loss
     # The loss comes first in an output, also if it was added last.
-    ordered = type(output)(**{"loss": loss, **{k: v for k, v in output.items() if k != "loss"}})
-    return ordered.to_tuple() if as_tuple else ordered
+    return type(output)(**{"loss": loss, **{k: v for k, v in output.items() if k != "loss"}})
 
 
 def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: Step) -> bool:
@@ -253,22 +250,21 @@ def _score_rows(model: PreTrainedModel, enabled: Enabled, given: dict[str, Any],
     }
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        asked = dict(zip(parameters_of(type(real).forward), args, strict=False)) | kwargs
+        asked = name_arguments(real, args, kwargs)
         cut = {name: local.get(name, x) if x is not None else x for name, x in asked.items()}
         output = real(**cut)
         rows = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
         return _with_hidden(output, rows)
 
-    as_tuple = given.pop("return_dict", None) is False
     with _stand_in(model, enabled.base, compute):
-        output = _stock(model)(**{**given, **whole, "return_dict": True})
+        output = _stock(model)(**{**given, **whole})
     loss = output.get("loss")
     if loss is not None:
         rows = _num_scored(given, step).to(loss.device)
         # The mean over no rows is NaN; it counts for nothing.
         total = torch.where(rows > 0, loss, torch.zeros_like(loss)) * rows
         output["loss"] = global_mean(total, rows)
-    return output.to_tuple() if as_tuple else output
+    return output
 
 
 def _num_scored(given: Mapping[str, Any], step: Step) -> Tensor:

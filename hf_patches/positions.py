@@ -73,6 +73,13 @@ def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return _names[forward]
 
 
+def name_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call of a module, all by their names."""
+    return dict(zip(parameters_of(type(module).forward), args, strict=False)) | kwargs
+
+
 def _fill(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: tuple[str, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -80,8 +87,7 @@ def _fill(
     step = active()
     if step is None:
         return None
-    names = parameters_of(type(module).forward)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    names, given = parameters_of(type(module).forward), name_arguments(module, args, kwargs)
     if "position_ids" in names and given.get("position_ids") is None:
         given["position_ids"] = local_positions(step, rule, given.get("input_ids"))
         step.cache.setdefault(FILLED, []).append(given["position_ids"])
@@ -173,8 +179,7 @@ def _append_longest(
     if step is None:
         check_recompute(context.current())
         return None
-    names = parameters_of(type(module).forward)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = name_arguments(module, args, kwargs)
     positions = given["position_ids"]
     own = positions.max().reshape(1)
     every = own.new_empty(step.cp_size, 1)

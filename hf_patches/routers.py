@@ -7,16 +7,19 @@ taken over all tokens first.
 """
 
 import inspect
-import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_patches.doors import find_in_files
 from lightning_cp.context import Step
 from lightning_cp.mask import NO_DOCUMENT
 from lightning_cp.sequence import shard
+
+# What the function takes whose loss this module computes.
+_KNOWN: Final = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tensor, float] | None:
@@ -30,8 +33,9 @@ def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tenso
     if output.get("aux_loss") is None:
         return None
     logits = output.get("router_logits")
-    function = _function(model)
-    if function is None or not isinstance(logits, tuple):
+    function = find_in_files(type(model), "load_balancing_loss_func")
+    known = function is not None and tuple(inspect.signature(function).parameters) == _KNOWN
+    if not known or not isinstance(logits, tuple):
         raise ValueError(
             f"{type(model).__name__} computes an auxiliary loss in a way that is not known here, "
             "from this rank's tokens only. Switch it off: output_router_logits=False."
@@ -55,7 +59,7 @@ def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tenso
         given = given + (wide * real[:, None]).sum(0)
     sums = torch.cat([chosen, given.detach(), real.sum().reshape(1) * len(logits)])
     num_ranks = 1
-    for transport in (step.groups.context, step.groups.data)[: 2 if step.training else 1]:
+    for transport in step.loss_groups:
         transport.all_reduce(sums)
         num_ranks *= transport.size
     share, mean = (sums[:-1] / sums[-1].clamp(min=1)).view(2, num_experts)
@@ -64,20 +68,6 @@ def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tenso
     own = (share * given).sum() * (num_experts * num_ranks / sums[-1].clamp(min=1))
     value = (share * mean).sum() * num_experts
     return own + (value - own).detach(), _weight(model)
-
-
-def _function(model: PreTrainedModel) -> Any:
-    """Return the model file's own function, if it is the one that this module knows."""
-    for owner in type(model).__mro__:
-        found = getattr(sys.modules[owner.__module__], "load_balancing_loss_func", None)
-        if found is not None:
-            names = list(inspect.signature(found).parameters)
-            return (
-                found
-                if names == ["gate_logits", "num_experts", "top_k", "attention_mask"]
-                else None
-            )
-    return None
 
 
 def _real_tokens(step: Step) -> Tensor:

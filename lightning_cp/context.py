@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from lightning_cp.collectives import Transport
 from lightning_cp.compat import in_backward
 from lightning_cp.layout import Layout
-from lightning_cp.mask import BoolArray, Bounds, IntArray, Mask, Range
+from lightning_cp.mask import BoolArray, Bounds, IntArray, Mask
 from lightning_cp.mesh import Groups
 
 IGNORED_LABEL: Final = -100
@@ -92,6 +93,16 @@ class Step:
         """Return how many ranks share the row."""
         return self.layout.cp_size
 
+    @property
+    def loss_groups(self) -> tuple[Transport, ...]:
+        """Return the groups over which the loss is one mean.
+
+        In training also the data axis, whose ranks take the same number of steps. In evaluation
+        their loaders may be uneven, and waiting for a rank that has finished would be for ever.
+        """
+        groups = self.groups
+        return (groups.context, groups.data) if self.training else (groups.context,)
+
     def bounds(self, mask: Mask) -> Bounds:
         """Work a mask out for this step's rows; documents and padding come from the step."""
         key = ("bounds", mask.key())
@@ -115,12 +126,8 @@ class Step:
 
     def work_by_rank(self) -> list[int]:
         """Return how many pairs each rank's tokens see, over the masks that attention has met."""
-        row = Range(0, self.layout.padded_len)
-        met = [kept[0] for key, kept in self.cache.items() if _is_bounds(key)]
-        return [
-            sum(bounds.work(part, row) for bounds in met for part in self.layout.ranges(rank))
-            for rank in range(self.cp_size)
-        ]
+        met = [self.layout.work(kept[0]) for key, kept in self.cache.items() if _is_bounds(key)]
+        return [sum(work[rank] for work in met) for rank in range(self.cp_size)]
 
 
 def _is_bounds(key: object) -> bool:

@@ -60,6 +60,10 @@ class Layout:
         """Return the global position of every token that ``rank`` holds, int64 [L]."""
         return torch.cat([torch.arange(part.start, part.stop) for part in self.owned[rank]])
 
+    def is_real(self, rank: int) -> Tensor:
+        """Return which tokens that ``rank`` holds are the row's, not our padding, bool [L]."""
+        return self.positions(rank) < self.seq_len
+
     @cached_property
     def order(self) -> Tensor:
         """Return where each position of a row lies once all shards are laid end to end, int64 [S].

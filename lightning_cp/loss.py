@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
-from lightning_cp.collectives import Transport
 from lightning_cp.compat import in_backward, outside_graphs
 from lightning_cp.context import (
     IGNORED_LABEL,
@@ -192,7 +191,7 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
             f"{layout.local_len} each. Whole rows go under `with cp.paused():`."
         )
     if not shift:
-        ours = layout.positions(step.cp_rank).to(labels.device) >= layout.seq_len
+        ours = ~layout.is_real(step.cp_rank).to(labels.device)
         return labels.masked_fill(ours, IGNORED_LABEL)
     whole = unshard(labels, 1, layout=layout, transport=step.groups.context)
     documents = step.documents
@@ -201,24 +200,13 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
     return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 
 
-def _transports(step: Step | None) -> tuple[Transport, ...]:
-    """Return the groups over which the loss is one mean.
-
-    In training also the data axis, whose ranks take the same number of steps. In evaluation their
-    loaders may be uneven, and waiting for a rank that has finished would be for ever.
-    """
-    if step is None:
-        return ()
-    return (step.groups.context, step.groups.data) if step.training else (step.groups.context,)
-
-
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, step: Step | None) -> tuple[Tensor, Tensor]:
         # One message for both; float64 counts exactly.
         sums = torch.stack([total.double(), count.double()])
         num_ranks = 1
-        for transport in _transports(step):
+        for transport in () if step is None else step.loss_groups:
             transport.all_reduce(sums)
             num_ranks *= transport.size
         num_tokens = sums[1].clamp(min=1)

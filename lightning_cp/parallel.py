@@ -190,7 +190,13 @@ class ContextParallel:
         return opened, local
 
     def _cut(
-        self, batch: Mapping[str, Any], training: bool, groups: Groups, **known: bool
+        self,
+        batch: Mapping[str, Any],
+        training: bool,
+        groups: Groups,
+        *,
+        checked: bool = False,
+        stock: bool = False,
     ) -> tuple[Step, dict[str, Any]]:
         """Work out a step and this rank's part of the batch; no rank waits for another."""
         whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
@@ -210,8 +216,8 @@ class ContextParallel:
             algorithm=self.algorithm,
             kernel="reference" if groups is self._alone else self.kernel,
             has_position_ids=isinstance(batch.get("position_ids"), Tensor),
-            is_checked=known.get("checked", False),
-            is_stock=known.get("stock", False),
+            is_checked=checked,
+            is_stock=stock,
             position_edges=self.position_edges,
             yielded=dict(local),
         )

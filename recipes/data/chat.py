@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_cp.context import IGNORED_LABEL
 from recipes.data.module import PackedData
-from recipes.data.packing import IGNORED_LABEL, Document, LongDocuments, document
+from recipes.data.packing import Document, LongDocuments, document
 
 Message = dict[str, Any]
 

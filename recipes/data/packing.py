@@ -11,6 +11,9 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_cp.context import IGNORED_LABEL
+from lightning_cp.mask import NO_DOCUMENT
+
 IntArray = NDArray[np.int32]
 Row = dict[str, IntArray]
 """``input_ids``, ``labels`` and ``document_ids``, each of ``seq_len`` tokens."""
@@ -18,8 +21,6 @@ Row = dict[str, IntArray]
 LongDocuments = Literal["split", "refuse", "truncate"]
 
 COLUMNS: Final = ("input_ids", "labels", "document_ids")
-IGNORED_LABEL: Final = -100
-NO_DOCUMENT: Final = -1
 OPEN_ROWS: Final = 64
 """Among how many rows the best place for a whole document is looked for."""
 
