@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cp.balance import TOLERABLE, imbalance, split_evenly
 from lightning_cp.choices import check_choice
-from lightning_cp.mask import Bounds, Range
+from lightning_cp.mask import Bounds, IntArray, Mask, Range
 
-LayoutName = Literal["auto", "contiguous", "zigzag"]
+LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Layout:
 
     All ranks hold the same number of tokens. A row of ``seq_len`` tokens is padded at its end to
     ``padded_len``; the padding is owned like any token.
+
+    Args:
+        name: what it is called.
+        seq_len: tokens in a row.
+        owned: for each rank, the ranges that it holds.
+        work_imbalance: work of the busiest rank over the mean, under the mask for which the layout
+            was balanced; None for one that does not look at work.
 
     Example:
         >>> layout = build_layout("zigzag", seq_len=7, cp_size=2)
@@ -36,6 +45,7 @@ class Layout:
     name: str
     seq_len: int
     owned: tuple[tuple[Range, ...], ...]
+    work_imbalance: float | None = None
 
     @property
     def cp_size(self) -> int:
@@ -70,8 +80,12 @@ class Layout:
 
         Indexing the shards, rank after rank, with it gives the row without its padding.
         """
-        held = torch.cat([self.positions(rank) for rank in range(self.cp_size)])
-        return held.argsort()[: self.seq_len]
+        order = torch.empty(self.padded_len, dtype=torch.int64)
+        at = 0
+        for part in (part for parts in self.owned for part in parts):
+            order[part.start : part.stop] = torch.arange(at, at + part.size)
+            at += part.size
+        return order[: self.seq_len]
 
     def work(self, bounds: Bounds) -> list[int]:
         """Return how many visible (query, key) pairs each rank's queries have."""
@@ -79,6 +93,7 @@ class Layout:
         return [sum(bounds.work(part, row) for part in parts) for parts in self.owned]
 
 
+@lru_cache(maxsize=8)
 def _contiguous(seq_len: int, cp_size: int) -> Layout:
     """Give rank r the r-th of cp_size equal pieces."""
     size = -(-seq_len // cp_size)
@@ -86,6 +101,7 @@ def _contiguous(seq_len: int, cp_size: int) -> Layout:
     return Layout("contiguous", seq_len, owned)
 
 
+@lru_cache(maxsize=8)
 def _zigzag(seq_len: int, cp_size: int) -> Layout:
     """Give rank r chunk r and its mirror.
 
@@ -99,12 +115,11 @@ def _zigzag(seq_len: int, cp_size: int) -> Layout:
     return Layout("zigzag", seq_len, owned)
 
 
-# A builder sees the mask's bounds when it balances work; these two need only the length.
-_BUILDERS: dict[str, Callable[[int, int], Layout]] = {
-    "auto": _zigzag,
-    "contiguous": _contiguous,
-    "zigzag": _zigzag,
-}
+def _balanced(seq_len: int, cp_size: int, work_before: IntArray) -> Layout:
+    """Give every rank as many tokens and as much work as any other, whatever the mask."""
+    extra = -seq_len % cp_size
+    owned = split_evenly(np.pad(work_before, (0, extra), "edge"), cp_size)
+    return Layout("balanced", seq_len, owned, imbalance(owned, work_before))
 
 
 def check_layout(name: str) -> None:
@@ -112,9 +127,27 @@ def check_layout(name: str) -> None:
     check_choice("layout", name, get_args(LayoutName))
 
 
-@lru_cache(maxsize=8)
-def build_layout(name: str, *, seq_len: int, cp_size: int) -> Layout:
-    """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks."""
+def build_layout(
+    name: str, *, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] | None = None
+) -> Layout:
+    """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks.
+
+    ``auto`` is ``zigzag`` where that is balanced well enough, else ``balanced``.
+
+    Args:
+        name: which layout.
+        seq_len: tokens in a row.
+        cp_size: ranks that share it.
+        bounds: works out the mask under which ranks shall have equal work; not called by layouts
+            that do not look at it. None stands for rows that are causal and nothing else.
+
+    Example:
+        >>> documents = torch.tensor([0] * 6 + [1, 2])
+        >>> bounds = Mask(causal=True, documents=documents).bounds(8)
+        >>> layout = build_layout("auto", seq_len=8, cp_size=2, bounds=lambda: bounds)
+        >>> layout.name, layout.work(bounds)
+        ('balanced', [11, 12])
+    """
     check_layout(name)
     if cp_size < 1:
         raise ValueError(f"cp_size={cp_size}: a row needs at least 1 rank.")
@@ -123,4 +156,15 @@ def build_layout(name: str, *, seq_len: int, cp_size: int) -> Layout:
             "The batch holds rows of length 0: there is nothing to attend to. "
             "Leave such batches out, in the data set or in the collate function."
         )
-    return _BUILDERS[name](seq_len, cp_size)
+    if name == "contiguous":
+        return _contiguous(seq_len, cp_size)
+    zigzag = _zigzag(seq_len, cp_size)
+    if name == "zigzag" or (name == "auto" and (bounds is None or cp_size == 1)):
+        return zigzag
+    work_before = (bounds() if bounds else Mask(causal=True).bounds(seq_len)).work_before()
+    if name == "balanced":
+        return _balanced(seq_len, cp_size, work_before)
+    if imbalance(zigzag.owned, work_before) <= TOLERABLE:
+        return zigzag
+    balanced = _balanced(seq_len, cp_size, work_before)
+    return min(zigzag, balanced, key=lambda layout: imbalance(layout.owned, work_before))
