@@ -49,11 +49,12 @@ CASES = {
     ),
     "blocks by name": (2, Fit(strategy={"shard_modules": ["Linear", "blocks.*"]})),
     "ring, contiguous": (3, Fit(strategy={"algorithm": "ring", "layout": "contiguous"})),
+    "balanced": (3, Fit(strategy={"layout": "balanced", "balance_window": 5})),
     "batches sent by the first rank": (2, Fit(strategy={"broadcast_batch": True})),
 }
 
 
-FEW = ("one rank", "the same over data", "gradients reduced once", "blocks by name")
+FEW = ("one rank", "the same over data", "gradients reduced once", "blocks by name", "balanced")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from tests.oracle import assert_earned, attend_whole, errors
 
 pytestmark = pytest.mark.ranks
 
-GRID = list(itertools.product(["gather", "ring"], ["zigzag", "contiguous"], MASKS, HEADS))
+LAYOUTS = ["zigzag", "contiguous", "balanced"]
+GRID = list(itertools.product(["gather", "ring"], LAYOUTS, MASKS, HEADS))
 
 
 def grid_case(algorithm, layout, mask, heads, dtype):
