@@ -80,76 +80,74 @@ def _take_windows(work_before: IntArray, num_parts: int, min_size: int) -> list[
     rest: Ranges = (Range(0, num_parts * length),)
     parts = []
     for _ in range(num_parts - 1):
-        circle = _Circle(rest, work_before)
-        start = _find_window(circle, length, min_size)
+        chain = _Chain(rest, work_before)
+        start = _find_window(chain, length, min_size)
         if start is None:
             return _deal_blocks(work_before, num_parts, min_size)
-        stop, over = min(start + length, circle.size), max(start + length - circle.size, 0)
-        parts.append(union(_between(rest, start, stop) + _between(rest, 0, over)))
-        rest = union(_between(rest, over, start) + _between(rest, stop, circle.size))
+        stop = start + length
+        parts.append(_between(rest, start, stop))
+        rest = _between(rest, 0, start) + _between(rest, stop, chain.size)
     return [*parts, rest]
 
 
-def _between(ranges: Ranges, start: int, stop: int) -> list[Range]:
+def _between(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Return what lies between two places of ranges that are laid end to end."""
     found, at = [], 0
-    for part in ranges:
-        first = max(start - at, 0)
-        last = max(first, min(stop - at, part.size))
-        found.append(Range(part.start + first, part.start + last))
-        at += part.size
-    return found
+    for first, last in ranges:
+        low, high = max(start - at, 0), min(stop - at, last - first)
+        if low < high:
+            found.append(Range(first + low, first + high))
+        at += last - first
+    return tuple(found)
 
 
-class _Circle:
-    """Ranges laid end to end and closed to a circle, so that every place starts a window."""
+class _Chain:
+    """Ranges laid end to end, and the work before every place of theirs."""
 
     def __init__(self, ranges: Ranges, work_before: IntArray) -> None:
         starts, stops = np.array(ranges).T
         work = np.concatenate([[0], np.cumsum(work_before[stops] - work_before[starts])])
         self.edges = np.concatenate([[0], np.cumsum(stops - starts)])
         self.size, self.work = int(self.edges[-1]), int(work[-1])
-        # What to add to a place on the circle to get its position in the row; the same for work.
+        # What to add to a place in the chain to get its position in the row; the same for work.
         self._shift = starts - self.edges[:-1]
         self._before = work[:-1] - work_before[starts]
         self._work_before = work_before
 
-    def windows(self, start: IntArray, length: int) -> tuple[IntArray, IntArray]:
-        """Return the work of windows, and the shortest range that their two cuts would leave."""
-        stop = start + length
-        over = stop >= self.size
-        cuts = np.stack([start, np.where(over, stop - self.size, stop)])
-        held = np.searchsorted(self.edges, cuts, "right") - 1
+    def windows(self, start: IntArray, length: int) -> IntArray:
+        """Return [2, n]: the work of windows, and the shortest range that their cuts leave."""
+        cuts = np.stack([start, start + length])
+        held = np.searchsorted(self.edges[1:-1], cuts, "right")
         before = self._before[held] + self._work_before[cuts + self._shift[held]]
-        left, right = cuts - self.edges[held], self.edges[held + 1] - cuts
-        shortest = np.where(left == 0, self.size, np.minimum(left, right)).min(0)
-        return before[1] - before[0] + over * self.work, shortest
+        beside = np.minimum(cuts - self.edges[held], self.edges[held + 1] - cuts)
+        shortest = np.where(beside == 0, self.size, beside).min(0)
+        return np.stack([before[1] - before[0], shortest])
 
 
-def _find_window(circle: _Circle, length: int, min_size: int) -> int | None:
+def _find_window(chain: _Chain, length: int, min_size: int) -> int | None:
     """Return where a window starts whose work is nearest to the mean of its length.
 
     None if all of them would cut off ranges that are shorter than ``min_size``.
     """
-    mean = circle.work * (length / circle.size)
-    edges = circle.edges[:-1]
-    grid = np.arange(0, circle.size, -(-circle.size // _NUM_WINDOWS))
-    start = np.unique(np.concatenate([grid, edges, (edges - length) % circle.size]))
-    above = circle.windows(start, length)[0] > mean
+    mean, last = chain.work * (length / chain.size), chain.size - length
+    grid = np.linspace(0, last, min(last + 1, _NUM_WINDOWS), dtype=np.int64)
+    edges = np.concatenate([chain.edges, chain.edges - length])
+    start = np.unique(np.append(grid, edges[(edges >= 0) & (edges <= last)]))
+    found = chain.windows(start, length)
     # Where windows turn from too dear to too cheap, or back, the right one lies between.
-    crossings = np.flatnonzero(above != np.roll(above, -1))[:_NUM_CROSSINGS]
-    low, high = start[crossings], np.append(start[1:], circle.size)[crossings]
+    above = found[0] > mean
+    crossings = np.flatnonzero(np.diff(above))[:_NUM_CROSSINGS]
+    low, high = start[crossings], start[crossings + 1]
     while (high - low > 1).any():
         steps = np.linspace(low, high, _NUM_STEPS, dtype=np.int64)
-        work, _ = circle.windows(steps.ravel() % circle.size, length)
-        is_low = (work.reshape(steps.shape) > mean) == above[crossings]
-        first = is_low.argmin(0)[None]  # the first step on the other side
-        low, high = (np.take_along_axis(steps, first - i, 0)[0] for i in (1, 0))
-    start = np.concatenate([start, low, high % circle.size])
-    work, shortest = circle.windows(start, length)
+        work = chain.windows(steps.ravel(), length)[0].reshape(steps.shape)
+        other = ((work > mean) != above[crossings]).argmax(0)[None]  # the first on the other side
+        low, high = (np.take_along_axis(steps, other - i, 0)[0] for i in (1, 0))
+    ends = np.append(low, high)
+    work, shortest = np.concatenate([found, chain.windows(ends, length)], 1)
     miss = np.where(shortest >= min_size, np.abs(work - mean), np.inf)
     best = int(miss.argmin())
-    return int(start[best]) if np.isfinite(miss[best]) else None
+    return int(np.append(start, ends)[best]) if np.isfinite(miss[best]) else None
 
 
 def _deal_blocks(work_before: IntArray, num_parts: int, min_size: int) -> list[Ranges]:

@@ -117,8 +117,8 @@ def _zigzag(seq_len: int, cp_size: int) -> Layout:
 
 def _balanced(seq_len: int, cp_size: int, work_before: IntArray) -> Layout:
     """Give every rank as many tokens and as much work as any other, whatever the mask."""
-    extra = -seq_len % cp_size
-    owned = split_evenly(np.pad(work_before, (0, extra), "edge"), cp_size)
+    padding = np.repeat(work_before[-1:], -seq_len % cp_size)
+    owned = split_evenly(np.append(work_before, padding), cp_size)
     return Layout("balanced", seq_len, owned, imbalance(owned, work_before))
 
 

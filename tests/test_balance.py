@@ -96,6 +96,14 @@ def test_no_part_has_more_than_the_mean_and_one_block(row):
     assert found <= max(TOLERABLE, 1 + heaviest_block(row)) + 1e-9
 
 
+@given(rows)
+def test_blocks_that_are_dealt_out_leave_parts_no_more_than_one_block_apart(row):
+    length = (len(row[0]) - 1) // row[1]
+    parts = balance._deal_blocks(*row, max(1, min(MIN_RANGE, length // 8)))
+    work = [balance._work(part, row[0]) for part in parts]
+    assert max(work) - min(work) <= heaviest_block(row) * sum(work) / len(work) + 1e-6
+
+
 @settings(max_examples=150)
 @given(packed(min_blocks=16))
 def test_documents_are_balanced_where_no_block_has_half_the_work_of_a_part(row):
@@ -135,6 +143,18 @@ def test_a_long_document_among_short_ones_is_more_than_some_layout_can_share_out
     assert (long + (9 * 4096 - 900) * 50.5) / 9 > 1.06 * mean
     found = imbalance(split_evenly(*row), row[0])
     assert 1.06 < found < 1 + heaviest_block(row)
+
+
+@pytest.mark.parametrize("num_parts", [8, 16, 24])
+@pytest.mark.parametrize("size", [200, 311, 348, 533, 681])
+@pytest.mark.parametrize("work", [500, 1000])
+def test_a_dear_strip_in_an_even_row_is_cut_into_blocks(num_parts, size, work):
+    """Windows find no good cuts in the strip, for each would leave ranges that are too short."""
+    row = np.full(4096 * num_parts, 100)
+    row[-50 - size : -50] = work
+    row = before(row), num_parts
+    assert heaviest_block(row) < 0.5
+    assert imbalance(split_evenly(*row), row[0]) <= 1 + heaviest_block(row)
 
 
 def test_a_layout_states_what_it_could_not_even_out():
@@ -214,7 +234,7 @@ def test_any_mask_is_balanced_at_least_as_well_as_by_head_and_tail(name, cp_size
 
 
 def test_promises_notice_windows_that_are_taken_anywhere(monkeypatch):
-    monkeypatch.setattr(balance, "_find_window", lambda circle, length, min_size: 0)
+    monkeypatch.setattr(balance, "_find_window", lambda chain, length, min_size: 0)
     monkeypatch.setattr(balance, "_exchange", lambda parts, *_: parts)
     monkeypatch.setattr(balance, "_deal_blocks", lambda *row: balance._take_windows(*row))
     row = document_work(draw_sizes(1 << 15, 64, 8192, 0), 1 << 15)

@@ -109,8 +109,9 @@ def test_auto_is_zigzag_for_rows_that_are_causal_and_nothing_else():
 EVEN = {
     "causal": Mask(causal=True),
     "bidirectional": Mask(),
-    "small window": Mask(causal=True, window=64),
+    "small window": Mask(causal=True, window=256),
     "small documents": Mask(causal=True, documents=documents_of(*[64] * 64)),
+    "one long document": Mask(causal=True, documents=documents_of(4000, 96)),
     "nothing to see": Mask(causal=True, documents=torch.full((4096,), -1)),
 }
 UNEVEN = {
