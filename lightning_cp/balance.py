@@ -68,6 +68,11 @@ def split_evenly(work_before: IntArray, num_parts: int) -> tuple[Ranges, ...]:
         [[(0, 2), (6, 8)], [(2, 6)]]
     """
     length = (len(work_before) - 1) // num_parts
+    if length % MIN_RANGE == 0:  # kernels like round numbers, and there is less to look at
+        blocks = _take_windows(work_before[::MIN_RANGE], num_parts, 1)
+        parts = [tuple(Range(a * MIN_RANGE, b * MIN_RANGE) for a, b in part) for part in blocks]
+        if imbalance(parts, work_before) <= GOOD:
+            return tuple(sorted(parts))
     min_size = max(1, min(MIN_RANGE, length // NUM_BLOCKS))
     parts = _exchange(_take_windows(work_before, num_parts, min_size), work_before, min_size)
     if imbalance(parts, work_before) > TOLERABLE:

@@ -134,6 +134,7 @@ def test_long_documents_need_no_more_ranges_than_zigzag(sizes, window, seed):
     parts = split_evenly(row, 8)
     assert imbalance(parts, row) <= 1.02
     assert sum(map(len, parts)) <= 15
+    assert not any(edge % MIN_RANGE for part in parts for r in part for edge in r)
 
 
 def test_seven_equal_blocks_in_an_empty_row_are_cut_for_three():
