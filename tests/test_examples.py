@@ -71,21 +71,6 @@ def test_no_example_is_left_out():
     assert found == {(page, number) for page, number, _ in EXAMPLES.values()}
 
 
-@pytest.mark.ranks
-def test_the_demo_finds_the_same_numbers():
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.demo"],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
-    rows = re.findall(r"^(plain|packed|padded) +(gather|ring)", done.stdout, re.MULTILINE)
-    assert len(rows) == 6
-    assert "Same numbers" in done.stdout
-
-
 def test_files_named_in_the_docs_exist():
     for page in (
         "README.md",
