@@ -127,7 +127,10 @@ class Step:
     def work_by_rank(self) -> list[int]:
         """Return how many pairs each rank's tokens see, over the masks that attention has met."""
         met = [self.layout.work(kept[0]) for key, kept in self.cache.items() if _is_bounds(key)]
-        return [sum(work[rank] for work in met) for rank in range(self.cp_size)]
+        work = [sum(one[rank] for one in met) for rank in range(self.cp_size)]
+        size = self.groups.inside.size  # neighbours that swap tokens for heads share their work
+        groups = [work[at : at + size] for at in range(0, self.cp_size, size)]
+        return [sum(group) // size for group in groups for _ in group]
 
 
 def _is_bounds(key: object) -> bool:

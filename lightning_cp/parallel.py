@@ -17,6 +17,7 @@ from lightning_cp import batch as batches
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
+from lightning_cp.engine.attention import name_algorithm
 from lightning_cp.engine.kernels.select import KernelName, check_kernel
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, build_layout, check_layout
@@ -62,10 +63,14 @@ class ContextParallel:
     too (``ContextParallel(None)``) and walks the same code.
 
     Args:
-        mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process.
+        mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process. A
+            2-D mesh (between nodes, inside a node) stands for ``ulysses_size`` ranks inside.
         data: the ranks that hold other rows, if there are any; the loss is a mean over both.
         layout: who owns which tokens. ``auto`` is ``zigzag``.
-        algorithm: how keys travel. ``auto`` is ``gather``.
+        algorithm: how keys travel. ``auto`` is ``gather``; ``ulysses`` swaps tokens for heads among
+            all ranks.
+        ulysses_size: how many neighbouring ranks swap tokens for heads first, so that keys travel
+            by the algorithm only between such neighbourhoods: the devices of a node, say.
         kernel: what computes attention. ``auto`` takes the fastest that can.
         sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
             dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
@@ -87,6 +92,7 @@ class ContextParallel:
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
+        ulysses_size: int | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
         check_batches: int = 8,
         timeout: timedelta | None = None,
@@ -94,13 +100,24 @@ class ContextParallel:
         check_layout(layout)
         check_algorithm(algorithm)
         check_kernel(kernel)
+        if algorithm == "ulysses" and ulysses_size is not None:
+            raise ValueError(
+                f"algorithm='ulysses' swaps tokens for heads among all ranks, but ulysses_size="
+                f"{ulysses_size} says among how many. Leave it out; or name what keys do between "
+                "neighbourhoods: algorithm='gather' or 'ring'."
+            )
         self.layout = layout
         self.algorithm = algorithm
         self.kernel = kernel
         self.sequence_dims = dict(sequence_dims or {})
         self.check_batches = check_batches
         self.position_edges: tuple[int, ...] = ()
-        self._groups = build_groups(mesh, data=data, timeout=timeout)
+        self._groups = build_groups(
+            mesh,
+            data=data,
+            ulysses_size="all" if algorithm == "ulysses" else ulysses_size,
+            timeout=timeout,
+        )
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
@@ -115,6 +132,10 @@ class ContextParallel:
     def cp_rank(self) -> int:
         """Return this rank's place among them."""
         return self._groups.context.rank
+
+    def describe_algorithm(self) -> str:
+        """Return how tokens meet: ``gather``, ``ulysses``, ``ulysses x ring`` ..."""
+        return name_algorithm(self.algorithm, self._groups)
 
     @contextmanager
     def step(

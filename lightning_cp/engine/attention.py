@@ -17,8 +17,10 @@ from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import select_kernel
 from lightning_cp.engine.plan import build_plan, resolve_algorithm
+from lightning_cp.engine.ulysses import SwappedCall, build_swap
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
+from lightning_cp.mesh import Groups
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ def attention(
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
     if step is None:
         _check_tensors(q, k, v, sinks)
-        call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
+        call: Call | SwappedCall = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
     else:
         # Layers ask for the same again and again: what was checked and planned once is kept.
         kinds = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
@@ -84,6 +86,8 @@ def attention(
             _check_tensors(q, k, v, sinks)
             step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k)
         call = step.cache[key]
+    if isinstance(call, SwappedCall):
+        return call.attend(q, k, v, sinks, bias)
     return attend(q, k, v, sinks, bias, call)
 
 
@@ -101,22 +105,39 @@ def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -
     return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
 
 
-def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call:
+def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call | SwappedCall:
     """Plan a call of a step."""
     _check_length(q, step)
     bounds = step.bounds(mask)
     _check_rows(bounds, q)
     kernel = select_kernel(step.kernel, request)
+    inside, layout, rank, num_kv_heads = step.groups.inside, step.layout, step.cp_rank, k.shape[1]
+    swap = None
+    if inside.size > 1:
+        swap = build_swap(
+            layout, rank=rank, size=inside.size, num_heads=q.shape[1], num_key_heads=num_kv_heads
+        )
+        layout, rank = swap.layout, swap.rank
+        num_kv_heads = max(1, swap.num_local_keys(inside.rank))
     plan = build_plan(
         resolve_algorithm(step.algorithm),
-        layout=step.layout,
+        layout=layout,
         bounds=bounds,
-        rank=step.cp_rank,
-        num_kv_heads=k.shape[1],
+        rank=rank,
+        num_kv_heads=num_kv_heads,
     )
     if step.cp_rank == 0:
-        _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
-    return Call(plan, step.groups.attend, kernel, request.scores, step.uid)
+        _say(name_algorithm(step.algorithm, step.groups), layout.name, kernel.name, step.cp_size)
+    call = Call(plan, step.groups.attend, kernel, request.scores, step.uid)
+    return call if swap is None else SwappedCall(swap, inside, call)
+
+
+def name_algorithm(algorithm: str, groups: Groups) -> str:
+    """Return how tokens meet, in words."""
+    between = resolve_algorithm(algorithm)
+    if groups.inside.size == 1:
+        return between
+    return "ulysses" if groups.attend.size == 1 else f"ulysses x {between}"
 
 
 def _whole_row_call(mask: Mask, request: Request, q: Tensor, k: Tensor) -> Call:

@@ -50,6 +50,18 @@ def test_out_and_gradients_are_those_of_one_device(algorithm, mask, heads, cp_si
         assert worst_error(case, cp_size) < 1e-10, layout
 
 
+@pytest.mark.parametrize("mesh", [(2, 1), (3, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_swapping_heads_gives_the_numbers_of_one_device(mask, heads, mesh):
+    inside, between = mesh
+    for layout, algorithm in itertools.product(
+        ("zigzag", "contiguous"), ALGORITHMS if between > 1 else ["gather"]
+    ):
+        case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout, ulysses=inside)
+        assert worst_error(case, inside * between) < 1e-10, (layout, algorithm)
+
+
 @pytest.mark.parametrize("cp_size", [2, 3])
 @pytest.mark.parametrize("mask", ["causal", "documents+window", "left padding"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -106,7 +118,9 @@ def cases(draw, cp_size):
     layout: str | Layout = draw(st.sampled_from(["zigzag", "contiguous", "by hand"]))
     if layout == "by hand":
         layout = shuffled_layout(length, cp_size, draw(st.randoms(use_true_random=False)))
+    sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
     return Case(
+        ulysses=draw(st.sampled_from(sizes)),
         mask=draw(masks(batch, length)),
         inputs=inputs,
         bias=draw(st.none() | biases(batch, heads[0], length)),
