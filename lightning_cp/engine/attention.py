@@ -36,6 +36,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend over the whole row with this rank's part of it.
@@ -51,6 +52,8 @@ def attention(
         sinks: [H], a logit per head that takes its share of each softmax and adds nothing.
         bias: [B or 1, H or 1, L or 1, S], added to the scores of this rank's queries with the keys
             of the whole row, in their original order. It gets no gradient.
+        alibi: [H], a slope per head: a score falls by slope * distance of query and key. It gets no
+            gradient.
         dropout: must be 0; it is here to be refused in words.
 
     Returns:
@@ -75,6 +78,9 @@ def attention(
         )
     if bias is not None:
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
+    if alibi is not None:
+        _check_slopes(alibi, bias, q)
+        bias = alibi
     if step is None:
         _check_tensors(q, k, v, sinks)
         call: Call | SwappedCall = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
@@ -229,6 +235,24 @@ def _check_bias(bias: Tensor, q: Tensor, seq_len: int) -> None:
         raise ValueError(
             "attention(bias=...) requires a gradient, which it would not get. Use bias.detach() if "
             "it is not trained; a trained position bias is not supported."
+        )
+
+
+def _check_slopes(alibi: Tensor, bias: Tensor | None, q: Tensor) -> None:
+    if alibi.shape != (q.shape[1],) or not alibi.is_floating_point():
+        raise ValueError(
+            f"attention(alibi=...) is {alibi.dtype} of shape {tuple(alibi.shape)}, but must be one "
+            f"floating slope per query head: ({q.shape[1]},)."
+        )
+    if alibi.requires_grad:
+        raise ValueError(
+            "attention(alibi=...) requires a gradient, which it would not get. Slopes are "
+            "constants: use alibi.detach()."
+        )
+    if bias is not None:
+        raise ValueError(
+            "attention() got bias and alibi. Add the slopes to the bias, -slope * |q - k|, and "
+            "leave alibi out."
         )
 
 

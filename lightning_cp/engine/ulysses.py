@@ -183,8 +183,16 @@ def to_tokens(out: Tensor, swap: Swap, transport: Transport) -> Tensor:
 
 
 def bias_to_heads(bias: Tensor, swap: Swap, transport: Transport) -> Tensor:
-    """Return a bias [B or 1, H or 1, L or 1, S] for this rank's heads and the group's tokens."""
+    """Return a bias for this rank's heads and the group's tokens.
+
+    Args:
+        bias: [B or 1, H or 1, L or 1, S], or slopes [H].
+        swap: who gets what.
+        transport: the group.
+    """
     rank = transport.rank
+    if bias.dim() == 1:
+        return bias[slice(*swap.query_heads[rank])]
     every = tuple(Range(0, 1) for _ in swap.query_heads)
     heads = swap.query_heads if bias.shape[1] > 1 else every
     if bias.shape[2] == 1:

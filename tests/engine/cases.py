@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import LoneTransport, Transport
 from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import _KERNELS
@@ -79,6 +79,14 @@ class Case:
     bias: Tensor | None = None
     ulysses: int = 1
 
+    @property
+    def whole_bias(self) -> Tensor | None:
+        """The bias written out: slopes are for a row's every pair."""
+        if self.bias is None or self.bias.dim() > 1:
+            return self.bias
+        place = torch.arange(self.inputs.q.shape[2])
+        return -self.bias[None, :, None, None] * (place[:, None] - place).abs()
+
     def build_layout(self, cp_size: int) -> Layout:
         if isinstance(self.layout, Layout):
             return self.layout
@@ -122,8 +130,11 @@ def build_swapped_call(case: Case, transport: ThreadTransport) -> SwappedCall:
         num_key_heads=case.inputs.k.shape[1],
     )
     start = rank - rank % size
-    inside = transport.part(range(start, start + size))
-    between = transport.part(range(rank % size, transport.size, size))
+    if size == transport.size:
+        inside, between = transport, LoneTransport()
+    else:
+        inside = transport.part(range(start, start + size))
+        between = transport.part(range(rank % size, transport.size, size))
     num_keys = max(1, swap.num_local_keys(inside.rank))
     return SwappedCall(swap, inside, _build_call(case, between, swap.layout, swap.rank, num_keys))
 
@@ -151,8 +162,8 @@ def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
 
 
 def _local_bias(bias: Tensor, layout: Layout, transport: Transport) -> Tensor:
-    """Return the rows of a whole bias that belong to this rank's queries."""
-    if bias.shape[2] == 1:
+    """Return the rows of a whole bias that belong to this rank's queries; slopes as they are."""
+    if bias.dim() == 1 or bias.shape[2] == 1:
         return bias.to(transport.device)
     mine = shard(bias, 2, layout=layout, rank=transport.rank)
     return mine.to(transport.device)

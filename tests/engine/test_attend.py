@@ -35,7 +35,7 @@ ALGORITHMS = ["gather", "ring"]
 def worst_error(case, cp_size):
     found = put_together(run_threads(cp_size, attend_rank, case), case)
     exact = attend_whole(
-        case.inputs, case.mask, scale=case.scale, softcap=case.softcap, bias=case.bias
+        case.inputs, case.mask, scale=case.scale, softcap=case.softcap, bias=case.whole_bias
     )
     return max(errors(found, exact).values())
 
@@ -101,6 +101,19 @@ def biases(draw, batch, heads, length):
     return bias.masked_fill(hidden, float("-inf"))
 
 
+def slopes(num_heads):
+    """Another slope for each head, one of them 0."""
+    return torch.arange(num_heads, dtype=torch.float64) * 0.3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("road", [("gather", 1), ("ring", 1), ("gather", 4), ("ring", 2)], ids=str)
+def test_slopes_by_distance(road, mask, kernel):
+    case = make_case(mask, algorithm=road[0], ulysses=road[1], kernel=kernel, bias=slopes(4))
+    assert worst_error(case, 4) < 1e-10
+
+
 @st.composite
 def cases(draw, cp_size):
     batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 70))
@@ -123,7 +136,7 @@ def cases(draw, cp_size):
         ulysses=draw(st.sampled_from(sizes)),
         mask=draw(masks(batch, length)),
         inputs=inputs,
-        bias=draw(st.none() | biases(batch, heads[0], length)),
+        bias=draw(st.none() | biases(batch, heads[0], length) | st.just(slopes(heads[0]))),
         algorithm=draw(st.sampled_from(ALGORITHMS)),
         layout=layout,
         kernel="reference" if softcap else draw(st.sampled_from(list(KERNELS))),

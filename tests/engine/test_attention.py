@@ -161,6 +161,36 @@ def test_a_learned_scale_is_refused():
         attention(q, q, q, mask=Mask(), scale=torch.tensor(0.5))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"alibi": torch.ones(3)},
+            r"of shape \(3,\), but must be one floating slope per query head",
+        ),
+        ({"alibi": torch.ones(2).int()}, "torch.int32 of shape"),
+        ({"alibi": torch.ones(2, requires_grad=True)}, "requires a gradient, which it would not"),
+        ({"alibi": torch.ones(2), "bias": torch.zeros(1, 1, 1, 4)}, "got bias and alibi"),
+    ],
+    ids=["heads", "integers", "gradient", "bias too"],
+)
+def test_slopes_that_do_not_fit_are_refused(options, message):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, mask=Mask(causal=True), **options)
+
+
+def test_slopes_on_one_device():
+    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
+    place = torch.arange(5)
+    slopes = torch.tensor([0.5, 0.25])
+    bias = -slopes[:, None, None] * (place[:, None] - place).abs()
+    bias = bias.double().masked_fill(place > place[:, None], float("-inf"))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    found = attention(q, k, v, mask=Mask(causal=True), alibi=slopes)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
 def test_an_empty_row_is_refused():
     q = draw(1, 2, 0, 4)
     with pytest.raises(ValueError, match="rows of length 0"):

@@ -50,6 +50,9 @@ def test_sizes_use_every_process(context, data, world, per_node, sizes):
         ("auto", 5, r"data_parallel_size=5 does not divide the 8 .* or start 10 processes"),
         (4, 4, "data_parallel_size=4 times context_parallel_size=4 is 16, but .* has 8 processes"),
         (0, "auto", "context_parallel_size=0: give a whole number of at least 1"),
+        ((2, 0), "auto", r"context_parallel_size=\(2, 0\): give two whole numbers of at least 1"),
+        ((2, 2, 2), "auto", r"how many ranks share a row inside a node.*: \(8, 4\)"),
+        ((3, 2), "auto", r"context_parallel_size=6 does not divide the 8 processes"),
         ("auto", "all", "data_parallel_size='all': give a whole number"),
     ],
 )
@@ -261,10 +264,11 @@ def run_spread(nodes, per_node, cp_size):
         try:
             strategy = ContextParallelStrategy(context_parallel_size=cp_size)
             trainer = build_trainer(strategy=strategy, max_steps=1)
-            trainer.fit(Module(), loader(PackedRows(4), len(nodes) // cp_size))
+            sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
+            trainer.fit(Module(), loader(PackedRows(4), sizes.data))
             said.clear()
             strategy.parallel_devices = [torch.device("cpu")] * per_node
-            strategy._warn_of_spread()
+            strategy._warn_of_spread(sizes)
         finally:
             lightning_cp.strategy.rank_zero_warn = original
         return said
@@ -277,6 +281,8 @@ def run_spread(nodes, per_node, cp_size):
         ([0, 0, 0, 1], 3, 2, ["In 1 of 2 groups", "(node 1)", "divides the 3 devices of a node"]),
         ([0, 0, 1, 1], 2, 2, []),
         ([0, 0, 1, 1], 2, 4, []),  # no node could hold them
+        ([0, 0, 1, 1], 2, (2, 2), []),  # heads are swapped inside nodes
+        ([0, 1, 0, 1], 2, (2, 2), ["In 2 of 2 groups", "distribution=block"]),
     ],
 )
 def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks, nodes, per_node, cp_size, parts):

@@ -49,11 +49,16 @@ CASES = {
     ),
     "blocks by name": (2, Fit(strategy={"shard_modules": ["Linear", "blocks.*"]})),
     "ring, contiguous": (3, Fit(strategy={"algorithm": "ring", "layout": "contiguous"})),
+    "ulysses": (3, Fit(strategy={"algorithm": "ulysses"})),
+    "ulysses inside, ring between": (
+        4,
+        Fit(strategy={"context_parallel_size": (2, 2), "algorithm": "ring"}),
+    ),
     "batches sent by the first rank": (2, Fit(strategy={"broadcast_batch": True})),
 }
 
 
-FEW = ("one rank", "the same over data", "gradients reduced once", "blocks by name")
+FEW = ("one rank", "the same over data", "gradients reduced once", "ulysses inside, ring between")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, compare_all
 from tests.ranks import RankError, RankPool
 
-LAYOUTS, ALGORITHMS = ("zigzag", "contiguous"), ("gather", "ring")
+LAYOUTS, ALGORITHMS = ("zigzag", "contiguous"), ("gather", "ring", "ulysses")
 OPTIONS = [
     (("layout", layout), ("algorithm", algorithm))
     for layout, algorithm in itertools.product(LAYOUTS, ALGORITHMS)
