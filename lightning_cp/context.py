@@ -94,6 +94,14 @@ class Step:
         return self.layout.cp_size
 
     @property
+    def held_len(self) -> int:
+        """Return how many tokens per row this rank's tensors have."""
+        return self.layout.held_len(self.cp_rank)
+
+    def learn(self, held_len: int) -> None:
+        """Hear how many tokens an attention call has, before it is looked at."""
+
+    @property
     def loss_groups(self) -> tuple[Transport, ...]:
         """Return the groups over which the loss is one mean.
 

@@ -106,7 +106,7 @@ def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):
         return
-    local_len, hidden = step.layout.local_len, False
+    local_len, hidden = step.held_len, False
     if name == "conv1d":
         width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
         hidden = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
@@ -165,6 +165,7 @@ def _attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    step.learn(query.shape[-2])
     _check_recomputable(step)
     if dropout_p:
         raise ValueError(
@@ -217,7 +218,7 @@ def _four_dims(x: Tensor) -> Tensor:
 
 
 def _check_lengths(query: Tensor, key: Tensor, step: Step) -> None:
-    local_len = step.layout.local_len
+    local_len = step.held_len
     if query.shape[-2] == key.shape[-2] == local_len:
         return
     tokens = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
@@ -238,7 +239,7 @@ def _check_lengths(query: Tensor, key: Tensor, step: Step) -> None:
 
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     """Turn an attn_mask into what is added to the scores of this rank's queries with all keys."""
-    layout = step.layout
+    layout, local_len = step.layout, step.held_len
     if type(mask) not in (Tensor, nn.Parameter):
         raise TypeError(
             f"attn_mask is a {type(mask).__name__}, which stands for more than its numbers. Give a "
@@ -250,19 +251,21 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
             "is not trained; a trained position bias is not supported inside a step."
         )
     rows, columns = mask.shape[-2:]
-    if layout.seq_len == layout.local_len < layout.padded_len:
+    lengths = {layout.held_len(rank) for rank in range(layout.cp_size)}
+    # Ranks that hold different numbers of tokens must not read one mask in two ways.
+    if layout.cp_size > 1 and (layout.seq_len in lengths or (len(lengths) > 1 and 1 in lengths)):
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} is ambiguous: a row of {layout.seq_len} "
-            f"tokens is as short as the {layout.local_len} that each rank holds. Give longer rows, "
+            f"tokens is too short beside the {max(lengths)} that a rank holds. Give longer rows, "
             "or no mask."
         )
-    if rows == 1 and columns == layout.local_len != layout.seq_len:
+    if rows == 1 and columns == local_len != layout.seq_len:
         mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
     elif columns == 1:
         mask = mask.expand(*mask.shape[:-1], layout.seq_len)
     elif columns != layout.seq_len:
         _refuse_mask(mask, step)
-    if rows not in (1, layout.local_len):
+    if rows not in (1, local_len):
         if rows != layout.seq_len:
             _refuse_mask(mask, step)
         mask = shard(mask, -2, layout=layout, rank=step.cp_rank)
@@ -280,7 +283,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
 
 
 def _refuse_mask(mask: Tensor, step: Step) -> None:
-    local_len, seq_len = step.layout.local_len, step.layout.seq_len
+    local_len, seq_len = step.held_len, step.layout.seq_len
     raise ValueError(
         f"attn_mask has shape {tuple(mask.shape)} inside a step whose ranks hold {local_len} of "
         f"{seq_len} tokens. A mask of this rank's queries needs the keys of the whole row: "

@@ -7,7 +7,7 @@ them. Pure integers, no process group: any rank can answer for any other.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
@@ -27,6 +27,13 @@ class Layout:
     All ranks hold the same number of tokens. A row of ``seq_len`` tokens is padded at its end to
     ``padded_len``; the padding is owned like any token.
 
+    Args:
+        name: what it is called in logs.
+        seq_len: tokens of a row, without padding.
+        owned: for each rank, what it holds.
+        shows_padding: whether shards contain the padding. If not, the tensors of some ranks are
+            shorter, and attention adds it for itself.
+
     Example:
         >>> layout = build_layout("zigzag", seq_len=7, cp_size=2)
         >>> layout.padded_len, layout.positions(0).tolist(), layout.positions(1).tolist()
@@ -36,6 +43,7 @@ class Layout:
     name: str
     seq_len: int
     owned: tuple[tuple[Range, ...], ...]
+    shows_padding: bool = True
 
     @property
     def cp_size(self) -> int:
@@ -52,6 +60,19 @@ class Layout:
         """Return the length of a row with its padding."""
         return self.local_len * self.cp_size
 
+    def held_len(self, rank: int) -> int:
+        """Return how many tokens per row the tensors of ``rank`` have.
+
+        Example:
+            >>> layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
+            >>> layout.local_len, layout.held_len(0), layout.held_len(1)
+            (4, 3, 4)
+        """
+        if self.shows_padding:
+            return self.local_len
+        row = Range(0, self.seq_len)
+        return sum(part.meet(row).size for part in self.owned[rank])
+
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """Return what ``rank`` owns, in the order in which it holds it."""
         return self.owned[rank]
@@ -61,8 +82,8 @@ class Layout:
         return torch.cat([torch.arange(part.start, part.stop) for part in self.owned[rank]])
 
     def is_real(self, rank: int) -> Tensor:
-        """Return which tokens that ``rank`` holds are the row's, not our padding, bool [L]."""
-        return self.positions(rank) < self.seq_len
+        """Return which tokens in tensors of ``rank`` are the row's, not our padding, bool [L]."""
+        return self.positions(rank)[: self.held_len(rank)] < self.seq_len
 
     @cached_property
     def order(self) -> Tensor:
@@ -113,7 +134,7 @@ def check_layout(name: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def build_layout(name: str, *, seq_len: int, cp_size: int) -> Layout:
+def build_layout(name: str, *, seq_len: int, cp_size: int, shows_padding: bool = True) -> Layout:
     """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks."""
     check_layout(name)
     if cp_size < 1:
@@ -123,4 +144,10 @@ def build_layout(name: str, *, seq_len: int, cp_size: int) -> Layout:
             "The batch holds rows of length 0: there is nothing to attend to. "
             "Leave such batches out, in the data set or in the collate function."
         )
-    return _BUILDERS[name](seq_len, cp_size)
+    layout = _BUILDERS[name](seq_len, cp_size)
+    if shows_padding:
+        return layout
+    # What is left out of a shard is added at its end again: positions must rise along it.
+    rising = [list(parts) == sorted(parts) for parts in layout.owned]
+    assert all(rising)  # noqa: S101  so they do in every layout that is built here
+    return replace(layout, shows_padding=False)

@@ -34,6 +34,22 @@ def test_padding_is_less_than_one_piece_per_rank(layout):
 
 
 @given(layouts)
+def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
+    row = torch.arange(layout.seq_len)
+    hiding = build_layout(
+        layout.name, seq_len=layout.seq_len, cp_size=layout.cp_size, shows_padding=False
+    )
+    for rank in range(layout.cp_size):
+        real = shard(row, 0, layout=hiding, rank=rank)
+        padded = shard(row, 0, layout=layout, rank=rank, fill=-1)
+        assert len(real) == hiding.held_len(rank) == int(layout.is_real(rank).sum())
+        assert torch.equal(real, padded[: len(real)])
+        assert (padded[len(real) :] == -1).all()
+        assert hiding.is_real(rank).all()
+        assert layout.held_len(rank) == layout.local_len
+
+
+@given(layouts)
 def test_shards_laid_end_to_end_give_the_row_back(layout):
     row = torch.arange(layout.seq_len) * 7
     shards = [shard(row, 0, layout=layout, rank=r, fill=-1) for r in range(layout.cp_size)]

@@ -21,6 +21,7 @@ from lightning_cp.engine.ulysses import SwappedCall, build_swap
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
 from lightning_cp.mesh import Groups
+from lightning_cp.sequence import pad_end
 
 _logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def attention(
             "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
             "activations is fine."
         )
+    if step is not None:
+        step.learn(q.shape[-2])
     if bias is not None:
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
     if alibi is not None:
@@ -92,9 +95,40 @@ def attention(
             _check_tensors(q, k, v, sinks)
             step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k)
         call = step.cache[key]
+        short = step.layout.local_len - q.shape[2]
+        if short:
+            return _attend_padded(q, k, v, sinks, bias, call, short)
+    return _attend(q, k, v, sinks, bias, call)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    call: Call | SwappedCall,
+) -> Tensor:
     if isinstance(call, SwappedCall):
         return call.attend(q, k, v, sinks, bias)
     return attend(q, k, v, sinks, bias, call)
+
+
+def _attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    call: Call | SwappedCall,
+    short: int,
+) -> Tensor:
+    """Add the padding that this rank's tensors do not show: all ranks move as many tokens."""
+    held_len = q.shape[2]
+    q, k, v = (pad_end(x, 2, short) for x in (q, k, v))
+    if bias is not None and bias.dim() == 4 and bias.shape[2] > 1:
+        bias = pad_end(bias, 2, short)
+    return _attend(q, k, v, sinks, bias, call).narrow(2, 0, held_len)
 
 
 def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Request:
@@ -258,11 +292,11 @@ def _check_slopes(alibi: Tensor, bias: Tensor | None, q: Tensor) -> None:
 
 def _check_length(q: Tensor, step: Step) -> None:
     layout = step.layout
-    if q.shape[2] != layout.local_len:
+    if q.shape[2] != step.held_len:
         whole = " That is the whole row." if q.shape[2] == layout.seq_len else ""
         raise ValueError(
             f"attention() got {q.shape[2]} tokens inside a step whose ranks hold "
-            f"{layout.local_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
+            f"{step.held_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
             "the model what cp.step(...) yields; for whole rows (generate(), a second model) use "
             "`with cp.paused():`."
         )
