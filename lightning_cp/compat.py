@@ -48,6 +48,11 @@ def num_process_groups() -> int:
     return len(distributed_c10d._world.pg_names)
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Say whether a group has not been destroyed."""
+    return group in distributed_c10d._world.pg_map
+
+
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set how long a group waits; groups of a mesh are made with torch's default."""
     distributed_c10d._set_pg_timeout(timeout, group)
@@ -92,6 +97,38 @@ def _filling(group: Any) -> Callable[..., Any]:
 def tensor_version(x: Tensor) -> int | None:
     """Return a number that every change in place raises; None for inference tensors."""
     return None if x.is_inference() else x._version
+
+
+def swap_contents(a: Tensor, b: Tensor) -> None:
+    """Let two tensor objects change places: data, shape and history of gradients.
+
+    What autograd has saved stays with what it saved. ``torch.utils.swap_tensors`` does the same,
+    but refuses tensors that autograd has saved, and spoils leaves that require a gradient.
+    """
+    try:
+        torch._C._swap_tensor_impl(a, b)
+    except RuntimeError:  # refused because of a weak reference: autocast keeps them to what it cast
+        torch.clear_autocast_cache()
+        torch._C._swap_tensor_impl(a, b)
+
+
+_PROTOTYPE = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def prototype_balances() -> bool:
+    """Say whether torch's own context parallelism would balance causal work between ranks.
+
+    A private option of it, on unless a script has switched it off.
+    """
+    options = getattr(sys.modules.get(_PROTOTYPE), "_cp_options", None)
+    return bool(getattr(options, "enable_load_balance", True))
+
+
+def prototype_order(load_balancer: object) -> Tensor | None:
+    """Return where a load balancer of torch's says that each position lies among all shards."""
+    indices = getattr(load_balancer, "_generate_indices", None)
+    found = None if indices is None else indices(restore=True)
+    return found if isinstance(found, Tensor) else None
 
 
 def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:

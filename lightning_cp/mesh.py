@@ -185,9 +185,9 @@ def build_groups(
             or 1.
         timeout: of the groups that attention uses.
     """
-    given, num_inside = _neighbours(mesh, ulysses_size)
-    context_group = _group(given, "mesh")
-    data_group = _group(data, "data")
+    given, num_inside = neighbours(mesh, ulysses_size)
+    context_group = group_of(given, "mesh")
+    data_group = group_of(data, "data")
     beside = LoneTransport() if data_group is None else GroupTransport(data_group)
     context = LoneTransport() if context_group is None else GroupTransport(context_group)
     num_inside = num_inside or context.size
@@ -223,7 +223,7 @@ def _own_group(
     return transport
 
 
-def _neighbours(
+def neighbours(
     mesh: DeviceMesh | dist.ProcessGroup | None, ulysses_size: int | Literal["all"] | None
 ) -> tuple[DeviceMesh | dist.ProcessGroup | None, int]:
     """Return the ranks as one axis, and how many neighbours swap tokens for heads; 0 is all."""
@@ -259,7 +259,8 @@ def _check_group_counts(context: Transport) -> None:
         )
 
 
-def _group(given: DeviceMesh | dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
+def group_of(given: DeviceMesh | dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
+    """Return the process group of what a user gives as argument ``name``."""
     if given is None or isinstance(given, dist.ProcessGroup):
         return given
     if not isinstance(given, DeviceMesh):

@@ -124,6 +124,11 @@ class ContextParallel:
         self._has_adapters = False
 
     @property
+    def groups(self) -> Groups:
+        """Return whom this rank works with."""
+        return self._groups
+
+    @property
     def cp_size(self) -> int:
         """Return how many ranks share a row."""
         return self._groups.context.size
@@ -156,13 +161,19 @@ class ContextParallel:
             not shifted.
         """
         training = torch.is_grad_enabled() if training is None else training
+        opened, local = self._open(batch, training)
+        with self.entered(opened):
+            yield local
+
+    @contextmanager
+    def entered(self, opened: Step) -> Iterator[None]:
+        """Make a step that was built elsewhere the active one, with all that belongs to it."""
         if not self._has_adapters:  # not earlier: models may be imported after this was built
             adapters.load_adapters()
             self._has_adapters = True
-        opened, local = self._open(batch, training)
         context.forget_backward()
         with context.activate(opened), dispatch.enabled(), checkpoint_contexts(_recompute):
-            yield local
+            yield
 
     @contextmanager
     def alone(
@@ -195,12 +206,39 @@ class ContextParallel:
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
-        groups, problem, fingerprint = self._groups, None, agreement.Fingerprint()
-        compare = self._num_batches[training] < self.check_batches
-        self._num_batches[training] += 1
+        compare, problem = self.count_batch(training), None
         try:
-            opened, local = self._cut(batch, training, groups, checked=compare)
-            fingerprint = agreement.build_fingerprint(batch, values=compare)
+            opened, local = self._cut(batch, training, self._groups, checked=compare)
+        except Exception as error:  # noqa: BLE001  raised below, when all ranks know
+            problem = error
+        self.agree(batch, problem, training=training, values=compare)
+        return opened, local
+
+    def count_batch(self, training: bool) -> bool:
+        """Count a batch, and say whether the ranks compare what it holds."""
+        self._num_batches[training] += 1
+        return self._num_batches[training] <= self.check_batches
+
+    def agree(
+        self,
+        batch: Mapping[str, Any],
+        problem: Exception | None,
+        *,
+        training: bool,
+        values: bool,
+    ) -> None:
+        """Raise, on all ranks together, what is wrong with a batch on one, or between them.
+
+        Args:
+            batch: the whole batch.
+            problem: why this rank refuses it, if it does.
+            training: as in `step`.
+            values: whether to compare contents too.
+        """
+        groups, fingerprint = self._groups, agreement.Fingerprint()
+        try:
+            if problem is None:
+                fingerprint = agreement.build_fingerprint(batch, values=values)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
         problem = agreement.agree(fingerprint, problem, groups.context)
@@ -208,7 +246,6 @@ class ContextParallel:
             problem = agreement.agree_beside(problem, groups.data)
         if problem is not None:
             raise problem
-        return opened, local
 
     def _cut(
         self,
@@ -278,10 +315,10 @@ class ContextParallel:
             dim: the sequence dim.
         """
         step = self._active("unshard()")
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.layout.local_len:
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.held_len:
             raise ValueError(
                 f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
-                f"{step.layout.local_len} tokens per row: give the dim that has that length."
+                f"{step.held_len} tokens per row: give the dim that has that length."
             )
         groups, layout = step.groups, step.layout
         return unshard(x, dim, layout=layout, transport=groups.context, uid=step.uid)
@@ -292,7 +329,14 @@ class ContextParallel:
         Dicts, lists and tuples are gone through, and keep their types. Keys that ``sequence_dims``
         names follow it. A tensor that has this rank's length elsewhere is refused.
         """
-        return self._whole(output, "", self._active("unshard_all()"))
+        step = self._active("unshard_all()")
+        layout = step.layout
+        if not layout.shows_padding and layout.seq_len < layout.padded_len:
+            raise ValueError(
+                f"cp.unshard_all() goes by shapes, and {layout.seq_len} tokens are not as many on "
+                f"each of {layout.cp_size} ranks. Name the tensors: cp.unshard(x, dim)."
+            )
+        return self._whole(output, "", step)
 
     def _whole(self, output: Any, name: str, step: Step) -> Any:
         if isinstance(output, Tensor):
@@ -310,7 +354,7 @@ class ContextParallel:
         return output
 
     def _whole_tensor(self, x: Tensor, name: str, step: Step) -> Tensor:
-        local_len = step.layout.local_len
+        local_len = step.held_len
         if name in self.sequence_dims:
             dim = self.sequence_dims[name]
             return x if dim is None else self.unshard(x, dim)

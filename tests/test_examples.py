@@ -22,6 +22,7 @@ EXAMPLES = {
     "attention in a loop": ("README.md", 1, 5),
     "a loop with FSDP2": ("docs/loops.md", 0, 5),
     "a Fabric loop": ("docs/loops.md", 1, 3),
+    "a script for torch's prototype": ("docs/from-torch.md", 0, 5),
     "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
     "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
 }
