@@ -7,8 +7,8 @@ for `text.py` and `chat.py` to say.
 
 import hashlib
 import json
-import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
@@ -382,7 +382,7 @@ def write_rows(file: Path, rows: Iterable[Row], seq_len: int) -> tuple[int, int]
     import pyarrow as pa  # type: ignore[import-untyped]
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    unfinished = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it, too
     schema = pa.schema([(name, pa.list_(pa.int32(), seq_len)) for name in COLUMNS])
     num_rows = num_tokens = 0
     try:
