@@ -76,7 +76,7 @@ def test_files_named_in_the_docs_exist():
     for page in (
         "README.md",
         "CONTRIBUTING.md",
-        *(p.relative_to(ROOT) for p in ROOT.glob("docs/*")),
+        *(p.relative_to(ROOT) for p in ROOT.glob("docs/*.md")),
     ):
         text = (ROOT / page).read_text()
         for link in re.findall(r"\]\(([^)#]+)\)", text):
