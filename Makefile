@@ -32,6 +32,7 @@ lint: .venv/.installed-dev
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.attention_cpu
 	$(BIN)/python -m benchmarks.dispatch_overhead
+	$(BIN)/python -m benchmarks.balance
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

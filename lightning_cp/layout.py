@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cp.balance import TOLERABLE, imbalance, split_evenly
 from lightning_cp.choices import check_choice
-from lightning_cp.mask import Bounds, Range
+from lightning_cp.mask import Bounds, IntArray, Mask, Range
 
-LayoutName = Literal["auto", "contiguous", "zigzag"]
+LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,11 @@ class Layout:
     ``padded_len``; the padding is owned like any token.
 
     Args:
-        name: what it is called in logs.
+        name: what it is called.
         seq_len: tokens of a row, without padding.
-        owned: for each rank, what it holds.
+        owned: for each rank, the ranges that it holds.
+        work_imbalance: work of the busiest rank over the mean, under the mask for which the layout
+            was balanced; None for one that does not look at work.
         shows_padding: whether shards contain the padding. If not, the tensors of some ranks are
             shorter, and attention adds it for itself.
 
@@ -43,6 +47,7 @@ class Layout:
     name: str
     seq_len: int
     owned: tuple[tuple[Range, ...], ...]
+    work_imbalance: float | None = None
     shows_padding: bool = True
 
     @property
@@ -91,8 +96,12 @@ class Layout:
 
         Indexing the shards, rank after rank, with it gives the row without its padding.
         """
-        held = torch.cat([self.positions(rank) for rank in range(self.cp_size)])
-        return held.argsort()[: self.seq_len]
+        order = torch.empty(self.padded_len, dtype=torch.int64)
+        at = 0
+        for part in (part for parts in self.owned for part in parts):
+            order[part.start : part.stop] = torch.arange(at, at + part.size)
+            at += part.size
+        return order[: self.seq_len]
 
     def work(self, bounds: Bounds) -> list[int]:
         """Return how many visible (query, key) pairs each rank's queries have."""
@@ -100,6 +109,7 @@ class Layout:
         return [sum(bounds.work(part, row) for part in parts) for parts in self.owned]
 
 
+@lru_cache(maxsize=8)
 def _contiguous(seq_len: int, cp_size: int) -> Layout:
     """Give rank r the r-th of cp_size equal pieces."""
     size = -(-seq_len // cp_size)
@@ -107,6 +117,7 @@ def _contiguous(seq_len: int, cp_size: int) -> Layout:
     return Layout("contiguous", seq_len, owned)
 
 
+@lru_cache(maxsize=8)
 def _zigzag(seq_len: int, cp_size: int) -> Layout:
     """Give rank r chunk r and its mirror.
 
@@ -120,12 +131,11 @@ def _zigzag(seq_len: int, cp_size: int) -> Layout:
     return Layout("zigzag", seq_len, owned)
 
 
-# A builder sees the mask's bounds when it balances work; these two need only the length.
-_BUILDERS: dict[str, Callable[[int, int], Layout]] = {
-    "auto": _zigzag,
-    "contiguous": _contiguous,
-    "zigzag": _zigzag,
-}
+def _balanced(seq_len: int, cp_size: int, work_before: IntArray) -> Layout:
+    """Give every rank as many tokens and as much work as any other, whatever the mask."""
+    padding = np.repeat(work_before[-1:], -seq_len % cp_size)
+    owned = split_evenly(np.append(work_before, padding), cp_size)
+    return Layout("balanced", seq_len, owned, imbalance(owned, work_before))
 
 
 def check_layout(name: str) -> None:
@@ -133,9 +143,33 @@ def check_layout(name: str) -> None:
     check_choice("layout", name, get_args(LayoutName))
 
 
-@lru_cache(maxsize=8)
-def build_layout(name: str, *, seq_len: int, cp_size: int, shows_padding: bool = True) -> Layout:
-    """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks."""
+def build_layout(
+    name: str,
+    *,
+    seq_len: int,
+    cp_size: int,
+    bounds: Callable[[], Bounds] | None = None,
+    shows_padding: bool = True,
+) -> Layout:
+    """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks.
+
+    ``auto`` is ``zigzag`` where that is balanced well enough, else ``balanced``.
+
+    Args:
+        name: which layout.
+        seq_len: tokens in a row.
+        cp_size: ranks that share it.
+        bounds: works out the mask under which ranks shall have equal work; not called by layouts
+            that do not look at it. None stands for rows that are causal and nothing else.
+        shows_padding: whether shards contain the padding.
+
+    Example:
+        >>> documents = torch.tensor([0] * 6 + [1, 2])
+        >>> bounds = Mask(causal=True, documents=documents).bounds(8)
+        >>> layout = build_layout("auto", seq_len=8, cp_size=2, bounds=lambda: bounds)
+        >>> layout.name, layout.work(bounds)
+        ('balanced', [11, 12])
+    """
     check_layout(name)
     if cp_size < 1:
         raise ValueError(f"cp_size={cp_size}: a row needs at least 1 rank.")
@@ -144,10 +178,25 @@ def build_layout(name: str, *, seq_len: int, cp_size: int, shows_padding: bool =
             "The batch holds rows of length 0: there is nothing to attend to. "
             "Leave such batches out, in the data set or in the collate function."
         )
-    layout = _BUILDERS[name](seq_len, cp_size)
+    layout = _choose(name, seq_len, cp_size, bounds)
     if shows_padding:
         return layout
     # What is left out of a shard is added at its end again: positions must rise along it.
     rising = [list(parts) == sorted(parts) for parts in layout.owned]
     assert all(rising)  # noqa: S101  so they do in every layout that is built here
     return replace(layout, shows_padding=False)
+
+
+def _choose(name: str, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] | None) -> Layout:
+    if name == "contiguous":
+        return _contiguous(seq_len, cp_size)
+    zigzag = _zigzag(seq_len, cp_size)
+    if name == "zigzag" or (name == "auto" and (bounds is None or cp_size == 1)):
+        return zigzag
+    work_before = (bounds() if bounds else Mask(causal=True).bounds(seq_len)).work_before()
+    if name == "balanced":
+        return _balanced(seq_len, cp_size, work_before)
+    if imbalance(zigzag.owned, work_before) <= TOLERABLE:
+        return zigzag
+    balanced = _balanced(seq_len, cp_size, work_before)
+    return min(zigzag, balanced, key=lambda layout: imbalance(layout.owned, work_before))

@@ -214,6 +214,19 @@ class Bounds:
         seen -= np.take_along_axis(self.real_before, start, 1)
         return int(np.maximum(seen, 0).sum())
 
+    def work_before(self) -> IntArray:
+        """Return the visible pairs of all queries before each position, over the rows, [S + 1].
+
+        Example:
+            >>> Mask(causal=True, window=2).bounds(4).work_before().tolist()
+            [0, 1, 3, 5, 7]
+        """
+        seen = np.take_along_axis(self.real_before, self.last, 1)
+        seen -= np.take_along_axis(self.real_before, self.first, 1)
+        before = np.zeros(self.length + 1, np.int64)
+        np.cumsum(seen.sum(0), out=before[1:])
+        return before
+
     def classify(self, query: Range, keys: Range) -> Literal["empty", "full", "partial"]:
         """Say whether a block is empty, full or partial, over all rows.
 

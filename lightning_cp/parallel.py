@@ -14,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import adapters, agreement, context, dispatch
 from lightning_cp import batch as batches
+from lightning_cp.batch import WholeBatch
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
 from lightning_cp.engine.attention import name_algorithm
 from lightning_cp.engine.kernels.select import KernelName, check_kernel
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
-from lightning_cp.layout import LayoutName, build_layout, check_layout
+from lightning_cp.layout import Layout, LayoutName, build_layout, check_layout
+from lightning_cp.mask import Bounds, Mask
 from lightning_cp.mesh import Groups, build_groups, lone_groups
 from lightning_cp.sequence import shard, unshard
 
@@ -56,6 +58,15 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     return nullcontext(), reenter(step, num_unsharded=context.num_unsharded())
 
 
+def _check_balance(balance: Mask | None) -> None:
+    if balance is not None and any(isinstance(x, Tensor) for x in balance.tensors()):
+        raise ValueError(
+            "ContextParallel(balance=...) holds for all batches, but got a mask with documents, "
+            "spans or padding of one row. Give settings only, such as Mask(causal=True, "
+            "window=4096): documents and padding are read from each batch."
+        )
+
+
 class ContextParallel:
     """Share every row of a batch among the ranks of a group.
 
@@ -66,7 +77,8 @@ class ContextParallel:
         mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process. A
             2-D mesh (between nodes, inside a node) stands for ``ulysses_size`` ranks inside.
         data: the ranks that hold other rows, if there are any; the loss is a mean over both.
-        layout: who owns which tokens. ``auto`` is ``zigzag``.
+        layout: who owns which tokens. ``auto`` is ``zigzag``, or ``balanced`` where documents and
+            padding would give some ranks more work than others.
         algorithm: how keys travel. ``auto`` is ``gather``; ``ulysses`` swaps tokens for heads among
             all ranks.
         ulysses_size: how many neighbouring ranks swap tokens for heads first, so that keys travel
@@ -74,6 +86,9 @@ class ContextParallel:
         kernel: what computes attention. ``auto`` takes the fastest that can.
         sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
             dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
+        balance: the mask under which ranks shall have equal work, by default ``Mask(causal=True)``;
+            documents and padding come from each batch. For models of which most layers have a
+            window: ``Mask(causal=True, window=4096)``. Changes speed, never results.
         check_batches: for how many batches the ranks compare contents; shapes always.
         timeout: of the group that attention uses; torch's default when None.
 
@@ -94,10 +109,12 @@ class ContextParallel:
         kernel: KernelName = "auto",
         ulysses_size: int | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
+        balance: Mask | None = None,
         check_batches: int = 8,
         timeout: timedelta | None = None,
     ) -> None:
         check_layout(layout)
+        _check_balance(balance)
         check_algorithm(algorithm)
         check_kernel(kernel)
         if algorithm == "ulysses" and ulysses_size is not None:
@@ -110,6 +127,7 @@ class ContextParallel:
         self.algorithm = algorithm
         self.kernel = kernel
         self.sequence_dims = dict(sequence_dims or {})
+        self.balance = balance
         self.check_batches = check_batches
         self.position_edges: tuple[int, ...] = ()
         self._groups = build_groups(
@@ -259,7 +277,7 @@ class ContextParallel:
         """Work out a step and this rank's part of the batch; no rank waits for another."""
         whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
         context = groups.context
-        layout = build_layout(self.layout, seq_len=whole.seq_len, cp_size=context.size)
+        layout = self._layout_of(whole, context.size)
         local = batches.shard_batch(whole, layout=layout, rank=context.rank)
         device = next(local[key].device for key in whole.dims)
         positions = batches.build_position_ids(whole, device)
@@ -280,6 +298,21 @@ class ContextParallel:
             yielded=dict(local),
         )
         return opened, local
+
+    def _layout_of(self, whole: WholeBatch, cp_size: int) -> Layout:
+        """Lay a batch out: a pure function of it, so that all ranks come to the same."""
+        mask = self.balance or Mask(causal=True)
+
+        def bounds() -> Bounds:
+            return mask.bounds(whole.seq_len, documents=whole.documents, padding=whole.padding)
+
+        is_plain = self.balance is None and whole.documents is None and whole.padding is None
+        return build_layout(
+            self.layout,
+            seq_len=whole.seq_len,
+            cp_size=cp_size,
+            bounds=None if is_plain else bounds,
+        )
 
     def position_ids(self) -> Tensor:
         """Return the position ids of this rank's tokens, [B, L], for models that make their own.

@@ -40,9 +40,10 @@ from lightning_cp.context import IGNORED_LABEL, Step
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import KernelName, check_kernel, select_kernel
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
-from lightning_cp.layout import LayoutName, build_layout, check_layout
+from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, token_weighted_logs
 from lightning_cp.loss import global_mean
+from lightning_cp.mask import Mask
 from lightning_cp.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
@@ -83,11 +84,13 @@ class ContextParallelStrategy(ModelParallelStrategy):
             ranks swap tokens for heads (Ulysses), and keys travel by the algorithm between nodes.
         data_parallel_size: how many groups of ranks hold different rows. ``auto`` is the rest.
         tensor_parallel_size: only 1 so far.
-        layout: who owns which tokens: ``zigzag``, ``contiguous``, or ``auto``.
+        layout: who owns which tokens: ``zigzag``, ``balanced``, ``contiguous``, or ``auto``.
         algorithm: how keys travel: ``gather``, ``ring``, ``ulysses``, or ``auto``.
         kernel: what computes attention; ``auto`` takes the fastest that can.
         sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
             to keep one whole.
+        balance_window: ranks shall have equal work under a causal mask with this window, where
+            most layers have one; by default without a window. Only ``balanced`` and ``auto`` ask.
         parameter_sharding: ``full`` cuts parameters over data x context, ``none`` keeps them all
             on every rank. A model that ``configure_model()`` has sharded is left as it is.
         shard_modules: class names or name patterns of the blocks that are gathered together; found
@@ -118,6 +121,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
         sequence_dims: dict[str, int | None] | None = None,
+        balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
         shard_modules: list[str] | None = None,
         loss: LossName = "auto",
@@ -152,6 +156,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             "algorithm": algorithm,
             "kernel": kernel,
             "sequence_dims": sequence_dims,
+            "balance": None if balance_window is None else Mask(True, balance_window),
             "check_batches": check_batches,
         }
         self._parameter_sharding = parameter_sharding
@@ -500,9 +505,9 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def describe(self) -> str:
         """Say in one line who works with whom, and how, and why."""
         cp = self.context_parallel
-        layout = build_layout(cp.layout, seq_len=1, cp_size=cp.cp_size).name
+        layout = "zigzag" if cp.layout == "auto" else cp.layout
         chosen = {
-            "layout": (layout, "evens out causal attention"),
+            "layout": (layout, "or balanced, by the documents and padding of each batch"),
             "algorithm": (cp.describe_algorithm(), "fewest and largest kernel calls"),
             "kernel": self._likely_kernel(),
         }

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,14 +8,24 @@ from hypothesis import strategies as st
 from lightning_cp.layout import Layout, build_layout
 from lightning_cp.mask import Mask, Range
 from lightning_cp.sequence import shard
+from tests.strategies import masks
 
 SIZES = [1, 2, 3, 5, 6, 8, 64]
-layouts = st.builds(
-    lambda name, cp_size, seq_len: build_layout(name, seq_len=seq_len, cp_size=cp_size),
-    st.sampled_from(["contiguous", "zigzag", "auto"]),
-    st.sampled_from(SIZES),
-    st.integers(1, 500),
-)
+
+
+@st.composite
+def laid_out(draw):
+    """Draw a layout; ``auto`` and ``balanced`` see any mask, over one or two rows."""
+    name = draw(st.sampled_from(["contiguous", "zigzag", "auto", "balanced"]))
+    cp_size, seq_len = draw(st.sampled_from(SIZES)), draw(st.integers(1, 500))
+    mask = Mask(causal=True)
+    if name in ("auto", "balanced"):
+        seq_len = min(seq_len, 200)
+        mask = draw(masks(draw(st.integers(1, 2)), seq_len))
+    return build_layout(name, seq_len=seq_len, cp_size=cp_size, bounds=lambda: mask.bounds(seq_len))
+
+
+layouts = laid_out()
 
 
 @given(layouts)
@@ -36,9 +48,7 @@ def test_padding_is_less_than_one_piece_per_rank(layout):
 @given(layouts)
 def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
     row = torch.arange(layout.seq_len)
-    hiding = build_layout(
-        layout.name, seq_len=layout.seq_len, cp_size=layout.cp_size, shows_padding=False
-    )
+    hiding = replace(layout, shows_padding=False)
     for rank in range(layout.cp_size):
         real = shard(row, 0, layout=hiding, rank=rank)
         padded = shard(row, 0, layout=layout, rank=rank, fill=-1)
@@ -79,6 +89,95 @@ def test_work_of_all_ranks_is_the_work_of_the_row(layout):
     assert sum(layout.work(bounds)) == bounds.work(row, row)
 
 
+def must_not_be_called():
+    raise AssertionError("the mask was worked out for nothing")
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_layouts_that_do_not_look_at_the_mask_do_not_pay_for_it(name):
+    def build():
+        return build_layout(name, seq_len=640, cp_size=4, bounds=must_not_be_called)
+
+    assert build().work_imbalance is None
+    assert build() is build()
+
+
+def test_one_rank_has_nothing_to_choose():
+    layout = build_layout("auto", seq_len=640, cp_size=1, bounds=must_not_be_called)
+    assert layout.owned == ((Range(0, 640),),)
+
+
+def documents_of(*sizes):
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+def chosen(mask, cp_size, seq_len=4096):
+    bounds = mask.bounds(seq_len)
+    layout = build_layout("auto", seq_len=seq_len, cp_size=cp_size, bounds=lambda: bounds)
+    work = layout.work(mask.bounds(seq_len, padded_len=layout.padded_len))
+    return layout, max(work) * cp_size / max(sum(work), 1)
+
+
+def test_auto_is_zigzag_for_rows_that_are_causal_and_nothing_else():
+    assert build_layout("auto", seq_len=4096, cp_size=4).name == "zigzag"
+
+
+EVEN = {
+    "causal": Mask(causal=True),
+    "bidirectional": Mask(),
+    "small window": Mask(causal=True, window=256),
+    "small documents": Mask(causal=True, documents=documents_of(*[64] * 64)),
+    "one long document": Mask(causal=True, documents=documents_of(4000, 96)),
+    "nothing to see": Mask(causal=True, documents=torch.full((4096,), -1)),
+}
+UNEVEN = {
+    "large window": Mask(causal=True, window=2048),
+    "chunks": Mask(causal=True, chunk=1500),
+    "documents": Mask(causal=True, documents=documents_of(3000, 1000, 96)),
+    "left padding": Mask(causal=True, padding=torch.arange(4096) < 1500),
+    "bidirectional documents": Mask(documents=documents_of(3000, 1096)),
+}
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_auto_is_zigzag_where_that_is_even_enough(name):
+    layout, imbalance = chosen(EVEN[name], cp_size=4)
+    assert layout.name == "zigzag"
+    assert imbalance <= 1.05
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_auto_is_balanced_elsewhere(name):
+    layout, imbalance = chosen(UNEVEN[name], cp_size=4)
+    assert layout.name == "balanced"
+    assert layout.work_imbalance == pytest.approx(imbalance)
+    assert imbalance <= 1.02
+
+
+def test_auto_keeps_zigzag_where_balancing_makes_nothing_better():
+    documents = torch.full((16,), -1)
+    documents[0] = 0  # all there is to do, for one rank
+    assert chosen(Mask(documents=documents), cp_size=2, seq_len=16)[0].name == "zigzag"
+
+
+def test_one_ownership_serves_rows_with_other_documents():
+    documents = torch.stack([documents_of(3000, 1000, 96), documents_of(100, 3900, 96)])
+    layout, imbalance = chosen(Mask(causal=True, documents=documents), cp_size=4)
+    assert (layout.name, imbalance) == ("balanced", pytest.approx(1.0, abs=0.01))
+    for row in documents:  # which is not the one that a row by itself would get
+        alone, _ = chosen(Mask(causal=True, documents=row), cp_size=4)
+        assert alone.owned != layout.owned
+
+
+def test_balanced_is_zigzag_for_a_causal_row():
+    zigzag, balanced = (
+        build_layout(name, seq_len=4096, cp_size=4) for name in ("zigzag", "balanced")
+    )
+    assert [list(balanced.positions(r)) for r in range(4)] == [
+        list(zigzag.positions(r)) for r in range(4)
+    ]
+
+
 def test_any_ownership_of_equal_size_is_a_layout():
     owned = ((Range(4, 6), Range(0, 1), Range(7, 8)), (Range(1, 4), Range(6, 7)))
     layout = Layout("by hand", 7, owned)
@@ -95,7 +194,7 @@ def test_zigzag_of_64_ranks_and_one_token():
 @pytest.mark.parametrize(
     ("name", "seq_len", "cp_size", "message"),
     [
-        ("spiral", 8, 2, "layout='spiral' is unknown. Use one of 'auto', 'contiguous', 'zigzag'"),
+        ("spiral", 8, 2, "layout='spiral' is unknown. Use one of 'auto', 'balanced', 'contiguous'"),
         ("zigzag", 0, 2, "rows of length 0: there is nothing to attend to"),
         ("zigzag", 8, 0, "cp_size=0: a row needs at least 1 rank"),
     ],

@@ -10,11 +10,13 @@ from lightning_cp.layout import build_layout
 from lightning_cp.sequence import shard, shift_labels, unshard
 from tests.ranks import run_threads
 
+LAYOUTS = ["zigzag", "contiguous", "balanced"]
+
 
 @given(
     st.integers(1, 30),
     st.sampled_from([1, 2, 3, 5]),
-    st.sampled_from(["zigzag", "contiguous"]),
+    st.sampled_from(LAYOUTS),
     st.booleans(),
 )
 def test_shards_put_back_are_the_row(length, cp_size, name, shown):

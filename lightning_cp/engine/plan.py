@@ -9,7 +9,7 @@ out.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -231,15 +231,15 @@ def _needs(layout: Layout, bounds: Bounds, rank: int) -> tuple[Range, ...]:
     return union(keys for query in layout.ranges(rank) for keys in bounds.hull(query))
 
 
-def _wanted(layout: Layout, owner: int, needed: Iterable[Range]) -> tuple[Piece, ...]:
-    """Return what is needed of the shard of ``owner``, placed in that shard, in its order."""
-    needed = tuple(needed)
-    common = ((held, held.where.meet(part)) for held in _shard(layout, owner) for part in needed)
-    return tuple(
-        Piece(part, held.offset + part.start - held.where.start)
-        for held, part in common
-        if part.size
-    )
+def _wanted(shard: tuple[Piece, ...], needed: tuple[Range, ...]) -> tuple[Piece, ...]:
+    """Return what is needed of a shard, placed in it, in its order."""
+    wanted = []
+    for (first, last), offset in shard:
+        for start, stop in needed:
+            if start < last and first < stop:
+                part = Range(max(first, start), min(last, stop))
+                wanted.append(Piece(part, offset + part.start - first))
+    return tuple(wanted)
 
 
 def _shard(layout: Layout, rank: int) -> tuple[Piece, ...]:
@@ -304,17 +304,17 @@ def _gather_stages(
     """Bring all keys that the rank needs at once, a group of heads after the other."""
     # Sorted by position, so that what a run of queries sees is one slice of the buffer.
     buffers = [_packed(needed) for needed in needs]
-    wanted = partial(_wanted, layout)
+    shards = [_shard(layout, r) for r in range(layout.cp_size)]
     moved = sum(
-        _num_tokens(needed) - _num_tokens(piece.where for piece in wanted(r, needed))
-        for r, needed in enumerate(needs)
+        _num_tokens(needed) - _num_tokens(piece.where for piece in _wanted(shard, needed))
+        for shard, needed in zip(shards, needs, strict=True)
     )
     # One all-gather is faster than many messages, but moves every shard to everyone.
     collective = 0 < layout.padded_len * (layout.cp_size - 1) <= 2 * moved
     others = [r for r in range(layout.cp_size) if r != rank]
-    sends = [Parcel(r, _runs(wanted(rank, needs[r]), buffers[r])) for r in others]
-    receives = [Parcel(r, _runs(wanted(r, needs[rank]), buffers[rank])) for r in others]
-    own = wanted(rank, needs[rank])
+    sends = [Parcel(r, _runs(_wanted(shards[rank], needs[r]), buffers[r])) for r in others]
+    receives = [Parcel(r, _runs(_wanted(shards[r], needs[rank]), buffers[rank])) for r in others]
+    own = _wanted(shards[rank], needs[rank])
     alone = not collective and not any(parcel.runs for parcel in receives)
     block = _build_block(layout, bounds, rank, own if alone else buffers[rank])
     num_groups = min(GATHER_GROUPS, num_kv_heads) if moved else 1
@@ -338,9 +338,10 @@ def _ring_stages(
 ) -> tuple[Stage, ...]:
     """Bring the keys of one other rank at a time: in stage s those of the rank s places before."""
     cp_size = layout.cp_size
+    shards = [_shard(layout, r) for r in range(cp_size)]
     stages = []
     for shift in range(cp_size):
-        moves = [_wanted(layout, r, needs[(r + shift) % cp_size]) for r in range(cp_size)]
+        moves = [_wanted(shards[r], needs[(r + shift) % cp_size]) for r in range(cp_size)]
         if shift and not any(moves):
             continue
         source, target = (rank - shift) % cp_size, (rank + shift) % cp_size

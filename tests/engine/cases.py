@@ -90,7 +90,10 @@ class Case:
     def build_layout(self, cp_size: int) -> Layout:
         if isinstance(self.layout, Layout):
             return self.layout
-        return build_layout(self.layout, seq_len=self.inputs.q.shape[2], cp_size=cp_size)
+        length = self.inputs.q.shape[2]
+        return build_layout(
+            self.layout, seq_len=length, cp_size=cp_size, bounds=lambda: self.mask.bounds(length)
+        )
 
 
 def make_case(mask: str, *, heads: str = "gqa", length: int = 37, **kwargs: object) -> Case:

@@ -10,7 +10,9 @@ from tests.strategies import masks
 
 
 def plans(algorithm, mask, *, seq_len, cp_size, layout="zigzag", num_kv_heads=2):
-    built = build_layout(layout, seq_len=seq_len, cp_size=cp_size)
+    built = build_layout(
+        layout, seq_len=seq_len, cp_size=cp_size, bounds=lambda: mask.bounds(seq_len)
+    )
     bounds = mask.bounds(seq_len, padded_len=built.padded_len)
     return [
         build_plan(algorithm, layout=built, bounds=bounds, rank=r, num_kv_heads=num_kv_heads)
@@ -27,7 +29,7 @@ def random_plans(draw):
         mask,
         seq_len=seq_len,
         cp_size=draw(st.sampled_from([1, 2, 3, 4, 6])),
-        layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+        layout=draw(st.sampled_from(["zigzag", "contiguous", "balanced"])),
     )
 
 

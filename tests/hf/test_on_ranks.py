@@ -63,7 +63,7 @@ def image_spans(layout):
     return compare("gemma3", {**batch, "token_type_ids": marked}, layout=layout, attention="eager")
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("case", [ready_mask, image_spans])
 def test_masks_that_a_model_is_given_are_served_exactly(ranks, case, layout):
     assert ranks(3).run(case, layout)[0] < 1e-9

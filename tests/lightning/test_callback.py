@@ -107,6 +107,7 @@ def test_figures_are_those_of_the_whole_job(ranks, dp_size, cp_size):
     line = found[0][1][0]
     for part in (f"{dp_size} data x {cp_size} context ranks", "layout zigzag (auto", "kernel cpu"):
         assert part in line, line
+    assert any("layout=balanced" in line for line in found[0][1])  # what documents made of it
 
 
 def test_the_loss_by_position_is_that_of_whole_rows(ranks):

@@ -67,6 +67,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* not supported yet"),
         ({"loss": "sum"}, "loss='sum' is unknown. Use one of 'auto', 'local_mean'"),
         ({"layout": "round"}, "layout='round' is unknown"),
+        ({"balance_window": 0}, r"Mask\(window=0\): a window holds at least 1 key"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),

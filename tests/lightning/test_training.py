@@ -54,11 +54,12 @@ CASES = {
         4,
         Fit(strategy={"context_parallel_size": (2, 2), "algorithm": "ring"}),
     ),
+    "balanced": (3, Fit(strategy={"layout": "balanced", "balance_window": 5})),
     "batches sent by the first rank": (2, Fit(strategy={"broadcast_batch": True})),
 }
 
 
-FEW = ("one rank", "the same over data", "gradients reduced once", "ulysses inside, ring between")
+FEW = ("one rank", "the same over data", "ulysses inside, ring between", "balanced")
 
 
 @pytest.mark.parametrize(

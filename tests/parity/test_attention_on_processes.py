@@ -13,7 +13,8 @@ from tests.oracle import assert_earned, attend_whole, errors
 pytestmark = pytest.mark.ranks
 
 ALGORITHMS = ["gather", "ring", "ulysses"]
-GRID = list(itertools.product(ALGORITHMS, ["zigzag", "contiguous"], MASKS, HEADS))
+LAYOUTS = ["zigzag", "contiguous", "balanced"]
+GRID = list(itertools.product(ALGORITHMS, LAYOUTS, MASKS, HEADS))
 
 
 def grid_case(algorithm, layout, mask, heads, dtype, cp_size=1):

@@ -193,6 +193,10 @@ BUILD_CASES = {
     "algorithm": ({"mesh": None, "algorithm": "star"}, "algorithm='star' is unknown. Use one of"),
     "kernel": ({"mesh": None, "kernel": "magic"}, "kernel='magic' is unknown. Use one of"),
     "layout": ({"mesh": None, "layout": "spiral"}, "layout='spiral' is unknown. Use one of"),
+    "balance": (
+        {"mesh": None, "balance": Mask(causal=True, documents=torch.zeros(8).long())},
+        r"balance=...\) holds for all batches, but got a mask .* of one row. Give settings only",
+    ),
     "mesh": (
         {"mesh": 8},
         r"TypeError: ContextParallel\(mesh=...\) got a int. Give a 1-D DeviceMesh",

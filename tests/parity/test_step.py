@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from lightning_cp import Mask, context
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
-from tests.parity.steps import Job, rank_steps, whole_step
+from tests.parity.steps import Job, build_cp, rank_steps, whole_step
 
 pytestmark = pytest.mark.ranks
 
@@ -16,6 +17,9 @@ CHOICES = [
     ("ring", "zigzag"),
     ("gather", "contiguous"),
     ("ulysses", "contiguous"),
+    ("gather", "balanced"),
+    ("ring", "balanced"),
+    ("ulysses", "balanced"),
 ]
 
 
@@ -95,3 +99,37 @@ def test_all_ranks_report_the_same_loss(ranks):
     results = ranks(3).run(rank_steps, [Job([BATCHES["plain"](7)])])
     losses = torch.stack([found[0]["loss"] for found in results])
     assert (losses == losses[0]).all()
+
+
+def laid_out(names, **options):
+    """Return the layout of batches on this rank."""
+    cp, _ = build_cp("cpu", 1, **options)
+    found = []
+    for name in names:
+        with cp.step(BATCHES[name](3).batch):
+            found.append(context.current().layout)
+    return found
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_all_ranks_lay_a_batch_out_alike_by_its_documents_and_padding(ranks, cp_size):
+    names = ["plain", "own_positions", "document_ids", "cu_seq_lens", "left_padded"]
+    mine, *others = ranks(cp_size).run(laid_out, names)
+    assert all(found == mine for found in others)
+    assert [layout.name for layout in mine] == ["zigzag"] * 2 + ["balanced"] * 3
+
+
+def narrow(names):
+    return laid_out(names, balance=Mask(causal=True, window=2))
+
+
+def deaf(names):
+    return laid_out(names, balance=Mask(causal=True, documents=False, padding=False))
+
+
+def test_work_is_balanced_under_the_mask_that_is_asked_for(ranks):
+    names = ["document_ids", "left_padded"]
+    usual, small, same = (ranks(2).run(build, names)[0] for build in (laid_out, narrow, deaf))
+    assert usual[0].owned != small[0].owned
+    assert usual[0] != usual[1]
+    assert same[0] == same[1], "rows without documents and padding are alike"
