@@ -7,7 +7,6 @@ attention written out by hand (matmul, softmax, matmul), and SDPA inside TorchSc
 body of a custom operator or of a custom backward, and on other threads.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -165,14 +164,14 @@ def _attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    _check_recomputable(step)
+    context.check_recomputable("scaled_dot_product_attention", step)
     if dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention(dropout_p={dropout_p}) inside a step: attention dropout "
             "is not exact when a row is shared by several ranks. Set it to 0 (in "
             "nn.MultiheadAttention and nn.TransformerEncoderLayer: dropout=0.0), or call eval()."
         )
-    _check_lengths(query, key, step)
+    context.check_lengths("scaled_dot_product_attention", query, key, step)
     if is_causal and attn_mask is not None:
         raise ValueError("scaled_dot_product_attention(): give attn_mask or is_causal, not both.")
     lead = query.shape[:-3]
@@ -192,48 +191,12 @@ def _attend(
         return out.reshape(*lead, *query.shape[len(lead) : -1], value.shape[-1])
 
 
-def _check_recomputable(step: Step) -> None:
-    """Refuse SDPA under reentrant checkpointing: when it is recomputed nobody would route it."""
-    if torch.is_grad_enabled() or not step.training:
-        return
-    module = sys.modules.get("torch.utils.checkpoint")
-    frame = sys._getframe() if module is not None else None
-    while frame is not None and module is not None:
-        if frame.f_code is module.CheckpointFunction.forward.__code__:
-            raise RuntimeError(
-                "scaled_dot_product_attention() was called under reentrant activation "
-                "checkpointing inside a step. Recomputed in backward it would see only this rank's "
-                "tokens. Use checkpoint(..., use_reentrant=False)."
-            )
-        frame = frame.f_back
-
-
 def _four_dims(x: Tensor) -> Tensor:
     """Return [batch, heads, tokens, head dim], whatever comes before the tokens."""
     if x.dim() == 4:
         return x
     heads = x.shape[-3] if x.dim() > 3 else 1
     return x.reshape(-1, heads, *x.shape[-2:])
-
-
-def _check_lengths(query: Tensor, key: Tensor, step: Step) -> None:
-    local_len = step.layout.local_len
-    if query.shape[-2] == key.shape[-2] == local_len:
-        return
-    tokens = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-    held = f"whose ranks hold {local_len} tokens each ({step.layout.seq_len} in all)"
-    if query.shape[-2] == local_len:
-        raise ValueError(
-            f"scaled_dot_product_attention() got {tokens} inside a step {held}. If the keys are "
-            "the same on every rank (cross-attention), say so: `with cp.unsharded():` around the "
-            "call, or cp.unsharded(module) once."
-        )
-    raise ValueError(
-        f"scaled_dot_product_attention() got {tokens} inside a step {held}. Feed the model what "
-        "cp.step(...) yields. Whole rows (generate(), a second model) go under "
-        "`with cp.paused():`; a module that attends over something else than the sequence is "
-        "declared with cp.unsharded(module)."
-    )
 
 
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
