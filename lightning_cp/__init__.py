@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_cp.callback import ContextParallelCallback
     from lightning_cp.checks import verify
     from lightning_cp.engine.attention import attention
+    from lightning_cp.engine.flex import flex_attention
     from lightning_cp.loss import token_mean
     from lightning_cp.mask import Mask
     from lightning_cp.parallel import ContextParallel
@@ -24,6 +25,7 @@ __all__ = [
     "ContextParallelStrategy",
     "Mask",
     "attention",
+    "flex_attention",
     "token_mean",
     "verify",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "ContextParallelStrategy": "lightning_cp.strategy",
     "Mask": "lightning_cp.mask",
     "attention": "lightning_cp.engine.attention",
+    "flex_attention": "lightning_cp.engine.flex",
     "token_mean": "lightning_cp.loss",
     "verify": "lightning_cp.checks",
 }

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a step is active, `F.scaled_dot_product_attention` means attention over the whole row.
+"""While a step is active, torch's attention functions mean attention over the whole row.
 
-Nothing is patched: a torch function mode sees every call, whichever way its caller imported the
-function, and ends with the step. Attention that it cannot serve is refused. What it cannot see:
-attention written out by hand (matmul, softmax, matmul), and SDPA inside TorchScript, inside the
-body of a custom operator or of a custom backward, and on other threads.
+`F.scaled_dot_product_attention` is not patched: a torch function mode sees every call, whichever
+way its caller imported the function, and ends with the step. `flex_attention` is Python, and checks
+its arguments before a mode sees any of it: meanwhile its code is another. Attention that cannot be
+served is refused. What is not seen: attention written out by hand (matmul, softmax, matmul), and
+SDPA inside TorchScript, inside the body of a custom operator or of a custom backward, and on other
+threads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn import functional
+from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp import context
 from lightning_cp.compat import (
+    Detour,
     as_autocast,
     constant_in_graphs,
     never_compile_alone,
@@ -38,8 +42,50 @@ _sdpa = functional.scaled_dot_product_attention
 _multi_head = functional.multi_head_attention_forward
 
 
+def _to_flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Stand in for torch's flex_attention; its code runs with the globals of torch's module."""
+    from lightning_cp.engine.flex import flex_attention
+
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=return_aux,
+    )
+
+
+# While it is entered, calls of torch's flex_attention come to ours.
+flex_detour = Detour(torch_flex.flex_attention, _to_flex_attention)
+
+
 class _Dispatch(TorchFunctionMode):
     """Routes attention; lets every other torch function pass."""
+
+    def __enter__(self) -> "_Dispatch":
+        flex_detour.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        flex_detour.__exit__()
 
     def __torch_function__(
         self,
@@ -74,6 +120,8 @@ _kinds: dict[object, str] = {
     _aten: "sdpa",
     _aten.default: "sdpa",
     _multi_head: "multi-head",
+    # The compiler meets it while it compiles a backward.
+    torch.ops.higher_order.flex_attention_backward: "other",
 }
 
 

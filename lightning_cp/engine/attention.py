@@ -14,8 +14,9 @@ from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
+from lightning_cp.engine.flex import RowCall, attend_row, build_row_call
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import select_kernel
+from lightning_cp.engine.kernels.select import check_pair, select_kernel
 from lightning_cp.engine.plan import build_plan, resolve_algorithm
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
@@ -73,6 +74,7 @@ def attention(
         )
     if bias is not None:
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
+    call: Call | RowCall
     if step is None:
         _check_tensors(q, k, v, sinks)
         call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
@@ -84,6 +86,8 @@ def attention(
             _check_tensors(q, k, v, sinks)
             step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k)
         call = step.cache[key]
+    if isinstance(call, RowCall):
+        return attend_row(q, k, v, sinks, bias, call)
     return attend(q, k, v, sinks, bias, call)
 
 
@@ -101,11 +105,16 @@ def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -
     return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
 
 
-def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call:
+def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call | RowCall:
     """Plan a call of a step."""
     _check_length(q, step)
     bounds = step.bounds(mask)
     _check_rows(bounds, q)
+    if step.kernel == "flex":
+        check_pair(step.kernel, step.algorithm)
+        if step.cp_rank == 0:
+            _say("gather", step.layout.name, "flex", step.cp_size)
+        return build_row_call(q, bounds, request.scores, step)
     kernel = select_kernel(step.kernel, request)
     plan = build_plan(
         resolve_algorithm(step.algorithm),
