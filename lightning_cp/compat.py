@@ -157,8 +157,13 @@ def without_modes() -> Iterator[None]:
 
 
 def copy_function(fn: Any) -> Callable[..., Any]:
-    """Return a Python function that stays what ``fn`` is now, whatever becomes of its code."""
-    copied = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    """Return a Python function that stays what ``fn`` is now, whatever becomes of its code.
+
+    Its code is an object of its own: torch.compile counts by code how often it has compiled
+    something, and gives up after 8 times.
+    """
+    code = fn.__code__.replace()
+    copied = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copied.__kwdefaults__ = fn.__kwdefaults__
     return copied
 

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, L local tokens, S tokens of the row.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -120,7 +120,13 @@ class RowMask:
             lengths=place.lengths,
             block_size=self.block_size,
             device=device,
+            kind=_kind(self.mask_mod),
         )
+
+
+def _kind(*mods: Any) -> object:
+    """Return what tells functions from others for the compiler: their codes."""
+    return tuple(getattr(getattr(mod, "func", mod), "__code__", type(mod)) for mod in mods)
 
 
 def row_mask_of(block_mask: BlockMask) -> RowMask:
@@ -184,15 +190,17 @@ def build_mods(
         fused: whether a fused kernel calls them, which wants a block mask, too.
     """
     _, real = place.positions(device, fused=fused)
+    kind = _kind(None if mask is None else mask.mask_mod, score_mod)
     if score_mod is not None:
         score_mod = _local_score(score_mod, place, device, fused=fused)
     if mask is None and real is None:
-        return Mods(score_mod=score_mod)
+        return Mods(score_mod=score_mod, kind=kind)
     visible = mask or RowMask(_all_pairs, 1, 1)
     return Mods(
         local_mask(visible.visible(device), place, device, fused=fused),
         score_mod,
         lambda: visible.table(place, batch=batch, heads=heads, device=device),
+        kind,
     )
 
 
@@ -413,7 +421,7 @@ def add_bias(mods: Mods, bias: Tensor, shape: tuple[int, ...]) -> Mods:
         assert before is not None  # noqa: S101  for the types
         return before(score, b, h, q, k) + numbers[b, h, q, k]
 
-    return Mods(mods.mask_mod, plus if before is None else bent_plus, mods.build_table)
+    return replace(mods, score_mod=plus if before is None else bent_plus)
 
 
 class _Traced(Tensor):
@@ -430,7 +438,7 @@ def _depends(mask_mod: MaskMod, argument: int) -> bool:
         return True
 
 
-# What has been asked already, by code and shapes.
+# What has been asked already, by codes and shapes.
 _reached: set[object] = set()
 
 
@@ -449,8 +457,10 @@ def check_reach(
         batch: rows.
         heads: query heads here.
     """
-    codes = [getattr(mod, "__code__", id(mod)) for mod in (mask_mod, score_mod)]
-    key = (*codes, place.lengths, place.head_offset, batch, heads)
+    found = [identity_of(mod) for mod in (mask_mod, score_mod) if mod is not None]
+    shapes = tuple(x.shape for known in found if known is not None for x in known[1])
+    kind = _kind(mask_mod, score_mod)
+    key = (kind, shapes, place.lengths, place.head_offset, batch, heads)
     if key in _reached:
         return
     last = place.layout.seq_len - 1

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from lightning_cp import ContextParallel
+from lightning_cp.engine import flex
 from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.mods import (
@@ -179,7 +181,7 @@ def test_a_block_mask_of_the_row_is_cut_where_blocks_allow_it():
             place, heads = Place(layout, rank, head_offset=1), 2
             if not cut:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(kernel, "_compiled", lambda fn, backend: fn)
+                    patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
                     table = mask.table(place, batch=2, heads=heads, device=torch.device("cpu"))
             else:
                 table = mask.table(place, batch=2, heads=heads, device=torch.device("cpu"))
@@ -250,10 +252,61 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
         mask = RowMask(mask_mod)
         assert (mask._size(None, 0, 2), mask._size(None, 1, 3)) == shape
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_compiled", lambda fn, backend: fn)
+        patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
         mask = RowMask(shapes[2, 1], block_size=(4, 4))
         kwargs = {"batch": 2, "heads": 3, "device": torch.device("cpu")}
         table = mask.table(Place(layout, 1), **kwargs)
         assert table.kv_num_blocks.shape == (2, 1, 2)
         assert mask.table(Place(layout, 1), **kwargs) is table
         assert mask.table(Place(layout, 0), **kwargs) is not table
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch, inside):
+    """Three batches with other documents, two layers, gradients, the mode of a step around it."""
+    monkeypatch.setattr(flex, "is_plain", lambda q, kernel: False)
+    cp = ContextParallel(None)
+    for seed in range(3):
+        case = document_case(seed)
+        ids, slopes = case.captured.documents, case.captured.slopes
+        q, k, v = (x.requires_grad_() for x in (case.inputs.q, case.inputs.k, case.inputs.v))
+        with cp.step({"inputs_embeds": torch.zeros(2, 96, 1)}):
+            for _ in range(2):
+                block_mask = cp.block_mask(
+                    lambda b, h, q, k, ids=ids: (ids[b, q] == ids[b, k]) & (q >= k)
+                )
+                out, lse = flex_attention(
+                    q,
+                    k,
+                    v,
+                    lambda s, b, h, q, k, slopes=slopes: s - slopes[h] * (q - k).abs(),
+                    block_mask,
+                    enable_gqa=True,
+                    return_lse=True,
+                )
+            wanted = {"q": q, "k": k, "v": v}
+            args = (out, lse, wanted, case.inputs.dout, weights_of_lse(q[..., 0].detach()))
+            found = differentiate(*args) if inside else None
+        found = found or differentiate(*args)
+        exact = flex_whole(case)
+        worst = errors(found, {name: exact[name] for name in found})
+        assert max(worst.values()) < 1e-10, worst
+    assert counter.frame_count == 2
+
+
+def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter, monkeypatch):
+    """torch gives up after 8 compilations of one code, with fullgraph by an error."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    scores = [
+        lambda s, b, h, q, k: s + 1.0,
+        lambda s, b, h, q, k: s * 2.0,
+        lambda s, b, h, q, k: s - 3.0,
+        lambda s, b, h, q, k: s.sin(),
+    ]
+    layout = build_layout("contiguous", seq_len=16, cp_size=1)
+    q = torch.randn(1, 2, 16, 16)
+    for score_mod in scores:
+        place, device = Place(layout, 0), torch.device("cpu")
+        mods = build_mods(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
+        kernel.attend_compiled(q, q, q, mods, scale=1.0, wants=AuxRequest())
+    assert counter.frame_count == 4

@@ -1,8 +1,8 @@
 """FlexAttention inside a step, on ranks: however it is called, against one device.
 
 torch tests its own on GPUs: causal and document masks, with and without load balancing, block masks
-of the whole row that are cut, compiled, out and lse and gradients; lengths that 128 x ranks does not
-divide are refused there. The same here on CPU processes, any length, with score_mod.
+of the whole row that are cut, compiled, out and lse and gradients; lengths that 128 x ranks does
+not divide are refused there. The same here on CPU processes, any length, with score_mod.
 """
 
 import itertools
@@ -182,12 +182,12 @@ def other_ways(case):
             )
             out = flex_attention(q, k, v, block_mask=cp.block_mask(mask_mod), enable_gqa=True)
             worst.append(float((cp.unshard(out, dim=2) - exact).abs().max()))
-    with torch.autocast("cpu", torch.bfloat16):
-        with cp.step({"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1)}):
-            q, k, v = (x.float() for x in (q, k, v))
-            out = flex_attention(q, k, v, block_mask=cp.block_mask(mask_mod), enable_gqa=True)
-            assert out.dtype == torch.bfloat16
-            error = (cp.unshard(out, dim=2) - exact).abs().max() / exact.abs().max()
+    rows = {"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1)}
+    with torch.autocast("cpu", torch.bfloat16), cp.step(rows):
+        q, k, v = (x.float() for x in (q, k, v))
+        out = flex_attention(q, k, v, block_mask=cp.block_mask(mask_mod), enable_gqa=True)
+        assert out.dtype == torch.bfloat16
+        error = (cp.unshard(out, dim=2) - exact).abs().max() / exact.abs().max()
     assert error < 0.02
     return max(worst)
 
@@ -198,7 +198,10 @@ def test_evaluation_inference_mode_and_autocast(ranks):
 
 def captured_cut_message(which):
     cp = ContextParallel(dist.group.WORLD)
-    batch = {"document_ids": torch.arange(24).view(2, 12) // 5, "inputs_embeds": torch.zeros(2, 12, 1)}
+    batch = {
+        "document_ids": torch.arange(24).view(2, 12) // 5,
+        "inputs_embeds": torch.zeros(2, 12, 1),
+    }
     with cp.step(batch) as local:
         ids = local["document_ids"]
         table = torch.zeros(2 * 6 - 1)

@@ -46,11 +46,13 @@ class Mods:
         mask_mod: which keys a query sees; None for all.
         score_mod: what is made of a score; None to leave it.
         build_table: makes the block mask of ``mask_mod``, which only fused kernels need.
+        kind: what tells these functions from others; each kind is compiled by itself.
     """
 
     mask_mod: MaskMod | None = None
     score_mod: ScoreMod | None = None
     build_table: Callable[[], BlockMask] | None = None
+    kind: object = None
 
 
 class Attended(NamedTuple):
@@ -77,7 +79,7 @@ def attend_compiled(
     """Call torch's FlexAttention, compiled; ``wants`` says what is returned beside out."""
     with without_modes():
         table = None if mods.build_table is None else mods.build_table()
-        out, aux = compiled_flex_attention()(
+        out, aux = compiled_flex_attention(mods.kind)(
             q,
             k,
             v,
@@ -99,6 +101,7 @@ def build_block_mask(
     lengths: tuple[int, int],
     block_size: tuple[int, int],
     device: torch.device,
+    kind: object = None,
 ) -> BlockMask:
     """Ask a mask_mod about every pair, and keep which blocks are empty and which are full.
 
@@ -106,21 +109,21 @@ def build_block_mask(
     """
     # Not as inference tensors: masks are kept, and training may follow evaluation.
     with without_modes(), torch.inference_mode(False), torch.no_grad():
-        found: BlockMask = _compiled(torch_flex.create_block_mask, _backend)(
+        found: BlockMask = _compiled(torch_flex.create_block_mask, kind, _backend)(
             mask_mod, batch, heads, *lengths, device=device, BLOCK_SIZE=block_size
         )
     return found
 
 
-def compiled_flex_attention() -> Callable[..., Any]:
-    """Return torch's FlexAttention, compiled."""
-    return _compiled(flex_attention_of_torch, _backend)
+def compiled_flex_attention(kind: object = None) -> Callable[..., Any]:
+    """Return torch's FlexAttention, compiled for functions of a kind."""
+    return _compiled(flex_attention_of_torch, kind, _backend)
 
 
-@lru_cache(maxsize=8)
-def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+@lru_cache(maxsize=128)
+def _compiled(fn: Callable[..., Any], kind: object, backend: str) -> Callable[..., Any]:
     # Whole or not at all: uncompiled, all scores would be written out, and nothing said.
-    return torch.compile(fn, backend=backend, fullgraph=True)
+    return torch.compile(copy_function(fn), backend=backend, fullgraph=True)
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, mods: Mods, *, scale: float) -> Attended:
