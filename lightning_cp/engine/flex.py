@@ -405,6 +405,7 @@ def attend_row(
         )
         if sinks is None or lse is None:
             return out
-        # A sink is a key whose value is 0: it takes its share of the sum, and adds nothing.
-        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-        return (out * share.unsqueeze(-1)).to(q.dtype)
+        # A sink is a key whose value is 0: it enlarges the sum, and adds nothing. By the sum, since
+        # 1 - sigmoid, the share of a small sink, would be rounding.
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+        return (out * torch.exp(lse - total).unsqueeze(-1)).to(q.dtype)

@@ -12,7 +12,7 @@ from lightning_cp.engine import flex as flex_module
 from lightning_cp.engine.flex import _Way, _whole_row, flex_attend
 from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.flex import Mods
-from lightning_cp.engine.mods import Place
+from lightning_cp.engine.mods import Place, RowMask
 from lightning_cp.layout import Layout, build_layout
 from lightning_cp.mask import Range
 from lightning_cp.sequence import shard
@@ -20,6 +20,7 @@ from tests.engine.flex_cases import (
     HEADS,
     MASKS,
     SCORES,
+    build,
     flex_rank,
     flex_whole,
     make_flex_case,
@@ -37,9 +38,21 @@ def worst_error(case, cp_size):
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("mask", MASKS)
 def test_out_lse_and_gradients_are_those_of_one_device(mask, cp_size):
-    for score, layout in itertools.product(SCORES, ["zigzag", "contiguous"]):
-        case = make_flex_case(mask, score, layout=layout)
+    """Each mask with each score, in one of the layouts; which one changes with the rest."""
+    layouts = itertools.cycle(["zigzag", "contiguous"])
+    if (list(MASKS).index(mask) + cp_size) % 2:
+        next(layouts)
+    for score, layout in zip(SCORES, layouts, strict=False):
+        case = make_flex_case(mask, score, layout=layout, length=29)
         assert worst_error(case, cp_size) < 1e-10, (score, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 5, 8])
+def test_all_masks_scores_and_layouts_go_together(cp_size):
+    for mask, score, layout in itertools.product(MASKS, SCORES, ["zigzag", "contiguous"]):
+        case = make_flex_case(mask, score, layout=layout, batch=3)
+        assert worst_error(case, cp_size) < 1e-10, (mask, score, layout)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -218,12 +231,24 @@ def test_parity_notices_padding_that_is_a_key(monkeypatch):
 
 
 def test_padding_would_be_read_past_the_end_of_what_was_captured(monkeypatch):
+    case = make_flex_case("document")
+    layout = build_layout("contiguous", seq_len=37, cp_size=3)
+    mask = RowMask(build("document", MASKS, case.captured))
+
+    def attend():
+        place, device = Place(layout, 2), torch.device("cpu")
+        found = mods.build_mods(mask, None, place, batch=2, heads=4, device=device, fused=False)
+        q = shard(case.inputs.q, 2, layout=layout, rank=2)
+        return kernel.attend_plain(q, case.inputs.k, case.inputs.v, found, scale=1.0)
+
+    assert (attend().out[:, :, -2:] == 0).all()  # 39 positions, 37 tokens
+
     def unclamped(layout, rank, device, dtype):
         return layout.positions(rank), layout.is_real(rank)
 
     monkeypatch.setattr(mods, "_positions", unclamped)
     with pytest.raises(IndexError):
-        worst_error(make_flex_case("document"), 3)
+        attend()
 
 
 def test_parity_notices_a_lost_head(monkeypatch):

@@ -10,6 +10,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     and_masks,
@@ -66,14 +68,16 @@ CALLERS = {
     "module": lambda *a, **k: torch.nn.attention.flex_attention.flex_attention(*a, **k),
     "ours": lambda *a, **k: lightning_cp.flex_attention(*a, **k),
     "compiled": compiled,
+    "compiled, as on a GPU": lambda *a, **k: torch.compile(flex_attention)(*a, **k),
     "compiled around": compiled_around,
     "checkpointed": checkpointed,
     "aux": with_aux,
 }
 
 
-def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=False):
+def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=False, device="cpu"):
     """Return whole rows of out, lse and gradients of one call inside a step."""
+    case = case.to(case.inputs.q.dtype, device)
     cp = ContextParallel(dist.group.WORLD, layout=case.layout, **(options or {}))
     inputs, old = case.inputs, case.captured
     batch, heads, length = inputs.q.shape[:3]
@@ -84,8 +88,9 @@ def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=Fals
     if mask_mod is not None and mask_by == "whole":
         rows = 1 if case.mask in ("causal", "window", "by head") else batch
         heads = heads if case.mask == "by head" else 1
-        block_mask = create_block_mask(mask_mod, rows, heads, length, length, device="cpu")
-    with cp.step({"inputs_embeds": torch.zeros(batch, length, 1)}):
+        block_mask = create_block_mask(mask_mod, rows, heads, length, length, device=device)
+    rows = {"inputs_embeds": torch.zeros(batch, length, 1, device=device)}
+    with cp.step(rows):
         layout = context.current().layout
 
         def local(x):
@@ -103,16 +108,18 @@ def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=Fals
             enable_gqa=True,
             return_lse=True,
         )
-        dlse = local(weights_of_lse(inputs.q[..., 0]))
+        dlse = local(weights_of_lse(inputs.q[..., 0]).to(lse))
         args = (out, lse, {**leaves, "table": table}, local(inputs.dout), dlse)
         if not outside:
             found = differentiate(*args)
     if outside:
         found = differentiate(*args)
-    with cp.step({"inputs_embeds": torch.zeros(batch, length, 1)}):
+    found = {name: x.to(device) for name, x in found.items()}
+    with cp.step(rows):
         whole = {n: cp.unshard(x, dim=2) for n, x in found.items() if n != "dtable"}
-    # Averaged over ranks, as DDP does; the sum, since the loss here is not a mean over ranks.
-    return {**whole, "dtable": cp.summed(found["dtable"])}
+    # Not averaged, since the loss here is not a mean over ranks.
+    whole["dtable"] = cp.summed(found["dtable"])
+    return {name: x.cpu() for name, x in whole.items()}
 
 
 def run_all(jobs):
@@ -131,15 +138,15 @@ def check(ranks, cp_size, jobs):
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_what_torch_checks_of_its_own(ranks, cp_size):
     """Masks, load balancing, block masks that are cut or made, other documents in each row."""
-    choices = itertools.product(
-        ["causal", "document"], ["zigzag", "contiguous"], [256, 301], ["whole", "cp"]
-    )
+    choices = itertools.product(["causal", "document"], ["zigzag", "contiguous"], ["whole", "cp"])
     jobs = [
         {
             "case": make_flex_case(mask, layout=layout, length=length, heads="mha", dims=(4, 4)),
             "mask_by": mask_by,
         }
-        for mask, layout, length, mask_by in choices
+        for (mask, layout, mask_by), length in zip(
+            choices, itertools.cycle([301, 64, 128]), strict=False
+        )
     ]
     check(ranks, cp_size, jobs)
 
@@ -196,29 +203,26 @@ def test_evaluation_inference_mode_and_autocast(ranks):
     assert max(ranks(2).run(other_ways, make_flex_case("document"))) < 1e-12
 
 
-def captured_cut_message(which):
+def captured_cut_message(which, device="cpu"):
     cp = ContextParallel(dist.group.WORLD)
-    batch = {
-        "document_ids": torch.arange(24).view(2, 12) // 5,
-        "inputs_embeds": torch.zeros(2, 12, 1),
-    }
+    ids = (torch.arange(24).view(2, 12) // 5).to(device)
+    batch = {"document_ids": ids, "inputs_embeds": torch.zeros(2, 12, 1, device=device)}
     with cp.step(batch) as local:
-        ids = local["document_ids"]
-        table = torch.zeros(2 * 6 - 1)
-        q = torch.zeros(2, 2, 6, 4)
-        mask_mod = {
-            "mask": lambda b, h, q, k: ids[b, q] == ids[b, k],
-            "score": lambda b, h, q, k: q >= k,
-        }[which]
-        score_mod = {
-            "mask": None,
-            "score": lambda score, b, h, q, k: score + table[q - k + 5],
+        ids, table = local["document_ids"], torch.zeros(2 * 6 - 1, device=device)
+        q = torch.zeros(2, 2, 6, 16, device=device)
+        mask_mod, score_mod = {
+            "mask": (lambda b, h, q, k: ids[b, q] == ids[b, k], None),
+            "score": (causal, lambda score, b, h, q, k: score + table[q - k + 5]),
         }[which]
         try:
             flex_attention(q, q, q, score_mod, block_mask=cp.block_mask(mask_mod))
         except ValueError as error:
             return str(error)
     return "accepted"
+
+
+def causal(b, h, q, k):
+    return q >= k
 
 
 @pytest.mark.parametrize("which", ["mask", "score"])
@@ -248,11 +252,12 @@ def test_a_block_mask_that_is_not_of_the_row_is_refused(ranks, lengths):
         assert "cp.block_mask(mask_mod)" in message
 
 
-def run_kernel(case, options):
+def run_kernel(case, options, device="cpu"):
     """Return whole rows of `attention()` and its gradients by the flex kernel."""
     cp = ContextParallel(dist.group.WORLD, kernel="flex", **options)
-    inputs = case.inputs
-    with cp.step({"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1)}):
+    inputs = case.inputs.on(torch.device(device))
+    rows = {"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1, device=device)}
+    with cp.step(rows):
         layout = context.current().layout
 
         def local(x):
@@ -260,9 +265,7 @@ def run_kernel(case, options):
 
         leaves = [local(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
-        bias = case.bias
-        if bias is not None and bias.shape[2] > 1:
-            bias = local(bias)
+        bias = None if case.bias is None else local(case.bias).to(device)
         out = attention(
             *leaves, mask=case.mask, softcap=case.softcap, sinks=sinks, scale=case.scale, bias=bias
         )
@@ -273,7 +276,7 @@ def run_kernel(case, options):
         whole = {n: cp.unshard(x, dim=2) for n, x in found.items() if n != "dsinks"}
     if sinks is not None:
         whole["dsinks"] = cp.summed(found["dsinks"])
-    return whole
+    return {name: x.cpu() for name, x in whole.items()}
 
 
 def run_kernels(jobs):
@@ -323,20 +326,18 @@ class Model(torch.nn.Module):
         return self.head(x + mixed.transpose(1, 2).flatten(2))
 
 
-def train_against_alone(length):
+def train_against_alone(length, sharded):
     """Return the largest difference of loss and gradients between a step and whole rows alone."""
     cp = ContextParallel(dist.group.WORLD)
     torch.manual_seed(0)
     model = Model(length).double()
-    labels = torch.arange(2 * length).view(2, length) % 20
+    position = torch.arange(length)
+    ids = torch.stack([position // 7, (position + 3) // 5])
     batch = {
         "inputs_embeds": torch.randn(2, length, 8, dtype=torch.float64),
-        "labels": labels,
-        "document_ids": torch.arange(length).expand(2, -1) // 7,
+        "labels": torch.arange(2 * length).view(2, length) % 20,
+        "document_ids": ids,
     }
-    ids = batch["document_ids"]
-    ids = torch.stack([ids[0], (torch.arange(length) + 3) // 5])
-    batch["document_ids"] = ids
 
     def mask_mod(b, h, q, k):
         return (ids[b, q] == ids[b, k]) & (q >= k)
@@ -344,20 +345,26 @@ def train_against_alone(length):
     results = []
     for opened in (cp.alone, cp.step):
         model.zero_grad()
+        if sharded and opened == cp.step:
+            fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
         with opened(batch) as local:
             logits = model(local["inputs_embeds"], cp.block_mask(mask_mod))
             loss = lightning_cp.token_mean(logits, local["labels"])
         loss.backward()
         grads = {name: x.grad.clone() for name, x in model.named_parameters()}
         if opened == cp.step:
-            grads = {name: cp.averaged(x) for name, x in grads.items()}
+            grads = {
+                name: x.full_tensor() if sharded else cp.averaged(x) for name, x in grads.items()
+            }
         results.append({"loss": loss.detach(), **grads})
     return max(errors(results[1], results[0]).values())
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_a_learned_bias_is_trained_as_on_whole_rows(ranks, cp_size):
-    assert max(ranks(cp_size).run(train_against_alone, 29)) < 1e-10
+def test_a_learned_bias_is_trained_as_on_whole_rows(ranks, cp_size, sharded):
+    """Also with parameters that are whole only while a layer runs, and recomputes in backward."""
+    assert max(ranks(cp_size).run(train_against_alone, 29, sharded)) < 1e-10
 
 
 def keep_masks():
