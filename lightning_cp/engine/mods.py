@@ -87,22 +87,32 @@ class RowMask:
     heads: int | None = None
     block_size: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE)
     given: BlockMask | None = None
-    _tables: dict[object, BlockMask] = field(default_factory=dict, repr=False)
+    _kept: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def visible(self, device: torch.device) -> MaskMod:
         """Return a function that says what is visible, with the blocks that were given."""
         if self.given is None:
             return self.mask_mod
-        return _with_blocks(self.mask_mod, self.given, device)
+        if device not in self._kept:
+            self._kept[device] = _with_blocks(self.mask_mod, self.given, device)
+        found: MaskMod = self._kept[device]
+        return found
 
     def table(self, place: Place, *, batch: int, heads: int, device: torch.device) -> BlockMask:
-        """Return the block mask of a rank's queries with the keys of the row; made once."""
-        batch = self._size(self.batch, 0, batch)
-        heads = self._size(self.heads, 1, heads)
-        key = (place, batch, heads, device)
-        if key not in self._tables:
-            self._tables[key] = self._build(place, batch, heads, device)
-        return self._tables[key]
+        """Return the block mask of a rank's queries with the keys of the row.
+
+        Made once, and again if what the function captured has changed, as far as can be seen.
+        """
+        found = None if self.given is not None else identity_of(self.mask_mod)
+        key = (place, batch, heads, device, None if found is None else found[0])
+        if key not in self._kept:
+            if len(self._kept) >= 8:
+                self._kept.clear()
+            sizes = self._size(self.batch, 0, batch), self._size(self.heads, 1, heads)
+            # The tensors stay with it: the key holds their ids, which must not be reused.
+            self._kept[key] = (self._build(place, *sizes, device), found)
+        table: BlockMask = self._kept[key][0]
+        return table
 
     def _size(self, told: int | None, argument: int, size: int) -> int:
         if told is None:
