@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         set_rotate_method,
     )
     from lightning_cp.engine.attention import attention
+    from lightning_cp.engine.flex import flex_attention
     from lightning_cp.loss import token_mean
     from lightning_cp.mask import Mask
     from lightning_cp.parallel import ContextParallel
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "context_parallel",
     "context_parallel_unshard",
+    "flex_attention",
     "set_rotate_method",
     "token_mean",
     "verify",
@@ -45,6 +47,7 @@ _HOMES = {
     "attention": "lightning_cp.engine.attention",
     "context_parallel": "lightning_cp.dropin",
     "context_parallel_unshard": "lightning_cp.dropin",
+    "flex_attention": "lightning_cp.engine.flex",
     "set_rotate_method": "lightning_cp.dropin",
     "token_mean": "lightning_cp.loss",
     "verify": "lightning_cp.checks",

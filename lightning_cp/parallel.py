@@ -19,7 +19,9 @@ from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
 from lightning_cp.engine.attention import name_algorithm
-from lightning_cp.engine.kernels.select import KernelName, check_kernel
+from lightning_cp.engine.kernels.flex import MaskMod
+from lightning_cp.engine.kernels.select import KernelName, check_kernel, check_pair
+from lightning_cp.engine.mods import RowMask, RowMasks
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import Layout, LayoutName, build_layout, check_layout
 from lightning_cp.mask import Bounds, Mask
@@ -117,6 +119,7 @@ class ContextParallel:
         _check_balance(balance)
         check_algorithm(algorithm)
         check_kernel(kernel)
+        check_pair(kernel, algorithm)
         if algorithm == "ulysses" and ulysses_size is not None:
             raise ValueError(
                 f"algorithm='ulysses' swaps tokens for heads among all ranks, but ulysses_size="
@@ -140,6 +143,7 @@ class ContextParallel:
         self._decided: dict[str, int | None] = {}
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
         self._has_adapters = False
+        self._row_masks = RowMasks()
 
     @property
     def groups(self) -> Groups:
@@ -199,8 +203,8 @@ class ContextParallel:
     ) -> Iterator[dict[str, Any]]:
         """Work on the whole batch, on this rank only: what `step` is compared with.
 
-        SDPA calls are torch's own; attention() and token_mean() see whole rows, with the documents
-        and padding of the batch, by the reference kernel. No other rank takes part.
+        SDPA calls are torch's own; attention(), flex_attention() and token_mean() see whole rows,
+        with the documents and padding of the batch, in plain torch. No other rank takes part.
 
         Args:
             batch: the whole batch.
@@ -219,7 +223,7 @@ class ContextParallel:
             batch = batches.unpack_documents(batch, read)
         opened, whole = self._cut(batch, training, self._alone, stock=stock)
         context.forget_backward()
-        with context.activate(opened):
+        with context.activate(opened), dispatch.flex_detour:
             yield whole
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
@@ -336,6 +340,30 @@ class ContextParallel:
         """
         step = self._active("mask()")
         return StepMask(causal=causal, window=window, chunk=chunk, spans=spans, step=step)
+
+    def block_mask(
+        self,
+        mask_mod: MaskMod,
+        B: int | None = None,
+        H: int | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+    ) -> RowMask:
+        """Return what ``flex_attention(block_mask=...)`` takes inside the active step.
+
+        The arguments are those of torch's ``create_block_mask``, without lengths: no table of the
+        whole row is made, but that of this rank's queries, when a fused kernel needs it. Layers
+        share it, and so do steps, as long as nothing that the function captured has changed.
+
+        Args:
+            mask_mod: (batch, head, query, key) to whether the query sees the key, in positions of
+                the whole row. What it captures is of whole rows.
+            B: rows of the mask: 1 if all are alike. By default, we look whether the function asks.
+            H: heads of the mask, likewise.
+            BLOCK_SIZE: queries and keys of a block.
+        """
+        self._active("block_mask()")
+        size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+        return self._row_masks.find(mask_mod, batch=B, heads=H, block_size=size)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Return whole rows in their original order, without padding, on every rank.

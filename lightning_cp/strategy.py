@@ -38,7 +38,12 @@ from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.choices import check_choice
 from lightning_cp.context import IGNORED_LABEL, Step
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import KernelName, check_kernel, select_kernel
+from lightning_cp.engine.kernels.select import (
+    KernelName,
+    check_kernel,
+    check_pair,
+    select_kernel,
+)
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, token_weighted_logs
@@ -142,6 +147,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         check_layout(layout)
         check_algorithm(algorithm)
         check_kernel(kernel)
+        check_pair(kernel, algorithm)
         check_parameter_sharding(parameter_sharding)
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -524,6 +530,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _likely_kernel(self) -> tuple[str, str]:
         """Return the kernel for what most models ask for, and why; layers may ask for more."""
+        if self.context_parallel.kernel == "flex":
+            return "flex", "by its name"
         lowered = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
         first = next((p.dtype for p in self._module().parameters()), torch.float32)
         dtype = lowered.get(self.precision_plugin.precision, first)

@@ -23,6 +23,7 @@ EXAMPLES = {
     "a loop with FSDP2": ("docs/loops.md", 0, 5),
     "a Fabric loop": ("docs/loops.md", 1, 3),
     "a script for torch's prototype": ("docs/from-torch.md", 0, 5),
+    "FlexAttention": ("docs/flex.md", 0, 5),
     "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
     "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
 }
@@ -70,6 +71,32 @@ def test_no_example_is_left_out():
     pages = ["README.md", *(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
     found = {(page, i) for page in pages for i, _ in enumerate(blocks(page, "python"))}
     assert found == {(page, number) for page, number, _ in EXAMPLES.values()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
+def test_flex_attention_over_documents_is_that_of_one_device(ranks):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = subprocess.run(
+        [sys.executable, *launch, "examples/flex_documents.py"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.findall(r"^(\S+) +\d\.\de[-+]\d\d$", done.stdout, re.MULTILINE) == [
+        "loss",
+        "slopes",
+        "tokens.weight",
+        "qkv.weight",
+        "qkv.bias",
+        "head.weight",
+        "head.bias",
+    ]
+    assert "Same numbers" in done.stdout
 
 
 def test_files_named_in_the_docs_exist():

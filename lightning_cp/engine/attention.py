@@ -6,7 +6,7 @@ the row is what it is given.
 """
 
 import logging
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -14,16 +14,19 @@ from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
+from lightning_cp.engine.flex import RowCall, attend_row, build_row_call, place_of, swap_of
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import select_kernel
+from lightning_cp.engine.kernels.select import check_pair, select_kernel
 from lightning_cp.engine.plan import build_plan, resolve_algorithm
-from lightning_cp.engine.ulysses import SwappedCall, build_swap
+from lightning_cp.engine.ulysses import SwappedCall
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
 from lightning_cp.mesh import Groups
 from lightning_cp.sequence import pad_end
 
 _logger = logging.getLogger(__name__)
+
+AnyCall = Call | RowCall | SwappedCall
 
 
 @outside_graphs
@@ -84,9 +87,10 @@ def attention(
     if alibi is not None:
         _check_slopes(alibi, bias, q)
         bias = alibi
+    call: AnyCall
     if step is None:
         _check_tensors(q, k, v, sinks)
-        call: Call | SwappedCall = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
+        call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
     else:
         # Layers ask for the same again and again: what was checked and planned once is kept.
         kinds = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
@@ -102,15 +106,12 @@ def attention(
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    call: Call | SwappedCall,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: AnyCall
 ) -> Tensor:
     if isinstance(call, SwappedCall):
-        return call.attend(q, k, v, sinks, bias)
+        return call.attend(q, k, v, sinks, bias, partial(_attend, call=call.call))
+    if isinstance(call, RowCall):
+        return attend_row(q, k, v, sinks, bias, call)
     return attend(q, k, v, sinks, bias, call)
 
 
@@ -120,7 +121,7 @@ def _attend_padded(
     v: Tensor,
     sinks: Tensor | None,
     bias: Tensor | None,
-    call: Call | SwappedCall,
+    call: AnyCall,
     short: int,
 ) -> Tensor:
     """Add the padding that this rank's tensors do not show: all ranks move as many tokens."""
@@ -145,31 +146,33 @@ def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -
     return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
 
 
-def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call | SwappedCall:
-    """Plan a call of a step."""
+def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> AnyCall:
+    """Plan a call of a step; of the ``flex`` kernel nothing is to be planned."""
     _check_length(q, step)
     bounds = step.bounds(mask)
     _check_rows(bounds, q)
-    kernel = select_kernel(step.kernel, request)
-    inside, layout, rank, num_kv_heads = step.groups.inside, step.layout, step.cp_rank, k.shape[1]
-    swap = None
-    if inside.size > 1:
-        swap = build_swap(
-            layout, rank=rank, size=inside.size, num_heads=q.shape[1], num_key_heads=num_kv_heads
+    swap = swap_of(step, q, k)
+    place = place_of(step, swap)
+    if step.kernel == "flex":
+        check_pair(step.kernel, step.algorithm)
+        call: Call | RowCall = build_row_call(q, bounds, request.scores, step, place)
+        kernel = "flex"
+    else:
+        selected = select_kernel(step.kernel, request)
+        num_kv_heads = k.shape[1] if swap is None else swap.num_local_keys(step.groups.inside.rank)
+        plan = build_plan(
+            resolve_algorithm(step.algorithm),
+            layout=place.layout,
+            bounds=bounds,
+            rank=place.rank,
+            num_kv_heads=max(1, num_kv_heads),
         )
-        layout, rank = swap.layout, swap.rank
-        num_kv_heads = max(1, swap.num_local_keys(inside.rank))
-    plan = build_plan(
-        resolve_algorithm(step.algorithm),
-        layout=layout,
-        bounds=bounds,
-        rank=rank,
-        num_kv_heads=num_kv_heads,
-    )
+        call = Call(plan, step.groups.attend, selected, request.scores, step.uid)
+        kernel = selected.name
     if step.cp_rank == 0:
-        _say(name_algorithm(step.algorithm, step.groups), layout.name, kernel.name, step.cp_size)
-    call = Call(plan, step.groups.attend, kernel, request.scores, step.uid)
-    return call if swap is None else SwappedCall(swap, inside, call)
+        algorithm = name_algorithm(step.algorithm, step.groups)
+        _say(algorithm, step.layout.name, kernel, step.cp_size)
+    return call if swap is None else SwappedCall(swap, step.groups.inside, call)
 
 
 def name_algorithm(algorithm: str, groups: Groups) -> str:

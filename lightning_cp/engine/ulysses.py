@@ -8,7 +8,7 @@ beyond the group, if there are any, are met by the plan that comes between.
 Shapes: B batch, L tokens of this rank, T tokens of the group, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport
 from lightning_cp.compat import plain_functions
-from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.merge import accumulation_dtype
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range, union
@@ -122,6 +121,10 @@ def build_swap(layout: Layout, *, rank: int, size: int, num_heads: int, num_key_
     return Swap(merged, rank // size, tuple(moves), queries, keys, group)
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""Attention of q, k, v, sinks and bias."""
+
+
 @dataclass(frozen=True, eq=False)
 class SwappedCall:
     """A call of neighbours that swap tokens for heads, before and after.
@@ -129,24 +132,39 @@ class SwappedCall:
     Args:
         swap: who gets which heads.
         inside: the neighbours.
-        call: what is then to be done, by the layout of the swap.
+        call: what is then to be done, by the layout of the swap; who runs it knows its kind.
     """
 
     swap: Swap
     inside: Transport
-    call: Call
+    call: Any
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        attend: Attend,
     ) -> Tensor:
-        """Attend with all heads of this rank's tokens, [B, H, L, Dv]."""
+        """Attend with all heads of this rank's tokens, [B, H, L, Dv].
+
+        Args:
+            q: [B, H, L, D].
+            k: [B, K, L, D].
+            v: [B, K, L, Dv].
+            sinks: [H] or None.
+            bias: as in `attend.attend`.
+            attend: carries the call out, for this rank's heads of the neighbours' tokens.
+        """
         swap, inside = self.swap, self.inside
         heads = slice(*swap.query_heads[inside.rank])
         q, k, v = to_heads(q, k, v, swap, inside)
         sinks = None if sinks is None else sinks[heads]
         bias = None if bias is None else bias_to_heads(bias, swap, inside)
         if q.shape[1]:
-            out = attend(q, k, v, sinks, bias, self.call)
+            out = attend(q, k, v, sinks, bias)
         else:  # more ranks than heads: nothing to do, but a part in what all do in backward
             out = v if sinks is None else v + sinks.sum().to(v.dtype)
         return to_tokens(out, swap, inside)

@@ -146,7 +146,8 @@ def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     """Run a case on one rank: its part of out, dq, dk, dv, and its share of dsinks."""
     inputs, layout = case.inputs.on(transport.device), case.build_layout(transport.size)
     if case.ulysses > 1:
-        attend_ = build_swapped_call(case, transport).attend
+        swapped = build_swapped_call(case, transport)
+        attend_ = partial(swapped.attend, attend=partial(attend, call=swapped.call))
     else:
         attend_ = partial(attend, call=build_call(case, transport))
 
