@@ -142,6 +142,13 @@ def test_nothing_that_grows_with_the_square_is_kept_for_backward():
 
 
 def row_there_and_back(transport, layout, dtype):
+    reduce_scatter, dtypes = transport.reduce_scatter, []
+
+    def recording(out, x):
+        dtypes.append(x.dtype)
+        return reduce_scatter(out, x)
+
+    transport.reduce_scatter = recording
     generator = torch.Generator().manual_seed(transport.rank)
     k, v = (
         torch.randn(2, 3, layout.local_len, dim, generator=generator).to(dtype) for dim in (4, 5)
@@ -150,7 +157,9 @@ def row_there_and_back(transport, layout, dtype):
     k.requires_grad_(), v.requires_grad_()
     whole = _whole_row(k, v, way)
     grads = [torch.full_like(x, transport.rank + 1.0) for x in whole]
-    return [k, v], whole, torch.autograd.grad(whole, [k, v], grads)
+    found = torch.autograd.grad(whole, [k, v], grads)
+    assert dtypes == [torch.promote_types(dtype, torch.float32)]  # one sum, never lower
+    return [k, v], whole, found
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

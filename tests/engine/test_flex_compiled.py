@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from lightning_cp import ContextParallel
+from lightning_cp import ContextParallel, Mask
 from lightning_cp.engine import flex
 from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.base import Scores
@@ -149,11 +149,15 @@ def test_a_mask_is_not_compiled_again_for_another_batch(counter):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", cases.MASKS)
+def holes(batch, length):
+    return Mask(padding=(torch.arange(length) % 300 == 150).expand(batch, -1))
+
+
+@pytest.mark.parametrize("name", [*cases.MASKS, "holes"])
 def test_blocks_of_a_mask_are_those_of_its_pairs(name):
     """Full blocks are full, empty ones are empty, whatever the layout."""
     length = 700
-    bounds_of = cases.MASKS[name](2, length)
+    bounds_of = {**cases.MASKS, "holes": holes}[name](2, length)
     for layout_name, rank in [("zigzag", 0), ("zigzag", 1), ("contiguous", 2)]:
         layout = build_layout(layout_name, seq_len=length, cp_size=3)
         bounds, place = bounds_of.bounds(length, padded_len=layout.padded_len), Place(layout, rank)
