@@ -16,13 +16,16 @@ import numpy as np
 from lightning_cp.mask import IntArray, Range, union
 
 MIN_RANGE: Final = 128
-"""Shorter ranges make small kernels. Parts of less than 8 of them have ranges of an eighth."""
+"""Shorter ranges make small kernels."""
+
+NUM_BLOCKS: Final = 8
+"""Into how many blocks a part may be scattered; one is a range, also where that is a short one."""
 
 GOOD: Final = 1.02
 """Work of the dearest part over the mean up to which nothing more is tried."""
 
 TOLERABLE: Final = 1.05
-"""The same, up to which no part is scattered in blocks over the row."""
+"""The same, up to which no part is scattered over the row."""
 
 _NUM_WINDOWS = 1024
 _NUM_CROSSINGS = 8
@@ -53,8 +56,7 @@ def split_evenly(work_before: IntArray, num_parts: int) -> tuple[Ranges, ...]:
 
     There are less than ``2 * num_parts`` ranges, unless balance needs more. Each holds at least
     `MIN_RANGE` tokens, or an eighth of a part where that is less. The dearest part holds at most
-    `TOLERABLE` times the mean work, or the mean and the dearest block: parts are cut evenly into
-    as many blocks as such ranges fit in.
+    `TOLERABLE` times the mean work, or the mean and the dearest eighth of a part.
 
     Args:
         work_before: int64 [S + 1], the work of all positions before each; ``num_parts`` divides S.
@@ -66,10 +68,10 @@ def split_evenly(work_before: IntArray, num_parts: int) -> tuple[Ranges, ...]:
         [[(0, 2), (6, 8)], [(2, 6)]]
     """
     length = (len(work_before) - 1) // num_parts
-    min_size = max(1, min(MIN_RANGE, length // 8))
+    min_size = max(1, min(MIN_RANGE, length // NUM_BLOCKS))
     parts = _exchange(_take_windows(work_before, num_parts, min_size), work_before, min_size)
     if imbalance(parts, work_before) > TOLERABLE:
-        dealt = _exchange(_deal_blocks(work_before, num_parts, min_size), work_before, min_size)
+        dealt = _exchange(_deal_blocks(work_before, num_parts), work_before, min_size)
         parts = min(parts, dealt, key=lambda found: imbalance(found, work_before))
     return tuple(sorted(parts))  # neighbours share documents
 
@@ -83,7 +85,7 @@ def _take_windows(work_before: IntArray, num_parts: int, min_size: int) -> list[
         chain = _Chain(rest, work_before)
         start = _find_window(chain, length, min_size)
         if start is None:
-            return _deal_blocks(work_before, num_parts, min_size)
+            return _deal_blocks(work_before, num_parts)
         stop = start + length
         parts.append(_between(rest, start, stop))
         rest = _between(rest, 0, start) + _between(rest, stop, chain.size)
@@ -150,7 +152,7 @@ def _find_window(chain: _Chain, length: int, min_size: int) -> int | None:
     return int(np.append(start, ends)[best]) if np.isfinite(miss[best]) else None
 
 
-def _deal_blocks(work_before: IntArray, num_parts: int, min_size: int) -> list[Ranges]:
+def _deal_blocks(work_before: IntArray, num_parts: int) -> list[Ranges]:
     """Deal blocks out in rounds, the dearest one to the part that has the least work so far.
 
     Parts then differ by no more than the dearest block: one that is behind by d before a round gets
@@ -158,7 +160,7 @@ def _deal_blocks(work_before: IntArray, num_parts: int, min_size: int) -> list[R
     ahead.
     """
     length = (len(work_before) - 1) // num_parts
-    num_rounds = length // min_size
+    num_rounds = min(NUM_BLOCKS, length)
     # The blocks of a round have one size, so that parts stay equally long.
     sizes = np.diff(np.arange(num_rounds + 1) * length // num_rounds)
     sizes = np.sort(sizes).repeat(num_parts)
