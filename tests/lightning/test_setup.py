@@ -66,6 +66,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"layout": "round"}, "layout='round' is unknown"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
+        ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
     ],
 )
