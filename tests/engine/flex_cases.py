@@ -42,6 +42,8 @@ class Captured:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Captured":
+        # As parameters are kept: fused kernels sum their gradients in their own precision.
+        dtype = torch.promote_types(dtype, torch.float32)
         numbers = (x.to(device, dtype) for x in (self.slopes, self.table))
         return Captured(self.documents.to(device), self.prefix.to(device), *numbers)
 
@@ -204,7 +206,7 @@ def flex_whole(case: FlexCase) -> dict[str, Tensor]:
     ]
     score_mod, mask_mod = build(case.score, SCORES, captured), build(case.mask, MASKS, captured)
     if score_mod is not None:
-        scores = score_mod(scores, *where)
+        scores = score_mod(scores, *where).to(q.dtype)
     if mask_mod is not None:
         seen = mask_mod(*where) if case.mask != "both ways" else _same(captured.documents)
         scores = scores.masked_fill(~seen, float("-inf"))

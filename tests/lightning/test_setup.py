@@ -70,6 +70,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"balance_window": 0}, r"Mask\(window=0\): a window holds at least 1 key"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
+        ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
     ],
 )
