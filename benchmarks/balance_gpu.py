@@ -71,9 +71,10 @@ def compare(rows: Rows, seed: int) -> list[str]:
         layout = rows.lay_out(name, bounds)
         times = [time_of(Place(layout, rank)) for rank in range(rows.cp_size)]
         work, ideal = layout.work(bounds), whole / rows.cp_size
+        uneven = max(work) * len(work) / sum(work)
         lines.append(
             f"| {rows} | {name} | {whole:.1f} | {ideal:.2f} | {min(times):.2f} | "
-            f"{max(times):.2f} | {ideal / max(times):.2f} | {max(work) * len(work) / sum(work):.3f} |"
+            f"{max(times):.2f} | {ideal / max(times):.2f} | {uneven:.3f} |"
         )
     return lines
 
