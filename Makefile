@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all parity conformance lint bench clean
 
-demo: .venv/.installed
+demo: .venv/.installed-recipes
 	$(BIN)/python -m recipes.demo
 
 test: lint
@@ -37,6 +37,10 @@ bench: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/.installed-recipes: .venv/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes]"
 	touch $@
 
 .venv/.installed-dev: .venv/.installed

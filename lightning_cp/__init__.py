@@ -12,7 +12,13 @@ from lightning_cp.registration import register
 if TYPE_CHECKING:
     from lightning_cp.callback import ContextParallelCallback
     from lightning_cp.checks import verify
+    from lightning_cp.dropin import (
+        context_parallel,
+        context_parallel_unshard,
+        set_rotate_method,
+    )
     from lightning_cp.engine.attention import attention
+    from lightning_cp.engine.flex import flex_attention
     from lightning_cp.loss import token_mean
     from lightning_cp.mask import Mask
     from lightning_cp.parallel import ContextParallel
@@ -24,6 +30,10 @@ __all__ = [
     "ContextParallelStrategy",
     "Mask",
     "attention",
+    "context_parallel",
+    "context_parallel_unshard",
+    "flex_attention",
+    "set_rotate_method",
     "token_mean",
     "verify",
 ]
@@ -35,6 +45,10 @@ _HOMES = {
     "ContextParallelStrategy": "lightning_cp.strategy",
     "Mask": "lightning_cp.mask",
     "attention": "lightning_cp.engine.attention",
+    "context_parallel": "lightning_cp.dropin",
+    "context_parallel_unshard": "lightning_cp.dropin",
+    "flex_attention": "lightning_cp.engine.flex",
+    "set_rotate_method": "lightning_cp.dropin",
     "token_mean": "lightning_cp.loss",
     "verify": "lightning_cp.checks",
 }

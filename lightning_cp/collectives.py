@@ -44,6 +44,14 @@ class Transport(Protocol):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start filling ``out`` with the sum over ranks of their ``x[rank]``; ``x`` [size, ...]."""
 
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Callable[[], None]:
+        """Start sending the r-th part of ``x`` to rank r; the r-th part of ``out`` is what it sent.
+
+        Both are flat; the sizes of their parts may differ, and may be 0.
+        """
+
     def all_reduce(self, x: Tensor) -> None:
         """Replace ``x`` by its sum over the ranks, and wait."""
 
@@ -94,6 +102,15 @@ class GroupTransport:
             [compat.reduce_scatter_single(out.view(-1), x.view(-1), self.group)], [out, x]
         )
 
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Callable[[], None]:
+        """Start an all-to-all."""
+        work = dist.all_to_all_single(
+            out, x, list(out_sizes), list(sizes), group=self.group, async_op=True
+        )
+        return _Waiting([work], [out, x])
+
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the group."""
         dist.all_reduce(x, group=self.group)
@@ -125,6 +142,13 @@ class LoneTransport:
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Copy."""
         out.copy_(x[0])
+        return nothing
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Callable[[], None]:
+        """Copy."""
+        out.copy_(x)
         return nothing
 
     def all_reduce(self, x: Tensor) -> None:

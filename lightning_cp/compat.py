@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import wraps
+from inspect import signature
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -46,6 +48,11 @@ def num_process_groups() -> int:
     A group that only its members make is named by that number, so it must be the same on all.
     """
     return len(distributed_c10d._world.pg_names)
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Say whether a group has not been destroyed."""
+    return group in distributed_c10d._world.pg_map
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -94,6 +101,38 @@ def tensor_version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def swap_contents(a: Tensor, b: Tensor) -> None:
+    """Let two tensor objects change places: data, shape and history of gradients.
+
+    What autograd has saved stays with what it saved. ``torch.utils.swap_tensors`` does the same,
+    but refuses tensors that autograd has saved, and spoils leaves that require a gradient.
+    """
+    try:
+        torch._C._swap_tensor_impl(a, b)
+    except RuntimeError:  # refused because of a weak reference: autocast keeps them to what it cast
+        torch.clear_autocast_cache()
+        torch._C._swap_tensor_impl(a, b)
+
+
+_PROTOTYPE = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def prototype_balances() -> bool:
+    """Say whether torch's own context parallelism would balance causal work between ranks.
+
+    A private option of it, on unless a script has switched it off.
+    """
+    options = getattr(sys.modules.get(_PROTOTYPE), "_cp_options", None)
+    return bool(getattr(options, "enable_load_balance", True))
+
+
+def prototype_order(load_balancer: object) -> Tensor | None:
+    """Return where a load balancer of torch's says that each position lies among all shards."""
+    indices = getattr(load_balancer, "_generate_indices", None)
+    found = None if indices is None else indices(restore=True)
+    return found if isinstance(found, Tensor) else None
+
+
 def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     """Keep a function out of compiled graphs: torch.compile breaks around it.
 
@@ -140,6 +179,63 @@ def plain_functions() -> AbstractContextManager[None]:
     """Switch torch function modes off: what runs inside is nobody else's business."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return off
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Take torch function modes off: others that are entered inside work, unlike above."""
+    depth = torch._C._len_torch_function_stack()
+    modes = [overrides._pop_mode() for _ in range(depth)]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def copy_function(fn: Any) -> Callable[..., Any]:
+    """Return a Python function that stays what ``fn`` is now, whatever becomes of its code.
+
+    Its code is an object of its own: torch.compile counts by code how often it has compiled
+    something, and gives up after 8 times.
+    """
+    code = fn.__code__.replace()
+    copied = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copied.__kwdefaults__ = fn.__kwdefaults__
+    return copied
+
+
+class Detour:
+    """Send every call of a Python function elsewhere while entered, however it was imported.
+
+    The code of the function is exchanged, so that its callers, who hold the function itself, and
+    compiled callers, who trace its code, arrive at ``stand_in``. That one runs with the globals of
+    ``fn``, so it must import what it needs. torch.compile remembers the arguments of a function by
+    their names, so both must have the same; if they differ (another version), nothing happens.
+
+    Args:
+        fn: whose calls.
+        stand_in: where they go.
+    """
+
+    def __init__(self, fn: Any, stand_in: Any) -> None:
+        self._fn, self._depth = fn, 0
+        self._own, self._other = fn.__code__, stand_in.__code__
+        self.fits = _parameters(fn) == _parameters(stand_in)
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self.fits:
+            self._fn.__code__ = self._other
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._fn.__code__ = self._own
+
+
+def _parameters(fn: Any) -> list[tuple[str, object]]:
+    return [(name, kind.kind) for name, kind in signature(fn).parameters.items()]
 
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

@@ -7,11 +7,13 @@ which losses were computed.
 """
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from lightning_cp.collectives import Transport
@@ -94,6 +96,14 @@ class Step:
         return self.layout.cp_size
 
     @property
+    def held_len(self) -> int:
+        """Return how many tokens per row this rank's tensors have."""
+        return self.layout.held_len(self.cp_rank)
+
+    def learn(self, held_len: int) -> None:
+        """Hear how many tokens an attention call has, before it is looked at."""
+
+    @property
     def loss_groups(self) -> tuple[Transport, ...]:
         """Return the groups over which the loss is one mean.
 
@@ -127,7 +137,10 @@ class Step:
     def work_by_rank(self) -> list[int]:
         """Return how many pairs each rank's tokens see, over the masks that attention has met."""
         met = [self.layout.work(kept[0]) for key, kept in self.cache.items() if _is_bounds(key)]
-        return [sum(work[rank] for work in met) for rank in range(self.cp_size)]
+        work = [sum(one[rank] for one in met) for rank in range(self.cp_size)]
+        size = self.groups.inside.size  # neighbours that swap tokens for heads share their work
+        groups = [work[at : at + size] for at in range(0, self.cp_size, size)]
+        return [sum(group) // size for group in groups for _ in group]
 
 
 def _is_bounds(key: object) -> bool:
@@ -236,6 +249,54 @@ def check_recompute(step: Step | None) -> None:
         )
     if step is not None and _backward_of not in (None, step.uid):
         raise _recomputed_elsewhere()
+
+
+def check_recomputable(name: str, step: Step) -> None:
+    """Refuse torch's attention under reentrant checkpointing: recomputed, nobody would route it.
+
+    Args:
+        name: the function that was called.
+        step: the active step.
+    """
+    if torch.is_grad_enabled() or not step.training:
+        return
+    module = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe() if module is not None else None
+    while frame is not None and module is not None:
+        if frame.f_code is module.CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                f"{name}() was called under reentrant activation checkpointing inside a step. "
+                "Recomputed in backward it would see only this rank's tokens. Use "
+                "checkpoint(..., use_reentrant=False)."
+            )
+        frame = frame.f_back
+
+
+def check_lengths(name: str, query: Tensor, key: Tensor, step: Step) -> None:
+    """Refuse queries or keys that are not this rank's tokens.
+
+    Args:
+        name: the function that was called.
+        query: [..., tokens, head dim].
+        key: [..., tokens, head dim].
+        step: the active step.
+    """
+    local_len = step.held_len
+    if query.shape[-2] == key.shape[-2] == local_len:
+        return
+    tokens = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+    held = f"whose ranks hold {local_len} tokens each ({step.layout.seq_len} in all)"
+    if query.shape[-2] == local_len:
+        raise ValueError(
+            f"{name}() got {tokens} inside a step {held}. If the keys are the same on every rank "
+            "(cross-attention), say so: `with cp.unsharded():` around the call, or "
+            "cp.unsharded(module) once."
+        )
+    raise ValueError(
+        f"{name}() got {tokens} inside a step {held}. Feed the model what cp.step(...) yields. "
+        "Whole rows (generate(), a second model) go under `with cp.paused():`; a module that "
+        "attends over something else than the sequence is declared with cp.unsharded(module)."
+    )
 
 
 def check_mark(mark: Tensor, uid: int) -> None:

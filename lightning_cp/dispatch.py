@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a step is active, `F.scaled_dot_product_attention` means attention over the whole row.
+"""While a step is active, torch's attention functions mean attention over the whole row.
 
-Nothing is patched: a torch function mode sees every call, whichever way its caller imported the
-function, and ends with the step. Attention that it cannot serve is refused. What it cannot see:
-attention written out by hand (matmul, softmax, matmul), and SDPA inside TorchScript, inside the
-body of a custom operator or of a custom backward, and on other threads.
+`F.scaled_dot_product_attention` is not patched: a torch function mode sees every call, whichever
+way its caller imported the function, and ends with the step. `flex_attention` is Python, and checks
+its arguments before a mode sees any of it: meanwhile its code is another. Attention that cannot be
+served is refused. What is not seen: attention written out by hand (matmul, softmax, matmul), and
+SDPA inside TorchScript, inside the body of a custom operator or of a custom backward, and on other
+threads.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn import functional
+from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp import context
 from lightning_cp.compat import (
+    Detour,
     as_autocast,
     constant_in_graphs,
     never_compile_alone,
@@ -39,8 +42,50 @@ _sdpa = functional.scaled_dot_product_attention
 _multi_head = functional.multi_head_attention_forward
 
 
+def _to_flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Stand in for torch's flex_attention; its code runs with the globals of torch's module."""
+    from lightning_cp.engine.flex import flex_attention
+
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=return_aux,
+    )
+
+
+# While it is entered, calls of torch's flex_attention come to ours.
+flex_detour = Detour(torch_flex.flex_attention, _to_flex_attention)
+
+
 class _Dispatch(TorchFunctionMode):
     """Routes attention; lets every other torch function pass."""
+
+    def __enter__(self) -> "_Dispatch":
+        flex_detour.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        flex_detour.__exit__()
 
     def __torch_function__(
         self,
@@ -75,6 +120,8 @@ _kinds: dict[object, str] = {
     _aten: "sdpa",
     _aten.default: "sdpa",
     _multi_head: "multi-head",
+    # The compiler meets it while it compiles a backward.
+    torch.ops.higher_order.flex_attention_backward: "other",
 }
 
 
@@ -106,7 +153,7 @@ def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):
         return
-    local_len, hidden = step.layout.local_len, False
+    local_len, hidden = step.held_len, False
     if name == "conv1d":
         width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
         hidden = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
@@ -165,14 +212,15 @@ def _attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    _check_recomputable(step)
+    step.learn(query.shape[-2])
+    context.check_recomputable("scaled_dot_product_attention", step)
     if dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention(dropout_p={dropout_p}) inside a step: attention dropout "
             "is not exact when a row is shared by several ranks. Set it to 0 (in "
             "nn.MultiheadAttention and nn.TransformerEncoderLayer: dropout=0.0), or call eval()."
         )
-    _check_lengths(query, key, step)
+    context.check_lengths("scaled_dot_product_attention", query, key, step)
     if is_causal and attn_mask is not None:
         raise ValueError("scaled_dot_product_attention(): give attn_mask or is_causal, not both.")
     lead = query.shape[:-3]
@@ -192,22 +240,6 @@ def _attend(
         return out.reshape(*lead, *query.shape[len(lead) : -1], value.shape[-1])
 
 
-def _check_recomputable(step: Step) -> None:
-    """Refuse SDPA under reentrant checkpointing: when it is recomputed nobody would route it."""
-    if torch.is_grad_enabled() or not step.training:
-        return
-    module = sys.modules.get("torch.utils.checkpoint")
-    frame = sys._getframe() if module is not None else None
-    while frame is not None and module is not None:
-        if frame.f_code is module.CheckpointFunction.forward.__code__:
-            raise RuntimeError(
-                "scaled_dot_product_attention() was called under reentrant activation "
-                "checkpointing inside a step. Recomputed in backward it would see only this rank's "
-                "tokens. Use checkpoint(..., use_reentrant=False)."
-            )
-        frame = frame.f_back
-
-
 def _four_dims(x: Tensor) -> Tensor:
     """Return [batch, heads, tokens, head dim], whatever comes before the tokens."""
     if x.dim() == 4:
@@ -216,29 +248,9 @@ def _four_dims(x: Tensor) -> Tensor:
     return x.reshape(-1, heads, *x.shape[-2:])
 
 
-def _check_lengths(query: Tensor, key: Tensor, step: Step) -> None:
-    local_len = step.layout.local_len
-    if query.shape[-2] == key.shape[-2] == local_len:
-        return
-    tokens = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-    held = f"whose ranks hold {local_len} tokens each ({step.layout.seq_len} in all)"
-    if query.shape[-2] == local_len:
-        raise ValueError(
-            f"scaled_dot_product_attention() got {tokens} inside a step {held}. If the keys are "
-            "the same on every rank (cross-attention), say so: `with cp.unsharded():` around the "
-            "call, or cp.unsharded(module) once."
-        )
-    raise ValueError(
-        f"scaled_dot_product_attention() got {tokens} inside a step {held}. Feed the model what "
-        "cp.step(...) yields. Whole rows (generate(), a second model) go under "
-        "`with cp.paused():`; a module that attends over something else than the sequence is "
-        "declared with cp.unsharded(module)."
-    )
-
-
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     """Turn an attn_mask into what is added to the scores of this rank's queries with all keys."""
-    layout = step.layout
+    layout, local_len = step.layout, step.held_len
     if type(mask) not in (Tensor, nn.Parameter):
         raise TypeError(
             f"attn_mask is a {type(mask).__name__}, which stands for more than its numbers. Give a "
@@ -250,19 +262,21 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
             "is not trained; a trained position bias is not supported inside a step."
         )
     rows, columns = mask.shape[-2:]
-    if layout.seq_len == layout.local_len < layout.padded_len:
+    lengths = {layout.held_len(rank) for rank in range(layout.cp_size)}
+    # Ranks that hold different numbers of tokens must not read one mask in two ways.
+    if layout.cp_size > 1 and (layout.seq_len in lengths or (len(lengths) > 1 and 1 in lengths)):
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} is ambiguous: a row of {layout.seq_len} "
-            f"tokens is as short as the {layout.local_len} that each rank holds. Give longer rows, "
+            f"tokens is too short beside the {max(lengths)} that a rank holds. Give longer rows, "
             "or no mask."
         )
-    if rows == 1 and columns == layout.local_len != layout.seq_len:
+    if rows == 1 and columns == local_len != layout.seq_len:
         mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
     elif columns == 1:
         mask = mask.expand(*mask.shape[:-1], layout.seq_len)
     elif columns != layout.seq_len:
         _refuse_mask(mask, step)
-    if rows not in (1, layout.local_len):
+    if rows not in (1, local_len):
         if rows != layout.seq_len:
             _refuse_mask(mask, step)
         mask = shard(mask, -2, layout=layout, rank=step.cp_rank)
@@ -280,7 +294,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
 
 
 def _refuse_mask(mask: Tensor, step: Step) -> None:
-    local_len, seq_len = step.layout.local_len, step.layout.seq_len
+    local_len, seq_len = step.held_len, step.layout.seq_len
     raise ValueError(
         f"attn_mask has shape {tuple(mask.shape)} inside a step whose ranks hold {local_len} of "
         f"{seq_len} tokens. A mask of this rank's queries needs the keys of the whole row: "

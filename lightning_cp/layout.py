@@ -7,7 +7,7 @@ them. Pure integers, no process group: any rank can answer for any other.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
@@ -31,10 +31,12 @@ class Layout:
 
     Args:
         name: what it is called.
-        seq_len: tokens in a row.
+        seq_len: tokens of a row, without padding.
         owned: for each rank, the ranges that it holds.
         work_imbalance: work of the busiest rank over the mean, under the mask for which the layout
             was balanced; None for one that does not look at work.
+        shows_padding: whether shards contain the padding. If not, the tensors of some ranks are
+            shorter, and attention adds it for itself.
 
     Example:
         >>> layout = build_layout("zigzag", seq_len=7, cp_size=2)
@@ -46,6 +48,7 @@ class Layout:
     seq_len: int
     owned: tuple[tuple[Range, ...], ...]
     work_imbalance: float | None = None
+    shows_padding: bool = True
 
     @property
     def cp_size(self) -> int:
@@ -62,6 +65,19 @@ class Layout:
         """Return the length of a row with its padding."""
         return self.local_len * self.cp_size
 
+    def held_len(self, rank: int) -> int:
+        """Return how many tokens per row the tensors of ``rank`` have.
+
+        Example:
+            >>> layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
+            >>> layout.local_len, layout.held_len(0), layout.held_len(1)
+            (4, 3, 4)
+        """
+        if self.shows_padding:
+            return self.local_len
+        row = Range(0, self.seq_len)
+        return sum(part.meet(row).size for part in self.owned[rank])
+
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """Return what ``rank`` owns, in the order in which it holds it."""
         return self.owned[rank]
@@ -71,8 +87,8 @@ class Layout:
         return torch.cat([torch.arange(part.start, part.stop) for part in self.owned[rank]])
 
     def is_real(self, rank: int) -> Tensor:
-        """Return which tokens that ``rank`` holds are the row's, not our padding, bool [L]."""
-        return self.positions(rank) < self.seq_len
+        """Return which tokens in tensors of ``rank`` are the row's, not our padding, bool [L]."""
+        return self.positions(rank)[: self.held_len(rank)] < self.seq_len
 
     @cached_property
     def order(self) -> Tensor:
@@ -128,7 +144,12 @@ def check_layout(name: str) -> None:
 
 
 def build_layout(
-    name: str, *, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] | None = None
+    name: str,
+    *,
+    seq_len: int,
+    cp_size: int,
+    bounds: Callable[[], Bounds] | None = None,
+    shows_padding: bool = True,
 ) -> Layout:
     """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks.
 
@@ -140,6 +161,7 @@ def build_layout(
         cp_size: ranks that share it.
         bounds: works out the mask under which ranks shall have equal work; not called by layouts
             that do not look at it. None stands for rows that are causal and nothing else.
+        shows_padding: whether shards contain the padding.
 
     Example:
         >>> documents = torch.tensor([0] * 6 + [1, 2])
@@ -156,6 +178,16 @@ def build_layout(
             "The batch holds rows of length 0: there is nothing to attend to. "
             "Leave such batches out, in the data set or in the collate function."
         )
+    layout = _choose(name, seq_len, cp_size, bounds)
+    if shows_padding:
+        return layout
+    # What is left out of a shard is added at its end again: positions must rise along it.
+    rising = [list(parts) == sorted(parts) for parts in layout.owned]
+    assert all(rising)  # noqa: S101  so they do in every layout that is built here
+    return replace(layout, shows_padding=False)
+
+
+def _choose(name: str, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] | None) -> Layout:
     if name == "contiguous":
         return _contiguous(seq_len, cp_size)
     zigzag = _zigzag(seq_len, cp_size)

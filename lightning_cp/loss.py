@@ -145,7 +145,7 @@ def _by_position(losses: Tensor, targets: Tensor, step: Step | None) -> Tensor |
     if step is None or not step.position_edges:
         return None
     edges = torch.tensor(step.position_edges, device=losses.device)
-    places = step.layout.positions(step.cp_rank).to(losses.device)
+    places = step.layout.positions(step.cp_rank)[: targets.shape[1]].to(losses.device)
     bucket = torch.bucketize(places, edges, right=True).expand_as(targets).flatten()
     pairs = torch.stack([losses.detach().double(), (targets.flatten() != IGNORED_LABEL).double()])
     return pairs.new_zeros(2, len(edges) + 1).index_add_(1, bucket, pairs)
@@ -185,10 +185,10 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
     if step is None:
         return shift_labels(labels, None) if shift else labels
     layout = step.layout
-    if labels.shape[1] != layout.local_len:
+    if labels.shape[1] != step.held_len:
         raise ValueError(
             f"The loss got {labels.shape[1]} tokens per row inside a step whose ranks hold "
-            f"{layout.local_len} each. Whole rows go under `with cp.paused():`."
+            f"{step.held_len} each. Whole rows go under `with cp.paused():`."
         )
     if not shift:
         ours = ~layout.is_real(step.cp_rank).to(labels.device)

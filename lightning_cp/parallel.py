@@ -18,7 +18,10 @@ from lightning_cp.batch import WholeBatch
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
-from lightning_cp.engine.kernels.select import KernelName, check_kernel
+from lightning_cp.engine.attention import name_algorithm
+from lightning_cp.engine.kernels.flex import MaskMod
+from lightning_cp.engine.kernels.select import KernelName, check_kernel, check_pair
+from lightning_cp.engine.mods import RowMask, RowMasks
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import Layout, LayoutName, build_layout, check_layout
 from lightning_cp.mask import Bounds, Mask
@@ -73,11 +76,15 @@ class ContextParallel:
     too (``ContextParallel(None)``) and walks the same code.
 
     Args:
-        mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process.
+        mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process. A
+            2-D mesh (between nodes, inside a node) stands for ``ulysses_size`` ranks inside.
         data: the ranks that hold other rows, if there are any; the loss is a mean over both.
         layout: who owns which tokens. ``auto`` is ``zigzag``, or ``balanced`` where documents and
             padding would give some ranks more work than others.
-        algorithm: how keys travel. ``auto`` is ``gather``.
+        algorithm: how keys travel. ``auto`` is ``gather``; ``ulysses`` swaps tokens for heads among
+            all ranks.
+        ulysses_size: how many neighbouring ranks swap tokens for heads first, so that keys travel
+            by the algorithm only between such neighbourhoods: the devices of a node, say.
         kernel: what computes attention. ``auto`` takes the fastest that can.
         sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
             dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
@@ -102,6 +109,7 @@ class ContextParallel:
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
+        ulysses_size: int | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
         balance: Mask | None = None,
         check_batches: int = 8,
@@ -111,6 +119,13 @@ class ContextParallel:
         _check_balance(balance)
         check_algorithm(algorithm)
         check_kernel(kernel)
+        check_pair(kernel, algorithm)
+        if algorithm == "ulysses" and ulysses_size is not None:
+            raise ValueError(
+                f"algorithm='ulysses' swaps tokens for heads among all ranks, but ulysses_size="
+                f"{ulysses_size} says among how many. Leave it out; or name what keys do between "
+                "neighbourhoods: algorithm='gather' or 'ring'."
+            )
         self.layout = layout
         self.algorithm = algorithm
         self.kernel = kernel
@@ -118,11 +133,22 @@ class ContextParallel:
         self.balance = balance
         self.check_batches = check_batches
         self.position_edges: tuple[int, ...] = ()
-        self._groups = build_groups(mesh, data=data, timeout=timeout)
+        self._groups = build_groups(
+            mesh,
+            data=data,
+            ulysses_size="all" if algorithm == "ulysses" else ulysses_size,
+            timeout=timeout,
+        )
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
         self._has_adapters = False
+        self._row_masks = RowMasks()
+
+    @property
+    def groups(self) -> Groups:
+        """Return whom this rank works with."""
+        return self._groups
 
     @property
     def cp_size(self) -> int:
@@ -133,6 +159,10 @@ class ContextParallel:
     def cp_rank(self) -> int:
         """Return this rank's place among them."""
         return self._groups.context.rank
+
+    def describe_algorithm(self) -> str:
+        """Return how tokens meet: ``gather``, ``ulysses``, ``ulysses x ring`` ..."""
+        return name_algorithm(self.algorithm, self._groups)
 
     @contextmanager
     def step(
@@ -153,13 +183,19 @@ class ContextParallel:
             not shifted.
         """
         training = torch.is_grad_enabled() if training is None else training
+        opened, local = self._open(batch, training)
+        with self.entered(opened):
+            yield local
+
+    @contextmanager
+    def entered(self, opened: Step) -> Iterator[None]:
+        """Make a step that was built elsewhere the active one, with all that belongs to it."""
         if not self._has_adapters:  # not earlier: models may be imported after this was built
             adapters.load_adapters()
             self._has_adapters = True
-        opened, local = self._open(batch, training)
         context.forget_backward()
         with context.activate(opened), dispatch.enabled(), checkpoint_contexts(_recompute):
-            yield local
+            yield
 
     @contextmanager
     def alone(
@@ -167,8 +203,8 @@ class ContextParallel:
     ) -> Iterator[dict[str, Any]]:
         """Work on the whole batch, on this rank only: what `step` is compared with.
 
-        SDPA calls are torch's own; attention() and token_mean() see whole rows, with the documents
-        and padding of the batch, by the reference kernel. No other rank takes part.
+        SDPA calls are torch's own; attention(), flex_attention() and token_mean() see whole rows,
+        with the documents and padding of the batch, in plain torch. No other rank takes part.
 
         Args:
             batch: the whole batch.
@@ -187,17 +223,44 @@ class ContextParallel:
             batch = batches.unpack_documents(batch, read)
         opened, whole = self._cut(batch, training, self._alone, stock=stock)
         context.forget_backward()
-        with context.activate(opened):
+        with context.activate(opened), dispatch.flex_detour:
             yield whole
 
     def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
-        groups, problem, fingerprint = self._groups, None, agreement.Fingerprint()
-        compare = self._num_batches[training] < self.check_batches
-        self._num_batches[training] += 1
+        compare, problem = self.count_batch(training), None
         try:
-            opened, local = self._cut(batch, training, groups, checked=compare)
-            fingerprint = agreement.build_fingerprint(batch, values=compare)
+            opened, local = self._cut(batch, training, self._groups, checked=compare)
+        except Exception as error:  # noqa: BLE001  raised below, when all ranks know
+            problem = error
+        self.agree(batch, problem, training=training, values=compare)
+        return opened, local
+
+    def count_batch(self, training: bool) -> bool:
+        """Count a batch, and say whether the ranks compare what it holds."""
+        self._num_batches[training] += 1
+        return self._num_batches[training] <= self.check_batches
+
+    def agree(
+        self,
+        batch: Mapping[str, Any],
+        problem: Exception | None,
+        *,
+        training: bool,
+        values: bool,
+    ) -> None:
+        """Raise, on all ranks together, what is wrong with a batch on one, or between them.
+
+        Args:
+            batch: the whole batch.
+            problem: why this rank refuses it, if it does.
+            training: as in `step`.
+            values: whether to compare contents too.
+        """
+        groups, fingerprint = self._groups, agreement.Fingerprint()
+        try:
+            if problem is None:
+                fingerprint = agreement.build_fingerprint(batch, values=values)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
         problem = agreement.agree(fingerprint, problem, groups.context)
@@ -205,7 +268,6 @@ class ContextParallel:
             problem = agreement.agree_beside(problem, groups.data)
         if problem is not None:
             raise problem
-        return opened, local
 
     def _cut(
         self,
@@ -279,6 +341,30 @@ class ContextParallel:
         step = self._active("mask()")
         return StepMask(causal=causal, window=window, chunk=chunk, spans=spans, step=step)
 
+    def block_mask(
+        self,
+        mask_mod: MaskMod,
+        B: int | None = None,
+        H: int | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+    ) -> RowMask:
+        """Return what ``flex_attention(block_mask=...)`` takes inside the active step.
+
+        The arguments are those of torch's ``create_block_mask``, without lengths: no table of the
+        whole row is made, but that of this rank's queries, when a fused kernel needs it. Layers
+        share it, and so do steps, as long as nothing that the function captured has changed.
+
+        Args:
+            mask_mod: (batch, head, query, key) to whether the query sees the key, in positions of
+                the whole row. What it captures is of whole rows.
+            B: rows of the mask: 1 if all are alike. By default, we look whether the function asks.
+            H: heads of the mask, likewise.
+            BLOCK_SIZE: queries and keys of a block.
+        """
+        self._active("block_mask()")
+        size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+        return self._row_masks.find(mask_mod, batch=B, heads=H, block_size=size)
+
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Return whole rows in their original order, without padding, on every rank.
 
@@ -290,10 +376,10 @@ class ContextParallel:
             dim: the sequence dim.
         """
         step = self._active("unshard()")
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.layout.local_len:
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.held_len:
             raise ValueError(
                 f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
-                f"{step.layout.local_len} tokens per row: give the dim that has that length."
+                f"{step.held_len} tokens per row: give the dim that has that length."
             )
         groups, layout = step.groups, step.layout
         return unshard(x, dim, layout=layout, transport=groups.context, uid=step.uid)
@@ -304,7 +390,14 @@ class ContextParallel:
         Dicts, lists and tuples are gone through, and keep their types. Keys that ``sequence_dims``
         names follow it. A tensor that has this rank's length elsewhere is refused.
         """
-        return self._whole(output, "", self._active("unshard_all()"))
+        step = self._active("unshard_all()")
+        layout = step.layout
+        if not layout.shows_padding and layout.seq_len < layout.padded_len:
+            raise ValueError(
+                f"cp.unshard_all() goes by shapes, and {layout.seq_len} tokens are not as many on "
+                f"each of {layout.cp_size} ranks. Name the tensors: cp.unshard(x, dim)."
+            )
+        return self._whole(output, "", step)
 
     def _whole(self, output: Any, name: str, step: Step) -> Any:
         if isinstance(output, Tensor):
@@ -322,7 +415,7 @@ class ContextParallel:
         return output
 
     def _whole_tensor(self, x: Tensor, name: str, step: Step) -> Tensor:
-        local_len = step.layout.local_len
+        local_len = step.held_len
         if name in self.sequence_dims:
             dim = self.sequence_dims[name]
             return x if dim is None else self.unshard(x, dim)

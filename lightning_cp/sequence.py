@@ -20,6 +20,8 @@ from lightning_cp.mask import NO_DOCUMENT, Range
 def shard(x: Tensor, dim: int, *, layout: Layout, rank: int, fill: float = 0) -> Tensor:
     """Return what ``rank`` holds of ``x`` along ``dim``; differentiable.
 
+    What ``x`` has beyond the row is left out.
+
     Example:
         >>> from lightning_cp.layout import build_layout
         >>> shard(torch.arange(7), 0, layout=build_layout("zigzag", seq_len=7, cp_size=2), rank=0)
@@ -30,7 +32,7 @@ def shard(x: Tensor, dim: int, *, layout: Layout, rank: int, fill: float = 0) ->
     for held in layout.ranges(rank):
         kept = held.meet(row)
         parts.append(x.narrow(dim, min(kept.start, layout.seq_len), kept.size))
-        if kept.size < held.size:
+        if kept.size < held.size and layout.shows_padding:
             shape = list(x.shape)
             shape[dim] = held.size - kept.size
             parts.append(x.new_full(shape, fill))
@@ -51,10 +53,21 @@ def unshard(x: Tensor, dim: int, *, layout: Layout, transport: Transport, uid: i
         transport: the ranks that share the row.
         uid: the step that ``x`` belongs to.
     """
+    if not layout.shows_padding:
+        x = pad_end(x, dim, layout.local_len - x.shape[dim])
     whole: Tensor = _Unshard.apply(  # type: ignore[no-untyped-call]
         x, dim % x.dim(), layout, transport, uid
     )
     return whole
+
+
+def pad_end(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return ``x`` with so many zeros after its end along ``dim``; differentiable."""
+    if size == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 class _Unshard(torch.autograd.Function):

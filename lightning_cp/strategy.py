@@ -38,8 +38,13 @@ from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.choices import check_choice
 from lightning_cp.context import IGNORED_LABEL, Step
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import KernelName, check_kernel, select_kernel
-from lightning_cp.engine.plan import AlgorithmName, check_algorithm, resolve_algorithm
+from lightning_cp.engine.kernels.select import (
+    KernelName,
+    check_kernel,
+    check_pair,
+    select_kernel,
+)
+from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, token_weighted_logs
 from lightning_cp.loss import global_mean
@@ -47,6 +52,7 @@ from lightning_cp.mask import Mask
 from lightning_cp.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
+    ContextSize,
     Sizes,
     build_mesh,
     gather_objects,
@@ -78,11 +84,13 @@ class ContextParallelStrategy(ModelParallelStrategy):
     have computed.
 
     Args:
-        context_parallel_size: how many ranks share a row. ``auto`` is the devices of one node.
+        context_parallel_size: how many ranks share a row. ``auto`` is the devices of one node. A
+            pair (inside, between), as (8, 4), is for rows that several nodes share: inside a node
+            ranks swap tokens for heads (Ulysses), and keys travel by the algorithm between nodes.
         data_parallel_size: how many groups of ranks hold different rows. ``auto`` is the rest.
         tensor_parallel_size: only 1 so far.
         layout: who owns which tokens: ``zigzag``, ``balanced``, ``contiguous``, or ``auto``.
-        algorithm: how keys travel: ``gather``, ``ring``, or ``auto``.
+        algorithm: how keys travel: ``gather``, ``ring``, ``ulysses``, or ``auto``.
         kernel: what computes attention; ``auto`` takes the fastest that can.
         sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
             to keep one whole.
@@ -111,7 +119,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def __init__(
         self,
-        context_parallel_size: int | Literal["auto"] = "auto",
+        context_parallel_size: ContextSize = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | Literal["auto"] = 1,
         layout: LayoutName = "auto",
@@ -139,6 +147,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         check_layout(layout)
         check_algorithm(algorithm)
         check_kernel(kernel)
+        check_pair(kernel, algorithm)
         check_parameter_sharding(parameter_sharding)
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -278,10 +287,11 @@ class ContextParallelStrategy(ModelParallelStrategy):
             self._context_parallel = ContextParallel(
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
+                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
                 timeout=self._timeout,
                 **self._options,
             )
-            self._warn_of_spread()
+            self._warn_of_spread(sizes)
         self._module()._device_mesh = self._device_mesh
 
     def _check_precision(self) -> None:
@@ -293,11 +303,12 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 f"one of {', '.join(PRECISIONS)}."
             )
 
-    def _warn_of_spread(self) -> None:
+    def _warn_of_spread(self, sizes: Sizes) -> None:
         """Warn where ranks that share a row lie in different nodes though one would hold them."""
         mine = f"{socket.gethostname()} (node {self.node_rank})"
         hosts = gather_objects(self.shard_mesh, mine)
-        cp_size, per_node = self.context_parallel_size, self.num_processes
+        per_node = self.num_processes
+        cp_size = sizes.ulysses if sizes.ulysses > 1 else sizes.context
         groups = [hosts[at : at + cp_size] for at in range(0, len(hosts), cp_size)]
         spread = [sorted(set(group)) for group in groups if len(set(group)) > 1]
         if not spread or cp_size > per_node:
@@ -503,7 +514,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         layout = "zigzag" if cp.layout == "auto" else cp.layout
         chosen = {
             "layout": (layout, "or balanced, by the documents and padding of each batch"),
-            "algorithm": (resolve_algorithm(cp.algorithm), "fewest and largest kernel calls"),
+            "algorithm": (cp.describe_algorithm(), "fewest and largest kernel calls"),
             "kernel": self._likely_kernel(),
         }
         said = ", ".join(
@@ -519,6 +530,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _likely_kernel(self) -> tuple[str, str]:
         """Return the kernel for what most models ask for, and why; layers may ask for more."""
+        if self.context_parallel.kernel == "flex":
+            return "flex", "by its name"
         lowered = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
         first = next((p.dtype for p in self._module().parameters()), torch.float32)
         dtype = lowered.get(self.precision_plugin.precision, first)

@@ -17,7 +17,7 @@ import time
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +42,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import recipes.data  # its classes are then known by their short names
 from lightning_cp import ContextParallelCallback
+from lightning_cp.checkpoint import aside_of
 from recipes.module import CausalLMModule
 
 HELP: Final = """\
@@ -106,6 +107,8 @@ class RecipesCLI(LightningCLI):
         for name in ("test_dataloader", "predict_dataloader"):
             if not is_overridden(name, self.datamodule, LightningDataModule):
                 setattr(self.datamodule, name, self.datamodule.val_dataloader)
+        for saver in self.trainer.checkpoint_callbacks:
+            _put_back(getattr(saver, "dirpath", None))
 
     def predict(self, **options: Any) -> None:
         """Predict, and write what each data rank has found."""
@@ -117,6 +120,14 @@ class RecipesCLI(LightningCLI):
             file /= f"{strategy.data_parallel_rank}.pt"
             torch.save(found, file)
             print(f"predictions written to {file}")
+
+
+def _put_back(folder: str | None) -> None:
+    """Give a checkpoint its name again if a run was killed while another one took it."""
+    last = Path(folder or ".") / "last.ckpt"
+    if not last.exists():
+        with suppress(OSError):  # mostly there is none; or another rank was faster
+            aside_of(last).rename(last)
 
 
 class Requeue(Callback):

@@ -1,173 +1,298 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: two CPU ranks share rows of a small transformer; one process does the same alone.
+"""`make demo`: two CPU ranks train on rows of which each holds half; one process does so alone.
 
-Prints loss and gradient differences for plain, packed and padded rows, in float64, and exits with 1
-if one is larger than rounding can explain. No download: the text is Python's own json decoder.
+Runs the commands that a user would run, shows them, and writes `demo/report.md` (`report.py`). No
+download: the model is small and new, the text is Python's own standard library. Exit status 1 if a
+command fails, among them the check before the first step, or if the two loss curves differ.
 """
 
-import json.decoder
+import argparse
+import json
+import logging
+import os
+import shlex
+import shutil
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_cp import ContextParallel, Mask, token_mean
-from lightning_cp.engine.plan import AlgorithmName
-from recipes.tiny import Attend, TinyLM
+from lightning_cp.layout import build_layout
+from lightning_cp.mask import Mask
+from recipes.report import Generated, Run, largest_difference, read_run, write_report
 
-RANKS = 2
-LENGTH = 301  # odd on purpose
-TOLERANCE = 1e-10
-ALGORITHMS: tuple[AlgorithmName, ...] = ("gather", "ring")
-Step = dict[str, Tensor]
-
-
-def build_model() -> TinyLM:
-    """Build the same model in every process."""
-    torch.manual_seed(0)
-    return TinyLM(vocab_size=256, dim=64, num_layers=4, window=40).double()
+RANKS: Final = 2
+TOLERANCE: Final = 1e-4
+PROMPT: Final = "def __init__(self"
+LAPTOP: Final = Path(__file__).parent / "configs" / "laptop.yaml"
 
 
-def build_batches() -> dict[str, dict[str, Tensor]]:
-    """Cut the text into two rows: plain, as packed documents, and padded on the left."""
-    text = Path(json.decoder.__file__).read_bytes()[: 2 * LENGTH]
-    tokens = torch.tensor(list(text)).view(2, LENGTH)
-    newline = tokens == ord("\n")
-    documents = (newline.cumsum(1) - newline.long()) // 3  # three lines are a document
-    padding = torch.arange(LENGTH) < torch.tensor([[60], [170]])
-    return {
-        "plain": {"input_ids": tokens, "labels": tokens},
-        "packed": {"input_ids": tokens, "labels": tokens, "document_ids": documents},
-        "padded": {
-            "input_ids": tokens,
-            "labels": tokens.masked_fill(padding, -100),
-            "attention_mask": (~padding).long(),
-        },
+# ---------------------------------------------------------------- what the runs use
+
+
+class Bar(TQDMProgressBar):
+    """Shows loss, tokens/s and memory, so that they fit into a line."""
+
+    SHOWN: Final = {
+        "train_loss": ("loss", "{:.4f}"),
+        "tokens_per_second": ("tokens/s", "{:.0f}"),
+        "peak_memory_gb": ("memory", "{:.2f} GB"),
     }
 
-
-def attend_dense(batch: dict[str, Tensor]) -> Attend:
-    """Return plain attention with a dense mask, as one would write it for one process."""
-    length = batch["input_ids"].shape[1]
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = (distance >= 0)[None]
-    if "document_ids" in batch:
-        seen = seen & (batch["document_ids"][:, :, None] == batch["document_ids"][:, None])
-    if "attention_mask" in batch:
-        seen = seen & (batch["attention_mask"][:, None] == 1)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
-        window = mask.window if isinstance(mask.window, int) else length
-        visible = (seen & (distance < window)).unsqueeze(1)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
-        sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-        return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ v
-
-    return attend
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return what stands at the end of the line."""
+        there = super().get_metrics(trainer, pl_module)
+        named = {name: there[name] for name in self.SHOWN if name in there}
+        return {self.SHOWN[name][0]: self.SHOWN[name][1].format(x) for name, x in named.items()}
 
 
-def positions(batch: dict[str, Tensor]) -> Tensor:
-    """Count positions from the start of each document."""
-    length = batch["input_ids"].shape[1]
-    place = torch.arange(length).expand_as(batch["input_ids"])
-    if "document_ids" not in batch:
-        return place
-    new = torch.nn.functional.pad(batch["document_ids"].diff(dim=1) != 0, (1, 0))
-    return place - (place * new).cummax(1).values
+class Recorder(Callback):
+    """Writes down what each rank holds and computes, and what the library says of the run.
+
+    Args:
+        folder: gets ``balance.json`` and ``said.log``.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._log: logging.Handler | None = None
+        self._tokens: list[int] = []
+        self._work: dict[str, list[int]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep what the library says, on the first rank."""
+        if not trainer.is_global_zero or self._log is not None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log = logging.FileHandler(self._folder / "said.log", mode="w")
+        logging.getLogger("lightning_cp").addHandler(self._log)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add up tokens and pairs of tokens, also as rows cut into two halves would have them."""
+        strategy: Any = trainer.strategy
+        step = strategy.last_step
+        layout = step.layout
+        halves = build_layout("contiguous", seq_len=layout.seq_len, cp_size=layout.cp_size)
+        self._tokens = _add(self._tokens, [step.batch_size * layout.local_len] * layout.cp_size)
+        for name, work in (
+            (layout.name, step.work_by_rank()),
+            ("contiguous", halves.work(step.bounds(Mask(causal=True)))),
+        ):
+            self._work[name] = _add(self._work.get(name, []), work)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write, on the first rank."""
+        if self._log is None:
+            return
+        logging.getLogger("lightning_cp").removeHandler(self._log)
+        self._log.close()
+        self._log = None
+        balance = {"tokens": self._tokens, "work": self._work}
+        (self._folder / "balance.json").write_text(json.dumps(balance))
 
 
-def step_alone(batch: dict[str, Tensor]) -> Step:
-    """Return loss and gradients of one process that holds whole rows."""
-    model = build_model()
-    labels = batch["labels"].clone()
-    if "document_ids" in batch:  # the first token of a document follows nothing
-        labels[:, 1:][batch["document_ids"].diff(dim=1) != 0] = -100
-    logits = model(batch["input_ids"], positions(batch), attend=attend_dense(batch))
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    loss.backward()
-    return collect(model, loss)
+def _add(total: list[int], more: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(total or [0] * len(more), more, strict=True)]
 
 
-def step_shared(batch: dict[str, Tensor], cp: ContextParallel) -> Step:
-    """Return loss and averaged gradients of ranks that share the rows."""
-    model = build_model()
-    with cp.step(batch) as local:
-        logits = model(local["input_ids"], cp.position_ids())
-        loss = token_mean(logits, local["labels"])
-    loss.backward()
-    for parameter in model.parameters():  # what DDP and FSDP2 do
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(cp.cp_size)
-    return collect(model, loss)
+def build_config(out: Path, *, cp_size: int, steps: int, length: int) -> dict[str, Any]:
+    """Return the laptop's config for a run of the demo; two of them differ in the ranks only."""
+    folder = out / f"cp{cp_size}"
+    config: dict[str, Any] = yaml.safe_load(LAPTOP.read_text())
+    config["seed_everything"] = 0
+    config["model"] |= {"warmup_steps": max(1, min(10, steps // 4))}
+    config["data"]["init_args"] |= {"seq_len": length, "cache_dir": str(out / "rows")}
+    config["figures"] |= {
+        "verify_first_batch": cp_size > 1,
+        "verify_max_len": length,
+        "every_n_steps": max(1, min(5, steps // 3)),
+        "position_edges": [length // 8, length // 4, length // 2],
+    }
+    config["trainer"]["strategy"]["init_args"] |= {"context_parallel_size": cp_size}
+    config["trainer"] |= {
+        "devices": cp_size,
+        "max_steps": steps,
+        "limit_train_batches": steps,
+        "val_check_interval": steps,
+        "log_every_n_steps": 1,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+        "logger": {
+            "class_path": "lightning.pytorch.loggers.CSVLogger",
+            "init_args": {"save_dir": str(folder), "name": "", "version": "log"},
+        },
+        "callbacks": [
+            {"class_path": "recipes.demo.Bar"},
+            {"class_path": "recipes.demo.Recorder", "init_args": {"folder": str(folder)}},
+            {
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {
+                    "dirpath": str(folder / "checkpoints"),
+                    "every_n_train_steps": steps,
+                    "save_top_k": 0,
+                    "save_last": True,
+                },
+            },
+        ],
+    }
+    return config
 
 
-def collect(model: TinyLM, loss: Tensor) -> Step:
-    """Return loss and gradients by name."""
-    named = model.named_parameters()
-    return {"loss": loss.detach(), **{n: p.grad for n, p in named if p.grad is not None}}
+# ---------------------------------------------------------------- the walk
 
 
-def worst_gradient(found: Step, exact: Step) -> tuple[float, str]:
-    """Return the largest relative error of a gradient, and whose it is."""
-    names = [name for name in exact if name != "loss"]
-    errors = {n: float((found[n] - exact[n]).norm() / exact[n].norm()) for n in names}
-    name = max(names, key=errors.__getitem__)
-    return errors[name], name
+class Commands:
+    """Runs commands, shows them, and keeps their times for the report."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, what: str, *args: str, num_threads: int = 1) -> None:
+        """Run ``python ARGS``; the demo ends if it fails.
+
+        Args:
+            what: it does, in a few words.
+            args: of the interpreter.
+            num_threads: of each process.
+        """
+        shown = shlex.join(["python", *args])
+        print(f"\n== {what}\n$ {shown}", flush=True)
+        start = time.monotonic()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+        done = subprocess.run([sys.executable, *args], check=False, env=environment)
+        if done.returncode:
+            sys.exit(_fail(f"`{shown}` ended with status {done.returncode}; see above."))
+        self.seconds[shown] = time.monotonic() - start
 
 
-def run_rank(rank: int, rendezvous: str) -> None:
-    """Compare, on one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    say: Callable[..., None] = partial(print, flush=True) if rank == 0 else _say_nothing
-    say(
-        f"{'rows':8}{'algorithm':11}{'loss, alone':>14}{'loss, shared':>14}{'difference':>12}",
-        end="",
+def generate(folder: Path) -> Generated:
+    """Let the exported model write some tokens, with transformers and nothing of ours."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    set_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    given = tokenizer(PROMPT, return_tensors="pt")
+    # Sampled: the likeliest byte in Python's sources is a space, again and again.
+    ids = model.generate(
+        **given,
+        max_new_tokens=60,
+        do_sample=True,
+        temperature=0.7,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    say(f"{'worst gradient':>16}  of")
-    passed = True
-    for name, batch in build_batches().items():
-        exact = step_alone(batch)
-        for algorithm in ALGORITHMS:
-            cp = ContextParallel(dist.group.WORLD, algorithm=algorithm)
-            found = step_shared(batch, cp)
-            difference = float((found["loss"] - exact["loss"]).abs())
-            error, parameter = worst_gradient(found, exact)
-            passed = passed and max(difference, error) < TOLERANCE
-            say(f"{name:8}{algorithm:11}{exact['loss']:14.9f}{found['loss']:14.9f}", end="")
-            say(f"{difference:12.1e}{error:16.1e}  {parameter}")
-    dist.destroy_process_group()
-    if not passed:
-        sys.exit(1)
+    num_given = given["input_ids"].shape[1]
+    return Generated(
+        model=type(model).__name__,
+        prompt=PROMPT,
+        text=tokenizer.decode(ids[0, num_given:]),
+        num_tokens=ids.shape[1] - num_given,
+    )
 
 
-def _say_nothing(*_: object, **__: object) -> None:
-    """Leave the talking to rank 0."""
-
-
-def main() -> None:
-    """Start the ranks and wait for them."""
+def run_demo(out: Path, *, steps: int, length: int) -> int:
+    """Train twice, export, generate, report; return the exit status."""
     start = time.monotonic()
     print(
-        f"A 4-layer transformer on rows of {LENGTH} tokens: one process, and {RANKS} CPU ranks that"
+        f"A small Llama learns Python's standard library, byte by byte: {steps} steps on rows of "
+        f"{length} tokens.\nEach of {RANKS} CPU ranks holds {length // RANKS} tokens of every row; "
+        "then one process does the same alone."
     )
+    _make_room(out)
+    commands = Commands()
+    configs = {}
+    for cp_size in (RANKS, 1):
+        configs[cp_size] = out / f"cp{cp_size}.yaml"
+        built = build_config(out, cp_size=cp_size, steps=steps, length=length)
+        configs[cp_size].write_text(yaml.safe_dump(built, sort_keys=False))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    fit = ("-m", "recipes", "fit", "--config")
+    commands.run(
+        f"{RANKS} ranks share every row; first they verify a step against the stock model",
+        *(*torchrun, *fit, str(configs[RANKS])),
+    )
+    commands.run(
+        "one process, whole rows, for comparison", *fit, str(configs[1]), num_threads=RANKS
+    )
+    model = out / "model"
+    commands.run(
+        "the checkpoint becomes a Hugging Face folder",
+        *("-m", "hf_patches", "export"),
+        *(str(out / f"cp{RANKS}" / "checkpoints" / "last.ckpt"), str(model)),
+    )
+    print("\n== plain transformers loads the folder and writes", flush=True)
+    generated = generate(model)
+    print(f"{generated.prompt!r} -> {generated.text!r}")
+    shared, alone = read_run(out / f"cp{RANKS}"), read_run(out / "cp1")
+    seconds = time.monotonic() - start
+    report = write_report(
+        out,
+        shared=shared,
+        alone=alone,
+        generated=generated,
+        commands=commands.seconds,
+        seconds=seconds,
+        tolerance=TOLERANCE,
+        length=length,
+    )
+    return _conclude(report, shared, alone, seconds)
+
+
+def _make_room(out: Path) -> None:
+    """Remove what a former demo left; packed rows stay, they would be the same."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (f"cp{RANKS}", "cp1", "model"):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _conclude(report: Path, shared: Run, alone: Run, seconds: float) -> int:
+    """Say what was found; return the exit status."""
+    difference, step = largest_difference(shared, alone)
     print(
-        "hold half of each row. Grouped heads, windows, sinks; float64; every gradient compared.\n"
+        f"\nLargest difference of the two loss curves: {difference:.1e}, at step {step} of "
+        f"{len(alone.losses)}.\nReport: {report}  ({seconds:.0f} s)"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"file://{folder}/rendezvous",)
-        start_processes(run_rank, arguments, nprocs=RANKS)
-    print(f"\nSame numbers, within {TOLERANCE}, in {time.monotonic() - start:.0f} s.")
+    if not shared.verified:
+        return _fail("The ranks did not say that they had verified the first batch.")
+    if not difference <= TOLERANCE:  # so that NaN fails too
+        return _fail(f"The loss curves differ by more than {TOLERANCE}.")
+    return 0
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return 1
+
+
+def _at_least(least: int) -> Any:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; return 0 if all numbers agree."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.demo",
+        description="Train on rows that two CPU ranks share, and compare with one process.",
+    )
+    parser.add_argument("--steps", type=_at_least(2), default=60, help="(60)")
+    parser.add_argument("--length", type=_at_least(64), default=2048, help="tokens per row (2048)")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="what to write to (demo)")
+    args = parser.parse_args(argv)
+    return run_demo(args.out, steps=args.steps, length=args.length)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -6,6 +6,7 @@ the pool, so that starting them is paid once. `run_threads(n, fn, *args)` calls 
 the process.
 """
 
+import copy
 import itertools
 import os
 import pickle
@@ -188,6 +189,7 @@ class ThreadTransport:
         self.numbers_sent = 0
         self._hub = hub
         self._calls = itertools.count()
+        self._peers = list(range(size))
         self._sent = [itertools.count() for _ in range(size)]
         self._received = [itertools.count() for _ in range(size)]
 
@@ -201,10 +203,8 @@ class ThreadTransport:
             assert x.numel(), "an empty message"
             if peer != self.rank:
                 self.numbers_sent += x.numel()
-            self._hub.box(self.rank, peer, next(self._sent[peer])).put(x.clone())
-        due = [
-            (self._hub.box(peer, self.rank, next(self._received[peer])), x) for peer, x in receives
-        ]
+            self._box(self.rank, peer, self._sent).put(x.clone())
+        due = [(self._box(peer, self.rank, self._received), x) for peer, x in receives]
 
         def finish() -> None:
             for box, x in due:
@@ -214,6 +214,11 @@ class ThreadTransport:
             self.log.append(f"wait {call}")
 
         return finish
+
+    def _box(self, source: int, target: int, counts: Any) -> "queue.Queue[Tensor]":
+        source, target = self._peers[source], self._peers[target]
+        other = target if counts is self._sent else source
+        return self._hub.box(source, target, next(counts[other]))
 
     def exchange(self, sends: Any, receives: Any) -> Callable[[], None]:
         return self._start("exchange", sends, receives)
@@ -232,8 +237,23 @@ class ThreadTransport:
 
         return finish
 
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Callable[[], None]:
+        sends = [(p, part) for p, part in enumerate(x.split(list(sizes))) if part.numel()]
+        parts = enumerate(out.split(list(out_sizes)))
+        return self._start("all_to_all", sends, [(p, part) for p, part in parts if part.numel()])
+
     def all_reduce(self, x: Tensor) -> None:
         raise NotImplementedError("the engine does not all-reduce")
+
+    def part(self, ranks: Sequence[int]) -> "ThreadTransport":
+        """Return the transport of some of the threads, this one among them."""
+        part = copy.copy(self)
+        part.rank, part.size = list(ranks).index(self.rank), len(ranks)
+        # Two groups have no other thread in common, so that counts of messages can be.
+        part._peers = [self._peers[r] for r in ranks]
+        return part
 
 
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

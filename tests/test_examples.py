@@ -22,6 +22,8 @@ EXAMPLES = {
     "attention in a loop": ("README.md", 1, 5),
     "a loop with FSDP2": ("docs/loops.md", 0, 5),
     "a Fabric loop": ("docs/loops.md", 1, 3),
+    "a script for torch's prototype": ("docs/from-torch.md", 0, 5),
+    "FlexAttention": ("docs/flex.md", 0, 5),
     "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
     "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
 }
@@ -72,17 +74,28 @@ def test_no_example_is_left_out():
 
 
 @pytest.mark.ranks
-def test_the_demo_finds_the_same_numbers():
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
+def test_flex_attention_over_documents_is_that_of_one_device(ranks):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     done = subprocess.run(
-        [sys.executable, "-m", "recipes.demo"],
-        check=True,
+        [sys.executable, *launch, "examples/flex_documents.py"],
+        check=False,
         capture_output=True,
         text=True,
         timeout=120,
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    rows = re.findall(r"^(plain|packed|padded) +(gather|ring)", done.stdout, re.MULTILINE)
-    assert len(rows) == 6
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.findall(r"^(\S+) +\d\.\de[-+]\d\d$", done.stdout, re.MULTILINE) == [
+        "loss",
+        "slopes",
+        "tokens.weight",
+        "qkv.weight",
+        "qkv.bias",
+        "head.weight",
+        "head.bias",
+    ]
     assert "Same numbers" in done.stdout
 
 
@@ -90,7 +103,7 @@ def test_files_named_in_the_docs_exist():
     for page in (
         "README.md",
         "CONTRIBUTING.md",
-        *(p.relative_to(ROOT) for p in ROOT.glob("docs/*")),
+        *(p.relative_to(ROOT) for p in ROOT.glob("docs/*.md")),
     ):
         text = (ROOT / page).read_text()
         for link in re.findall(r"\]\(([^)#]+)\)", text):

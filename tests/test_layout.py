@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,6 +43,20 @@ def test_all_ranks_hold_the_same_number_of_tokens(layout):
 @given(layouts)
 def test_padding_is_less_than_one_piece_per_rank(layout):
     assert layout.padded_len - layout.seq_len < 2 * layout.cp_size
+
+
+@given(layouts)
+def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
+    row = torch.arange(layout.seq_len)
+    hiding = replace(layout, shows_padding=False)
+    for rank in range(layout.cp_size):
+        real = shard(row, 0, layout=hiding, rank=rank)
+        padded = shard(row, 0, layout=layout, rank=rank, fill=-1)
+        assert len(real) == hiding.held_len(rank) == int(layout.is_real(rank).sum())
+        assert torch.equal(real, padded[: len(real)])
+        assert (padded[len(real) :] == -1).all()
+        assert hiding.is_real(rank).all()
+        assert layout.held_len(rank) == layout.local_len
 
 
 @given(layouts)

@@ -13,9 +13,14 @@ from tests.ranks import run_threads
 LAYOUTS = ["zigzag", "contiguous", "balanced"]
 
 
-@given(st.integers(1, 30), st.sampled_from([1, 2, 3, 5]), st.sampled_from(LAYOUTS))
-def test_shards_put_back_are_the_row(length, cp_size, name):
-    layout = build_layout(name, seq_len=length, cp_size=cp_size)
+@given(
+    st.integers(1, 30),
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from(LAYOUTS),
+    st.booleans(),
+)
+def test_shards_put_back_are_the_row(length, cp_size, name, shown):
+    layout = build_layout(name, seq_len=length, cp_size=cp_size, shows_padding=shown)
     x = torch.arange(2.0 * length * 3).view(2, length, 3)
 
     def work(transport):
@@ -31,6 +36,26 @@ def test_gradients_of_a_shard_reach_the_whole_tensor_once():
     total = sum(shard(x, 0, layout=layout, rank=rank).sum() for rank in range(2))
     total.backward()
     assert torch.equal(x.grad, torch.ones(7))
+
+
+def test_gradients_pass_through_rows_put_together_from_shards_of_different_lengths():
+    layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
+    weights = torch.arange(1.0, 8)
+
+    def work(transport):
+        part = shard(torch.zeros(7), 0, layout=layout, rank=transport.rank).requires_grad_()
+        whole = unshard(part, 0, layout=layout, transport=transport)
+        (whole * weights).sum().backward()
+        return part.grad.tolist()
+
+    assert run_threads(2, work) == [[2, 4, 14], [6, 8, 10, 12]]
+
+
+def test_what_lies_beyond_the_row_is_left_out():
+    layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
+    table = torch.arange(20)
+    assert shard(table, 0, layout=layout, rank=0).tolist() == [0, 1, 6]
+    assert shard(table, 0, layout=layout, rank=1).tolist() == [2, 3, 4, 5]
 
 
 def test_integers_are_put_back_without_gradients():

@@ -7,12 +7,19 @@ number of ranks. This package knows torch only; the strategy tells it when to sa
 """
 
 from lightning_cp.checkpoint.consolidate import consolidate
-from lightning_cp.checkpoint.folder import find_folder, is_checkpoint_folder, replacing, save_folder
+from lightning_cp.checkpoint.folder import (
+    aside_of,
+    find_folder,
+    is_checkpoint_folder,
+    replacing,
+    save_folder,
+)
 from lightning_cp.checkpoint.load import load_file, load_folder, load_weights
 from lightning_cp.checkpoint.state import full_state, model_state, optimizer_state, sharded_state
 from lightning_cp.checkpoint.together import together
 
 __all__ = [
+    "aside_of",
     "consolidate",
     "find_folder",
     "full_state",

@@ -69,7 +69,8 @@ def attend(
         v: [B, K, L, Dv].
         sinks: [H] or None.
         bias: [B or 1, H or 1, L or 1, S] or None: added to the scores of this rank's queries with
-            the keys of the whole row; gets no gradient.
+            the keys of the whole row; or slopes [H], by which a score falls with the distance of
+            query and key. It gets no gradient.
         call: what to do; every rank of the group makes the same call.
 
     Returns:
@@ -223,6 +224,8 @@ def _of(x: Tensor, heads: slice, rows: slice) -> Tensor:
 
 def _bias_of(bias: Tensor, heads: slice, rows: slice) -> Tensor:
     """Return the bias of some heads and rows; dims of size 1 stand for all."""
+    if bias.dim() == 1:
+        return bias[heads]
     heads = heads if bias.shape[1] > 1 else slice(None)
     rows = rows if bias.shape[2] > 1 else slice(None)
     return bias[:, heads, rows]

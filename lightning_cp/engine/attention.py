@@ -6,7 +6,7 @@ the row is what it is given.
 """
 
 import logging
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -14,13 +14,19 @@ from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
+from lightning_cp.engine.flex import RowCall, attend_row, build_row_call, place_of, swap_of
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import select_kernel
+from lightning_cp.engine.kernels.select import check_pair, select_kernel
 from lightning_cp.engine.plan import build_plan, resolve_algorithm
+from lightning_cp.engine.ulysses import SwappedCall
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
+from lightning_cp.mesh import Groups
+from lightning_cp.sequence import pad_end
 
 _logger = logging.getLogger(__name__)
+
+AnyCall = Call | RowCall | SwappedCall
 
 
 @outside_graphs
@@ -34,6 +40,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend over the whole row with this rank's part of it.
@@ -49,6 +56,8 @@ def attention(
         sinks: [H], a logit per head that takes its share of each softmax and adds nothing.
         bias: [B or 1, H or 1, L or 1, S], added to the scores of this rank's queries with the keys
             of the whole row, in their original order. It gets no gradient.
+        alibi: [H], a slope per head: a score falls by slope * distance of query and key. It gets no
+            gradient.
         dropout: must be 0; it is here to be refused in words.
 
     Returns:
@@ -71,8 +80,14 @@ def attention(
             "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
             "activations is fine."
         )
+    if step is not None:
+        step.learn(q.shape[-2])
     if bias is not None:
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
+    if alibi is not None:
+        _check_slopes(alibi, bias, q)
+        bias = alibi
+    call: AnyCall
     if step is None:
         _check_tensors(q, k, v, sinks)
         call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
@@ -84,7 +99,37 @@ def attention(
             _check_tensors(q, k, v, sinks)
             step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k)
         call = step.cache[key]
+        short = step.layout.local_len - q.shape[2]
+        if short:
+            return _attend_padded(q, k, v, sinks, bias, call, short)
+    return _attend(q, k, v, sinks, bias, call)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: AnyCall
+) -> Tensor:
+    if isinstance(call, SwappedCall):
+        return call.attend(q, k, v, sinks, bias, partial(_attend, call=call.call))
+    if isinstance(call, RowCall):
+        return attend_row(q, k, v, sinks, bias, call)
     return attend(q, k, v, sinks, bias, call)
+
+
+def _attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    call: AnyCall,
+    short: int,
+) -> Tensor:
+    """Add the padding that this rank's tensors do not show: all ranks move as many tokens."""
+    held_len = q.shape[2]
+    q, k, v = (pad_end(x, 2, short) for x in (q, k, v))
+    if bias is not None and bias.dim() == 4 and bias.shape[2] > 1:
+        bias = pad_end(bias, 2, short)
+    return _attend(q, k, v, sinks, bias, call).narrow(2, 0, held_len)
 
 
 def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Request:
@@ -101,22 +146,41 @@ def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -
     return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
 
 
-def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> Call:
-    """Plan a call of a step."""
+def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> AnyCall:
+    """Plan a call of a step; of the ``flex`` kernel nothing is to be planned."""
     _check_length(q, step)
     bounds = step.bounds(mask)
     _check_rows(bounds, q)
-    kernel = select_kernel(step.kernel, request)
-    plan = build_plan(
-        resolve_algorithm(step.algorithm),
-        layout=step.layout,
-        bounds=bounds,
-        rank=step.cp_rank,
-        num_kv_heads=k.shape[1],
-    )
+    swap = swap_of(step, q, k)
+    place = place_of(step, swap)
+    if step.kernel == "flex":
+        check_pair(step.kernel, step.algorithm)
+        call: Call | RowCall = build_row_call(q, bounds, request.scores, step, place)
+        kernel = "flex"
+    else:
+        selected = select_kernel(step.kernel, request)
+        num_kv_heads = k.shape[1] if swap is None else swap.num_local_keys(step.groups.inside.rank)
+        plan = build_plan(
+            resolve_algorithm(step.algorithm),
+            layout=place.layout,
+            bounds=bounds,
+            rank=place.rank,
+            num_kv_heads=max(1, num_kv_heads),
+        )
+        call = Call(plan, step.groups.attend, selected, request.scores, step.uid)
+        kernel = selected.name
     if step.cp_rank == 0:
-        _say(plan.algorithm, plan.layout.name, kernel.name, plan.layout.cp_size)
-    return Call(plan, step.groups.attend, kernel, request.scores, step.uid)
+        algorithm = name_algorithm(step.algorithm, step.groups)
+        _say(algorithm, step.layout.name, kernel, step.cp_size)
+    return call if swap is None else SwappedCall(swap, step.groups.inside, call)
+
+
+def name_algorithm(algorithm: str, groups: Groups) -> str:
+    """Return how tokens meet, in words."""
+    between = resolve_algorithm(algorithm)
+    if groups.inside.size == 1:
+        return between
+    return "ulysses" if groups.attend.size == 1 else f"ulysses x {between}"
 
 
 def _whole_row_call(mask: Mask, request: Request, q: Tensor, k: Tensor) -> Call:
@@ -211,13 +275,31 @@ def _check_bias(bias: Tensor, q: Tensor, seq_len: int) -> None:
         )
 
 
+def _check_slopes(alibi: Tensor, bias: Tensor | None, q: Tensor) -> None:
+    if alibi.shape != (q.shape[1],) or not alibi.is_floating_point():
+        raise ValueError(
+            f"attention(alibi=...) is {alibi.dtype} of shape {tuple(alibi.shape)}, but must be one "
+            f"floating slope per query head: ({q.shape[1]},)."
+        )
+    if alibi.requires_grad:
+        raise ValueError(
+            "attention(alibi=...) requires a gradient, which it would not get. Slopes are "
+            "constants: use alibi.detach()."
+        )
+    if bias is not None:
+        raise ValueError(
+            "attention() got bias and alibi. Add the slopes to the bias, -slope * |q - k|, and "
+            "leave alibi out."
+        )
+
+
 def _check_length(q: Tensor, step: Step) -> None:
     layout = step.layout
-    if q.shape[2] != layout.local_len:
+    if q.shape[2] != step.held_len:
         whole = " That is the whole row." if q.shape[2] == layout.seq_len else ""
         raise ValueError(
             f"attention() got {q.shape[2]} tokens inside a step whose ranks hold "
-            f"{layout.local_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
+            f"{step.held_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
             "the model what cp.step(...) yields; for whole rows (generate(), a second model) use "
             "`with cp.paused():`."
         )

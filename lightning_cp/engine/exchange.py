@@ -3,6 +3,7 @@
 
 Keys and values travel together, as one flat tensor per peer. `fetch` and `give_back` start the
 traffic and return a function that waits for it, so that the caller can compute in between.
+`gather_row` and `scatter_row` move whole rows, for attention whose mask nobody can plan with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport
 from lightning_cp.engine.plan import Parcel, Run, Stage
+from lightning_cp.layout import Layout
 from lightning_cp.mask import Range
 
 
@@ -193,3 +195,35 @@ def give_back(
 
 def _backwards(run: Run) -> _Move:
     return _Move(run.buffer, run.shard, run.size)
+
+
+def gather_row(shard: KeyValues, layout: Layout, transport: Transport) -> KeyValues:
+    """Return the keys and values of whole rows, in their order, without padding."""
+    wire = torch.cat([x.flatten() for x in shard])
+    gathered = wire.new_empty(transport.size, wire.numel())
+    transport.all_gather(gathered, wire)()
+    whole = shard.zeros(layout.seq_len)
+    for rank, part in enumerate(gathered):
+        _copy(shard.open(part, shard.num_tokens), whole, _row_moves(layout, rank))
+    return whole
+
+
+def scatter_row(found: KeyValues, layout: Layout, transport: Transport) -> KeyValues:
+    """Return, for this rank's keys, the sum of the gradients that all ranks found."""
+    wires = found.keys.new_zeros(transport.size, found.wire_len(layout.local_len))
+    for rank, wire in enumerate(wires):
+        moves = (_Move(to, from_, size) for from_, to, size in _row_moves(layout, rank))
+        _copy(found, found.open(wire, layout.local_len), moves)
+    summed = torch.empty_like(wires[0])
+    transport.reduce_scatter(summed, wires)()
+    return found.open(summed, layout.local_len)
+
+
+def _row_moves(layout: Layout, rank: int) -> Iterable[_Move]:
+    """Say where in the row each piece of a rank's shard goes; padding goes nowhere."""
+    ranges = layout.ranges(rank)
+    offsets = accumulate((part.size for part in ranges), initial=0)
+    for held, offset in zip(ranges, offsets, strict=False):
+        kept = held.meet(Range(0, layout.seq_len))
+        if kept.size:
+            yield _Move(offset, kept.start, kept.size)

@@ -17,7 +17,7 @@ from lightning_cp.choices import check_choice
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Bounds, Range, Tile, union
 
-AlgorithmName = Literal["auto", "gather", "ring"]
+AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
 
 # Two groups let the second one travel while the first is computed. More would only make kernels
 # smaller: at 32k tokens over 8 GPUs eight groups cost a third of the speed.
@@ -194,9 +194,12 @@ def check_algorithm(name: str) -> None:
 
 
 def resolve_algorithm(name: str) -> str:
-    """Turn ``auto`` into a name: ``gather``, which makes the fewest and largest kernel calls."""
+    """Say how keys travel: ``gather`` where it is left open, for the fewest and largest kernels.
+
+    With ``ulysses`` nothing is left to travel once tokens are swapped for heads.
+    """
     check_algorithm(name)
-    return "gather" if name == "auto" else name
+    return "gather" if name in ("auto", "ulysses") else name
 
 
 def build_plan(

@@ -3,6 +3,8 @@
 
 import re
 from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +29,8 @@ class ChatData(PackedData):
         messages_column: the column that holds the list of messages, each with ``role`` and
             ``content``.
         tokenizer: a folder or a name on the hub, with a chat template; None: bytes.
+        chat_template: a Jinja file to use instead of the tokenizer's own template. ``chatml`` is
+            one that is here: Qwen's format, without its thinking, and with answers marked.
         long_documents: what to do with a conversation that is longer than a row.
         val_fraction: share of the conversations that is set aside for validation.
         val_source: validate with these conversations instead.
@@ -52,6 +56,7 @@ class ChatData(PackedData):
         batch_size: int = 1,
         messages_column: str = "messages",
         tokenizer: str | None = None,
+        chat_template: str | None = None,
         long_documents: LongDocuments = "refuse",
         val_fraction: float = 0.05,
         val_source: str | None = None,
@@ -80,6 +85,15 @@ class ChatData(PackedData):
             seed=seed,
             cache_dir=cache_dir,
         )
+        self.chat_template = chat_template
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the template that was asked for."""
+        tokenizer = super().tokenizer
+        if self.chat_template is not None:
+            tokenizer.chat_template = _read_template(self.chat_template)
+        return tokenizer
 
     def prepare_data(self) -> None:
         """Tokenise and pack what is not on disk yet."""
@@ -95,14 +109,23 @@ class ChatData(PackedData):
             yield document(ids, labels, number=number)
 
 
+def _read_template(name: str) -> str:
+    file = Path(__file__).parent / "chatml.jinja" if name == "chatml" else Path(name).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"chat_template={name!r}: there is no such file. Give a Jinja file, or 'chatml'."
+        )
+    return file.read_text()
+
+
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that cannot render conversations, or not tell who said what."""
     name = tokenizer.name_or_path or "byte tokenizer"
     if not tokenizer.chat_template:
         raise ValueError(
             f"The tokenizer {name!r} has no chat template, so conversations cannot be rendered. "
-            "Use the tokenizer of a chat model, or set tokenizer.chat_template and save it to a "
-            "folder."
+            "Use the tokenizer of a chat model, or set data.init_args.chat_template to a Jinja "
+            "file, or to 'chatml'."
         )
     if not tokenizer.is_fast:
         raise ValueError(
@@ -164,8 +187,9 @@ def _answers(
         if not whole.startswith(after) or not after.startswith(before):
             raise ValueError(
                 f"The chat template renders turn {turn} of conversation {number} differently "
-                "depending on what follows, so its tokens cannot be told from the others'. Use a "
-                "template that marks them: {% generation %} ... {% endgeneration %}."
+                "depending on what follows, so its tokens cannot be told from the others'. Set "
+                "data.init_args.chat_template to a Jinja file that marks them, {% generation %} "
+                "... {% endgeneration %}, or to 'chatml'."
             )
         spans.append((len(before), len(after)))
     return whole, spans

@@ -7,17 +7,15 @@ for `text.py` and `chat.py` to say.
 
 import hashlib
 import json
-import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import datasets  # type: ignore[import-untyped]
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
@@ -151,6 +149,8 @@ class PackedRows:
     """Rows in an Arrow file, memory-mapped."""
 
     def __init__(self, file: Path) -> None:
+        import datasets  # type: ignore[import-untyped]  # it takes seconds, and pass keys need none
+
         self._table = datasets.Dataset.from_file(str(file)).with_format("numpy")
 
     def __len__(self) -> int:
@@ -285,6 +285,8 @@ class PackedData(RowsData):
         splits: list[Split] = [] if self.streaming else ["train"]
         if self.val_fraction or self.val_source is not None:
             splits.append("val")
+        import datasets
+
         root = Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser() / "packed"
         return {split: root / f"{split}-{self._fingerprint(split)}.arrow" for split in splits}
 
@@ -377,8 +379,10 @@ def write_rows(file: Path, rows: Iterable[Row], seq_len: int) -> tuple[int, int]
 
     Fixed-size lists of int32 are read back without a copy, and a killed run leaves no half file.
     """
+    import pyarrow as pa  # type: ignore[import-untyped]
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    unfinished = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it, too
     schema = pa.schema([(name, pa.list_(pa.int32(), seq_len)) for name in COLUMNS])
     num_rows = num_tokens = 0
     try:

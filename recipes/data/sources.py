@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import datasets  # type: ignore[import-untyped]
-
 from recipes.tokens import first_line
 
 _BUILDERS: Final = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
@@ -53,6 +51,8 @@ class Source:
         """Return the records: by number, or when streaming one after the other."""
         if self.builder == "text":
             return TextFiles(self.files)
+        import datasets  # type: ignore[import-untyped]
+
         files = [str(file) for file in self.files]
         try:
             if self.builder == "hub":

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import LoneTransport, Transport
 from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import _KERNELS
 from lightning_cp.engine.plan import build_plan
+from lightning_cp.engine.ulysses import SwappedCall, build_swap
 from lightning_cp.layout import Layout, build_layout
 from lightning_cp.mask import Mask
 from lightning_cp.sequence import shard
 from tests.oracle import Inputs, make_inputs, put_back
+from tests.ranks import ThreadTransport
 
 ALL_KERNELS = {kernel.name: kernel for kernel in _KERNELS}
 _ON_CPU = Request(torch.device("cpu"), torch.float64, Scores(1.0), head_dim=8)
@@ -74,6 +77,15 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     bias: Tensor | None = None
+    ulysses: int = 1
+
+    @property
+    def whole_bias(self) -> Tensor | None:
+        """The bias written out: slopes are for a row's every pair."""
+        if self.bias is None or self.bias.dim() > 1:
+            return self.bias
+        place = torch.arange(self.inputs.q.shape[2])
+        return -self.bias[None, :, None, None] * (place[:, None] - place).abs()
 
     def build_layout(self, cp_size: int) -> Layout:
         if isinstance(self.layout, Layout):
@@ -93,31 +105,59 @@ def make_case(mask: str, *, heads: str = "gqa", length: int = 37, **kwargs: obje
 
 
 def build_call(case: Case, transport: Transport) -> Call:
-    """Build the engine's call for this rank."""
+    """Build the engine's call for this rank; neighbours that swap heads count as one rank."""
     inputs, layout = case.inputs, case.build_layout(transport.size)
+    return _build_call(case, transport, layout, transport.rank, inputs.k.shape[1])
+
+
+def _build_call(
+    case: Case, transport: Transport, layout: Layout, rank: int, num_kv_heads: int
+) -> Call:
+    inputs = case.inputs
     bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
     plan = build_plan(
-        case.algorithm,
-        layout=layout,
-        bounds=bounds,
-        rank=transport.rank,
-        num_kv_heads=inputs.k.shape[1],
+        case.algorithm, layout=layout, bounds=bounds, rank=rank, num_kv_heads=num_kv_heads
     )
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
     return Call(plan, transport, ALL_KERNELS[case.kernel], Scores(scale, case.softcap))
 
 
+def build_swapped_call(case: Case, transport: ThreadTransport) -> SwappedCall:
+    """Build the call of this rank and its neighbours."""
+    rank, size = transport.rank, case.ulysses
+    swap = build_swap(
+        case.build_layout(transport.size),
+        rank=rank,
+        size=size,
+        num_heads=case.inputs.q.shape[1],
+        num_key_heads=case.inputs.k.shape[1],
+    )
+    start = rank - rank % size
+    if size == transport.size:
+        inside, between = transport, LoneTransport()
+    else:
+        inside = transport.part(range(start, start + size))
+        between = transport.part(range(rank % size, transport.size, size))
+    num_keys = max(1, swap.num_local_keys(inside.rank))
+    return SwappedCall(swap, inside, _build_call(case, between, swap.layout, swap.rank, num_keys))
+
+
 def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     """Run a case on one rank: its part of out, dq, dk, dv, and its share of dsinks."""
-    call, inputs = build_call(case, transport), case.inputs.on(transport.device)
+    inputs, layout = case.inputs.on(transport.device), case.build_layout(transport.size)
+    if case.ulysses > 1:
+        swapped = build_swapped_call(case, transport)
+        attend_ = partial(swapped.attend, attend=partial(attend, call=swapped.call))
+    else:
+        attend_ = partial(attend, call=build_call(case, transport))
 
     def cut(x: Tensor) -> Tensor:
-        return shard(x, 2, layout=call.plan.layout, rank=transport.rank)
+        return shard(x, 2, layout=layout, rank=transport.rank)
 
     leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
-    bias = None if case.bias is None else _local_bias(case.bias, call, transport)
-    out = attend(*leaves, sinks, bias, call)
+    bias = None if case.bias is None else _local_bias(case.bias, layout, transport)
+    out = attend_(*leaves, sinks, bias)
     names = ["dq", "dk", "dv"] if sinks is None else ["dq", "dk", "dv", "dsinks"]
     wanted = leaves if sinks is None else [*leaves, sinks]
     grads = torch.autograd.grad(out, wanted, cut(inputs.dout))
@@ -125,11 +165,11 @@ def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     return {name: x.cpu() for name, x in named.items()}
 
 
-def _local_bias(bias: Tensor, call: Call, transport: Transport) -> Tensor:
-    """Return the rows of a whole bias that belong to this rank's queries."""
-    if bias.shape[2] == 1:
+def _local_bias(bias: Tensor, layout: Layout, transport: Transport) -> Tensor:
+    """Return the rows of a whole bias that belong to this rank's queries; slopes as they are."""
+    if bias.dim() == 1 or bias.shape[2] == 1:
         return bias.to(transport.device)
-    mine = shard(bias, 2, layout=call.plan.layout, rank=transport.rank)
+    mine = shard(bias, 2, layout=layout, rank=transport.rank)
     return mine.to(transport.device)
 
 

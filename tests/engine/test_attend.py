@@ -35,7 +35,7 @@ ALGORITHMS = ["gather", "ring"]
 def worst_error(case, cp_size):
     found = put_together(run_threads(cp_size, attend_rank, case), case)
     exact = attend_whole(
-        case.inputs, case.mask, scale=case.scale, softcap=case.softcap, bias=case.bias
+        case.inputs, case.mask, scale=case.scale, softcap=case.softcap, bias=case.whole_bias
     )
     return max(errors(found, exact).values())
 
@@ -48,6 +48,18 @@ def test_out_and_gradients_are_those_of_one_device(algorithm, mask, heads, cp_si
     for layout in ("zigzag", "contiguous", "balanced"):
         case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout)
         assert worst_error(case, cp_size) < 1e-10, layout
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (3, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_swapping_heads_gives_the_numbers_of_one_device(mask, heads, mesh):
+    inside, between = mesh
+    for layout, algorithm in itertools.product(
+        ("zigzag", "contiguous"), ALGORITHMS if between > 1 else ["gather"]
+    ):
+        case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout, ulysses=inside)
+        assert worst_error(case, inside * between) < 1e-10, (layout, algorithm)
 
 
 @pytest.mark.parametrize("cp_size", [2, 3])
@@ -89,6 +101,19 @@ def biases(draw, batch, heads, length):
     return bias.masked_fill(hidden, float("-inf"))
 
 
+def slopes(num_heads):
+    """Another slope for each head, one of them 0."""
+    return torch.arange(num_heads, dtype=torch.float64) * 0.3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("road", [("gather", 1), ("ring", 1), ("gather", 4), ("ring", 2)], ids=str)
+def test_slopes_by_distance(road, mask, kernel):
+    case = make_case(mask, algorithm=road[0], ulysses=road[1], kernel=kernel, bias=slopes(4))
+    assert worst_error(case, 4) < 1e-10
+
+
 @st.composite
 def cases(draw, cp_size):
     batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 70))
@@ -106,10 +131,12 @@ def cases(draw, cp_size):
     layout: str | Layout = draw(st.sampled_from(["zigzag", "contiguous", "balanced", "by hand"]))
     if layout == "by hand":
         layout = shuffled_layout(length, cp_size, draw(st.randoms(use_true_random=False)))
+    sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
     return Case(
+        ulysses=draw(st.sampled_from(sizes)),
         mask=draw(masks(batch, length)),
         inputs=inputs,
-        bias=draw(st.none() | biases(batch, heads[0], length)),
+        bias=draw(st.none() | biases(batch, heads[0], length) | st.just(slopes(heads[0]))),
         algorithm=draw(st.sampled_from(ALGORITHMS)),
         layout=layout,
         kernel="reference" if softcap else draw(st.sampled_from(list(KERNELS))),

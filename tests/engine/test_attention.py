@@ -8,7 +8,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp import ContextParallel, Mask, attention, context
+from lightning_cp.collectives import LoneTransport
+from lightning_cp.context import Step, StepMask
 from lightning_cp.engine import attention as attention_module
+from lightning_cp.layout import build_layout
+from lightning_cp.mesh import Groups
+from lightning_cp.sequence import shard, unshard
+from tests.oracle import attend_whole, errors, make_inputs
+from tests.ranks import run_threads
 
 
 def draw(*shape):
@@ -45,6 +52,34 @@ def test_a_bound_mask_outlives_its_step():
         mask = cp.mask(causal=True)
     told = attention(q, q, q, mask=Mask(causal=True, documents=ids))
     assert torch.equal(attention(q, q, q, mask=mask), told)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+@pytest.mark.parametrize("length", [13, 2])
+def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(algorithm, length):
+    inputs = make_inputs(
+        batch=2, heads=(4, 2), length=length, dims=(8, 8), sinks=False, seed=length
+    )
+    bias = torch.randn(1, 4, length, length, dtype=torch.float64)
+    layout = build_layout("zigzag", seq_len=length, cp_size=3, shows_padding=False)
+
+    def work(transport):
+        def cut(x):
+            return shard(x, 2, layout=layout, rank=transport.rank)
+
+        groups = Groups(transport, LoneTransport(), transport, LoneTransport())
+        nothing = torch.zeros(2, layout.held_len(transport.rank))
+        step = Step(layout, groups, 2, None, None, nothing, True, algorithm, "auto")
+        leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        mask = StepMask(causal=True, step=step)
+        out = attention(*leaves, mask=mask, bias=cut(bias))
+        grads = torch.autograd.grad(out, leaves, cut(inputs.dout))
+        return [unshard(x, 2, layout=layout, transport=transport) for x in (out.detach(), *grads)]
+
+    exact = attend_whole(inputs, Mask(causal=True), bias=bias)
+    for parts in run_threads(3, work):
+        found = dict(zip(("out", "dq", "dk", "dv"), parts, strict=True))
+        assert max(errors(found, exact).values()) < 1e-10
 
 
 def test_autocast_does_not_lower_the_sums():
@@ -159,6 +194,36 @@ def test_a_learned_scale_is_refused():
     q = draw(1, 2, 6, 4)
     with pytest.raises(TypeError, match="got a tensor, whose gradient would be lost"):
         attention(q, q, q, mask=Mask(), scale=torch.tensor(0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"alibi": torch.ones(3)},
+            r"of shape \(3,\), but must be one floating slope per query head",
+        ),
+        ({"alibi": torch.ones(2).int()}, "torch.int32 of shape"),
+        ({"alibi": torch.ones(2, requires_grad=True)}, "requires a gradient, which it would not"),
+        ({"alibi": torch.ones(2), "bias": torch.zeros(1, 1, 1, 4)}, "got bias and alibi"),
+    ],
+    ids=["heads", "integers", "gradient", "bias too"],
+)
+def test_slopes_that_do_not_fit_are_refused(options, message):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, mask=Mask(causal=True), **options)
+
+
+def test_slopes_on_one_device():
+    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
+    place = torch.arange(5)
+    slopes = torch.tensor([0.5, 0.25])
+    bias = -slopes[:, None, None] * (place[:, None] - place).abs()
+    bias = bias.double().masked_fill(place > place[:, None], float("-inf"))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    found = attention(q, k, v, mask=Mask(causal=True), alibi=slopes)
+    assert torch.allclose(found, expected, atol=1e-12)
 
 
 def test_an_empty_row_is_refused():

@@ -207,7 +207,7 @@ def compare(name: str, packed: bool, algorithm: str) -> dict[str, tuple[float, f
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("size", "algorithm"), [(2, "gather"), (4, "ring")])
+@pytest.mark.parametrize(("size", "algorithm"), [(2, "gather"), (4, "ring"), (2, "ulysses")])
 def test_gradients_are_as_near_as_those_of_the_stock_model(nccl, size, algorithm, name, packed):
     found = nccl(size).run(compare, name, packed, algorithm, timeout=180)[0]
     for parameter, (ours, theirs) in found.items():

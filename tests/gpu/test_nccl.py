@@ -23,18 +23,21 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
-GRID = list(itertools.product(["gather", "ring"], ["zigzag", "contiguous"], MASKS, ["gqa", "mha"]))
+ALGORITHMS = ["gather", "ring", "ulysses"]
+GRID = list(itertools.product(ALGORITHMS, ["zigzag", "contiguous"], MASKS, ["gqa", "mha"]))
 
 
-def grid_case(algorithm, layout, mask, heads, dtype):
+def grid_case(algorithm, layout, mask, heads, dtype, cp_size=1):
     case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout, kernel="reference")
+    if algorithm == "ulysses":
+        case.algorithm, case.ulysses = "gather", cp_size
     case.inputs = case.inputs.to(dtype)
     return case
 
 
 def attend_grid(dtype):
     transport = GroupTransport(dist.group.WORLD)
-    return [attend_rank(transport, grid_case(*choice, dtype)) for choice in GRID]
+    return [attend_rank(transport, grid_case(*choice, dtype, transport.size)) for choice in GRID]
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
@@ -66,13 +69,24 @@ HOWS = [
 ]
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-@pytest.mark.parametrize("algorithm", ["gather", "ring"])
-def test_steps_are_exact_also_when_recomputed(nccl, cp_size, algorithm):
+@pytest.mark.parametrize(
+    ("cp_size", "options"),
+    [
+        (2, {"algorithm": "gather"}),
+        (4, {"algorithm": "gather"}),
+        (2, {"algorithm": "ring"}),
+        (4, {"algorithm": "ring"}),
+        (2, {"algorithm": "ulysses"}),
+        (4, {"algorithm": "gather", "ulysses_size": 2}),
+        (4, {"algorithm": "ring", "ulysses_size": 2}),
+    ],
+    ids=str,
+)
+def test_steps_are_exact_also_when_recomputed(nccl, cp_size, options):
     names = ["document_ids", "cu_seq_lens", "left_padded", "short", "no_label"]
     rows = {name: BATCHES[name](3) for name in names}
     todo = list(itertools.product(names, HOWS))
-    jobs = [Job([rows[name]], {"algorithm": algorithm}, device="cuda", **how) for name, how in todo]
+    jobs = [Job([rows[name]], options, device="cuda", **how) for name, how in todo]
     results = nccl(cp_size).run(rank_steps, jobs, timeout=300)
     exact = {name: whole_step([rows[name]]) for name in names}
     for (name, how), *found in zip(todo, *results, strict=True):
@@ -112,7 +126,7 @@ def test_recompute_outside_its_step_is_refused(nccl, where):
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_models_that_call_sdpa_are_exact_also_when_recomputed(nccl, cp_size):
-    choices = itertools.product(MODELS, ["gather", "ring"], ["zigzag", "contiguous"], [False, True])
+    choices = itertools.product(MODELS, ALGORITHMS, ["zigzag", "contiguous"], [False, True])
     jobs = [SdpaJob(*choice, device="cuda") for choice in choices]
     jobs += [SdpaJob(kind, compiled="whole", device="cuda") for kind in MODELS]
     exact = {kind: alone(kind) for kind in MODELS}

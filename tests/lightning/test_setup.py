@@ -50,6 +50,9 @@ def test_sizes_use_every_process(context, data, world, per_node, sizes):
         ("auto", 5, r"data_parallel_size=5 does not divide the 8 .* or start 10 processes"),
         (4, 4, "data_parallel_size=4 times context_parallel_size=4 is 16, but .* has 8 processes"),
         (0, "auto", "context_parallel_size=0: give a whole number of at least 1"),
+        ((2, 0), "auto", r"context_parallel_size=\(2, 0\): give two whole numbers of at least 1"),
+        ((2, 2, 2), "auto", r"how many ranks share a row inside a node.*: \(8, 4\)"),
+        ((3, 2), "auto", r"context_parallel_size=6 does not divide the 8 processes"),
         ("auto", "all", "data_parallel_size='all': give a whole number"),
     ],
 )
@@ -67,6 +70,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"balance_window": 0}, r"Mask\(window=0\): a window holds at least 1 key"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
+        ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
     ],
 )
@@ -262,10 +266,11 @@ def run_spread(nodes, per_node, cp_size):
         try:
             strategy = ContextParallelStrategy(context_parallel_size=cp_size)
             trainer = build_trainer(strategy=strategy, max_steps=1)
-            trainer.fit(Module(), loader(PackedRows(4), len(nodes) // cp_size))
+            sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
+            trainer.fit(Module(), loader(PackedRows(4), sizes.data))
             said.clear()
             strategy.parallel_devices = [torch.device("cpu")] * per_node
-            strategy._warn_of_spread()
+            strategy._warn_of_spread(sizes)
         finally:
             lightning_cp.strategy.rank_zero_warn = original
         return said
@@ -278,6 +283,8 @@ def run_spread(nodes, per_node, cp_size):
         ([0, 0, 0, 1], 3, 2, ["In 1 of 2 groups", "(node 1)", "divides the 3 devices of a node"]),
         ([0, 0, 1, 1], 2, 2, []),
         ([0, 0, 1, 1], 2, 4, []),  # no node could hold them
+        ([0, 0, 1, 1], 2, (2, 2), []),  # heads are swapped inside nodes
+        ([0, 1, 0, 1], 2, (2, 2), ["In 2 of 2 groups", "distribution=block"]),
     ],
 )
 def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks, nodes, per_node, cp_size, parts):

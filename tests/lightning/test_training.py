@@ -49,12 +49,17 @@ CASES = {
     ),
     "blocks by name": (2, Fit(strategy={"shard_modules": ["Linear", "blocks.*"]})),
     "ring, contiguous": (3, Fit(strategy={"algorithm": "ring", "layout": "contiguous"})),
+    "ulysses": (3, Fit(strategy={"algorithm": "ulysses"})),
+    "ulysses inside, ring between": (
+        4,
+        Fit(strategy={"context_parallel_size": (2, 2), "algorithm": "ring"}),
+    ),
     "balanced": (3, Fit(strategy={"layout": "balanced", "balance_window": 5})),
     "batches sent by the first rank": (2, Fit(strategy={"broadcast_batch": True})),
 }
 
 
-FEW = ("one rank", "the same over data", "gradients reduced once", "blocks by name", "balanced")
+FEW = ("one rank", "the same over data", "ulysses inside, ring between", "balanced")
 
 
 @pytest.mark.parametrize(

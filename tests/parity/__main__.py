@@ -29,7 +29,8 @@ from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, compare_all
 from tests.ranks import RankError, RankPool
 
-LAYOUTS, ALGORITHMS = ("zigzag", "contiguous"), ("gather", "ring")
+LAYOUTS = ("zigzag", "balanced", "contiguous")
+ALGORITHMS = ("gather", "ring", "ulysses")
 OPTIONS = [
     (("layout", layout), ("algorithm", algorithm))
     for layout, algorithm in itertools.product(LAYOUTS, ALGORITHMS)
@@ -400,7 +401,8 @@ show that the algebra is right, not that large models train well, and nothing of
 Each model ran on {{ranks}} gloo ranks and was compared with the stock model in one process, with
 eager attention (question answering: SDPA) and documents cut out of their rows by hand: the loss,
 and the gradient of every parameter, as the norm of the difference over the norm. Rows plain, packed
-with documents, left-padded and right-padded; layouts zigzag and contiguous; algorithms gather and
+with documents, left-padded and right-padded; layouts zigzag, balanced and contiguous; algorithms
+gather, ulysses and
 ring. In float32, unless said otherwise, the loss must be within {LOSS_LIMIT:.0e} and each gradient
 within {GRADIENT_LIMIT:.0e}. Most of the largest errors are of key biases, whose gradient is zero
 but for rounding.

@@ -12,19 +12,22 @@ from tests.oracle import assert_earned, attend_whole, errors
 
 pytestmark = pytest.mark.ranks
 
+ALGORITHMS = ["gather", "ring", "ulysses"]
 LAYOUTS = ["zigzag", "contiguous", "balanced"]
-GRID = list(itertools.product(["gather", "ring"], LAYOUTS, MASKS, HEADS))
+GRID = list(itertools.product(ALGORITHMS, LAYOUTS, MASKS, HEADS))
 
 
-def grid_case(algorithm, layout, mask, heads, dtype):
+def grid_case(algorithm, layout, mask, heads, dtype, cp_size=1):
     case = make_case(mask, heads=heads, algorithm=algorithm, layout=layout)
+    if algorithm == "ulysses":
+        case.algorithm, case.ulysses = "gather", cp_size
     case.inputs = case.inputs.to(dtype)
     return case
 
 
 def attend_grid(dtype):
     transport = GroupTransport(dist.group.WORLD)
-    return [attend_rank(transport, grid_case(*choice, dtype)) for choice in GRID]
+    return [attend_rank(transport, grid_case(*choice, dtype, transport.size)) for choice in GRID]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])

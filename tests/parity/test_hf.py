@@ -13,7 +13,7 @@ from tests.parity.hf import KINDS, Job, compare_all
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS, ALGORITHMS = ("zigzag", "contiguous", "balanced"), ("gather", "ring")
+LAYOUTS, ALGORITHMS = ("zigzag", "contiguous", "balanced"), ("gather", "ring", "ulysses")
 
 # Together they have everything that an architecture may have.
 NAMES = (

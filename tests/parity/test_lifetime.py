@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, attention, context, token_mean
 from lightning_cp import loss as loss_module
+from lightning_cp.context import Step
 from lightning_cp.layout import build_layout
 from lightning_cp.sequence import shard, shift_labels
 from tests.oracle import errors
@@ -300,7 +301,7 @@ def broken_step(what):
         if what == "label shift":
             patch.setattr(loss_module, "_targets", shift_locally)
         if what == "token count":  # a mean over each rank's own tokens
-            patch.setattr(loss_module, "_transports", lambda step: ())
+            patch.setattr(Step, "loss_groups", ())
         loss = token_mean(model(local["input_ids"], cp.position_ids()), local["labels"])
         loss.backward()
     average_(model)

@@ -222,6 +222,41 @@ def test_a_mesh_of_two_axes_is_refused(ranks):
         )
 
 
+def swap_messages():
+    """Return what this rank says to sizes of neighbourhoods that do not fit."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp_between", "cp_inside"))
+    wrong = [
+        {"mesh": dist.group.WORLD, "ulysses_size": 3},
+        {"mesh": dist.group.WORLD, "ulysses_size": 2, "algorithm": "ulysses"},
+        {"mesh": mesh, "ulysses_size": 1},
+        {"mesh": mesh, "algorithm": "ulysses"},
+    ]
+    return [build_message(arguments) for arguments in wrong]
+
+
+def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
+    for messages in ranks(2).run(swap_messages):
+        assert (
+            "ulysses_size=3 does not divide the 2 ranks that share a row. Use one of [1, 2]."
+            in (messages[0])
+        )
+        assert "Leave it out; or name what keys do between neighbourhoods" in messages[1]
+        assert "('cp_between', 'cp_inside') says that 2 ranks swap tokens" in messages[2]
+        assert "But 1 are asked for" in messages[2]
+        assert "But all are asked for" in messages[3]
+
+
+def build_on_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_between", "cp_inside"))
+    cp = ContextParallel(mesh, algorithm="ring")
+    return cp.describe_algorithm(), cp.cp_size, cp.cp_rank
+
+
+def test_a_mesh_of_two_axes_that_share_rows(ranks):
+    found = ranks(4).run(build_on_two_axes)
+    assert found == [("ulysses x ring", 4, rank) for rank in range(4)]
+
+
 def attention_message(shape, arguments, options):
     """Return what this rank says to an attention call inside a step of 12 tokens."""
     cp = ContextParallel(dist.group.WORLD, **options)

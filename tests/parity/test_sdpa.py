@@ -21,7 +21,8 @@ def check(ranks, cp_size, jobs, timeout=120):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_are_exact(ranks, cp_size):
-    choices = itertools.product(MODELS, ["gather", "ring"], ["zigzag", "contiguous"], [False, True])
+    roads = ["gather", "ring", "ulysses"]
+    choices = itertools.product(MODELS, roads, ["zigzag", "contiguous"], [False, True])
     check(ranks, cp_size, [SdpaJob(*choice) for choice in choices])
 
 

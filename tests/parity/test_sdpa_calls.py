@@ -95,7 +95,7 @@ def test_masks_of_every_shape(ranks, cp_size, dtype):
     }
     jobs = [
         {"mask": hidden(draw(20, *shape), dtype), "cut": cut, "options": {"algorithm": algorithm}}
-        for (shape, cut), algorithm in itertools.product(shapes, ["gather", "ring"])
+        for (shape, cut), algorithm in itertools.product(shapes, ["gather", "ring", "ulysses"])
     ]
     check(ranks, cp_size, jobs)
 
@@ -136,7 +136,11 @@ def test_what_torch_checks_of_its_own(ranks, cp_size):
             "compiled": compiled,
         }
         for layout, algorithm, causal, kv_heads, compiled in itertools.product(
-            ["zigzag", "contiguous"], ["gather", "ring"], [True, False], [4, 2], [False, True]
+            ["zigzag", "contiguous"],
+            ["gather", "ring", "ulysses"],
+            [True, False],
+            [4, 2],
+            [False, True],
         )
     ]
     check(ranks, cp_size, jobs)

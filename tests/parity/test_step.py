@@ -13,10 +13,13 @@ pytestmark = pytest.mark.ranks
 CHOICES = [
     ("gather", "zigzag"),
     ("ring", "contiguous"),
+    ("ulysses", "zigzag"),
     ("ring", "zigzag"),
     ("gather", "contiguous"),
+    ("ulysses", "contiguous"),
     ("gather", "balanced"),
     ("ring", "balanced"),
+    ("ulysses", "balanced"),
 ]
 
 
@@ -46,6 +49,15 @@ def test_every_kind_of_batch(ranks, cp_size):
                 check(found, exact[name], (name, algorithm, layout, rank))
 
 
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, algorithm):
+    rows = {name: build(3) for name, build in BATCHES.items()}
+    jobs = [Job([part], {"algorithm": algorithm, "ulysses_size": 2}) for part in rows.values()]
+    for rank, results in enumerate(ranks(4).run(rank_steps, jobs)):
+        for name, found in zip(rows, results, strict=True):
+            check(found, expected(rows[name]), (name, rank))
+
+
 def test_no_valid_label_gives_loss_zero_and_no_gradient():
     exact = expected(BATCHES["no_label"](3))
     assert all(not x.any() for x in exact.values())
@@ -66,7 +78,7 @@ def test_no_valid_label_gives_loss_zero_and_no_gradient():
 def test_backward_outside_and_activation_checkpointing(ranks, cp_size, how):
     names = ["document_ids", "left_padded"]
     rows = [BATCHES[name](4) for name in names]
-    for algorithm, layout in CHOICES[:2]:
+    for algorithm, layout in CHOICES[:3]:
         jobs = [Job([r], {"algorithm": algorithm, "layout": layout}, **how) for r in rows]
         results = ranks(cp_size).run(rank_steps, jobs)
         for r, *found in zip(rows, *results, strict=True):
@@ -74,7 +86,7 @@ def test_backward_outside_and_activation_checkpointing(ranks, cp_size, how):
                 check(part, whole_step([r]), how)
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+@pytest.mark.parametrize("algorithm", ["gather", "ring", "ulysses"])
 def test_data_parallel_beside_it_with_uneven_labels(ranks, algorithm):
     rows = [BATCHES["document_ids"](5), BATCHES["right_padded"](6)]
     exact = whole_step(rows)

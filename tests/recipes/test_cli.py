@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from hf_patches.__main__ import main as hf_main
+from recipes import cli
 from recipes.cli import main
 from tests.lightning.jobs import elastic_environment
 from tests.lightning.scripts.start import Job, free_port
@@ -367,3 +368,15 @@ def test_slurm_takes_the_job_back_and_it_goes_on(job, tmp_path):
     first, second = steps_of(tmp_path / "run")
     assert first[-1] == saved - 1
     assert second == [saved, saved + 1]
+
+
+def test_a_checkpoint_that_lost_its_name_gets_it_back(tmp_path):
+    aside, last = tmp_path / ".last.ckpt.replaced", tmp_path / "last.ckpt"
+    aside.mkdir()
+    (aside / "meta.pt").touch()
+    cli._put_back(str(tmp_path))
+    assert (last / "meta.pt").is_file()
+    aside.mkdir()
+    cli._put_back(str(tmp_path))  # a newer one has it
+    assert aside.is_dir()
+    cli._put_back(None)

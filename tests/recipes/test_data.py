@@ -427,6 +427,24 @@ def test_only_what_the_assistant_says_is_learned(marks, tmp_path):
     assert row["document_ids"].unique().tolist() == [-1, 0, 1]
 
 
+def test_a_template_may_be_given(tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text(
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
+    data = prepared(chat(tmp_path, [CHAT[1:3]], chat_template=str(own)))
+    assert text_of(data, all_rows(data.train_rows())) == "Hi <3Hé!"
+    data = prepared(chat(tmp_path, [CHAT[1:]], seq_len=256, chat_template="chatml"))
+    (row,) = all_rows(data.train_rows())
+    turns = ("user", "Hi <3"), ("assistant", "Hé!"), ("user", "Bye"), ("assistant", "So long.")
+    written = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    assert text_of(data, [row]) == written
+    learned = data.tokenizer.decode(row["labels"][row["labels"] != -100])
+    assert learned == "Hé!<|im_end|>So long.<|im_end|>"
+    with pytest.raises(FileNotFoundError, match="chat_template='chatlm': there is no such file"):
+        chat(tmp_path, [CHAT], chat_template="chatlm").prepare_data()
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
     plain = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()

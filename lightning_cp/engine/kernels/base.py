@@ -74,7 +74,7 @@ class Kernel(Protocol):
     """Computes blocks. Shapes: q [B, H, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]; K divides H.
 
     ``bias`` is added to the scores, or None: [B or 1, H or 1, Lq or 1, S], its keys in global
-    positions.
+    positions; or slopes [H], by which a score falls with the distance of query and key.
     """
 
     name: str
@@ -149,6 +149,11 @@ def same_dim(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
 def _tile_bias(bias: Tensor | None, tile: PlacedTile) -> Tensor | None:
     if bias is None:
         return None
+    if bias.dim() == 1:
+        queries, keys = (
+            torch.arange(*part, device=bias.device) for part in (tile.query, tile.keys)
+        )
+        return -bias[None, :, None, None] * (queries[:, None] - keys).abs()
     batch = tile.batch if bias.shape[0] > 1 else slice(None)
     rows = tile.rows if bias.shape[2] > 1 else slice(None)
     return bias[batch, :, rows, tile.keys.start : tile.keys.stop]

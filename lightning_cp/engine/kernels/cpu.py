@@ -14,9 +14,11 @@ from lightning_cp.engine.kernels.base import (
     Scores,
     TiledKernel,
     TileMask,
+    cut_tile,
     same_dim,
 )
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
+from lightning_cp.engine.plan import Block, PlacedTile
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,6 +37,13 @@ class CpuKernel(TiledKernel):
         if request.scores.softcap is not None:
             return f"it has no softcap (asked: {request.scores.softcap})"
         return None
+
+    def tiles(self, block: Block, bias: Tensor | None) -> tuple[PlacedTile, ...]:
+        """Return the tiles to compute; under slopes all are small: each takes a table."""
+        tiles = super().tiles(block, bias)
+        if bias is None or bias.dim() > 1:
+            return tiles
+        return tuple(part for tile in tiles for part in cut_tile(tile, 2 * self.tile_size))
 
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves a request: the first of a list that does not refuse, or the one named."""
+"""Which kernel serves a request: the first of a list that does not refuse, or the one named.
+
+``flex`` is not in the list: it computes whole rows, not blocks, and is asked for by its name
+(`engine/flex.py`).
+"""
 
 from typing import Literal, get_args
 
@@ -10,7 +14,7 @@ from lightning_cp.engine.kernels.cudnn import CudnnKernel
 from lightning_cp.engine.kernels.flash import FlashKernel
 from lightning_cp.engine.kernels.reference import ReferenceKernel
 
-KernelName = Literal["auto", "cpu", "cudnn", "flash", "reference"]
+KernelName = Literal["auto", "cpu", "cudnn", "flash", "flex", "reference"]
 
 # Fastest first; the last refuses nothing.
 _KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), ReferenceKernel())
@@ -19,6 +23,15 @@ _KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), Refer
 def check_kernel(name: str) -> None:
     """Refuse a kernel that does not exist."""
     check_choice("kernel", name, get_args(KernelName))
+
+
+def check_pair(kernel: str, algorithm: str) -> None:
+    """Refuse a kernel of whole rows with an algorithm that brings parts of them."""
+    if kernel == "flex" and algorithm == "ring":
+        raise ValueError(
+            "kernel='flex' computes whole rows at once, and algorithm='ring' brings keys part by "
+            "part. Use algorithm='gather' or 'ulysses' with it, or another kernel."
+        )
 
 
 def select_kernel(name: str, request: Request) -> Kernel:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.balance_gpu`: time of each rank's attention in packed rows, by layout.
+
+One GPU plays one rank after the other: its queries with the keys of the whole row, forward and
+backward, by FlexAttention. No bytes move. The ideal is the whole row by the same kernel, divided by
+the number of ranks.
+"""
+
+import platform
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+from benchmarks.balance import CASES, Rows
+from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.kernels.flex import Mods, attend_compiled
+from lightning_cp.engine.mods import Place, bounds_mods
+from lightning_cp.layout import build_layout
+
+HEADS, KEY_HEADS, DIM = 32, 8, 128
+REPEATS = 7
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the median time of a call in milliseconds."""
+    for _ in range(2):
+        call()
+    times: list[float] = []
+    for _ in range(REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return median(times)
+
+
+def draw(heads: int, length: int) -> Tensor:
+    """Return numbers that ask for a gradient."""
+    x = torch.randn(1, heads, length, DIM, device="cuda", dtype=torch.bfloat16)
+    return x.requires_grad_()
+
+
+def both_passes(q: Tensor, k: Tensor, v: Tensor, mods: Mods) -> float:
+    """Time attention, forward and backward."""
+    dout = torch.randn_like(q)
+
+    def call() -> None:
+        out = attend_compiled(q, k, v, mods, scale=None, wants=AuxRequest()).out
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    return timed(call)
+
+
+def compare(rows: Rows, seed: int) -> list[str]:
+    """Return a line of the table for each layout."""
+    bounds = rows.bounds(rows.draw(seed))
+    k, v = draw(KEY_HEADS, rows.seq_len), draw(KEY_HEADS, rows.seq_len)
+
+    def time_of(place: Place) -> float:
+        mods = bounds_mods(bounds, Scores(1.0), place, batch=1, device=k.device, fused=True)
+        return both_passes(draw(HEADS, place.layout.local_len), k, v, mods)
+
+    whole = time_of(Place(build_layout("contiguous", seq_len=rows.seq_len, cp_size=1), 0))
+    lines = []
+    for name in ("zigzag", "balanced"):
+        layout = rows.lay_out(name, bounds)
+        times = [time_of(Place(layout, rank)) for rank in range(rows.cp_size)]
+        work, ideal = layout.work(bounds), whole / rows.cp_size
+        uneven = max(work) * len(work) / sum(work)
+        lines.append(
+            f"| {rows} | {name} | {whole:.1f} | {ideal:.2f} | {min(times):.2f} | "
+            f"{max(times):.2f} | {ideal / max(times):.2f} | {uneven:.3f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; bf16, {HEADS} query and {KEY_HEADS} key heads of {DIM}, ms, "
+        f"median of {REPEATS}\n"
+    )
+    print(
+        "| row | layout | whole | whole / ranks | fastest rank | slowest rank | share of the ideal "
+        "| work, max / mean |\n|---|---|---|---|---|---|---|---|"
+    )
+    for rows in CASES[:4]:
+        for line in compare(rows, seed=0):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""FlexAttention over several ranks (threads of this process) against one device."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from lightning_cp.collectives import LoneTransport
+from lightning_cp.engine import exchange, mods
+from lightning_cp.engine import flex as flex_module
+from lightning_cp.engine.flex import _Way, _whole_row, flex_attend
+from lightning_cp.engine.kernels import flex as kernel
+from lightning_cp.engine.kernels.flex import Mods
+from lightning_cp.engine.mods import Place, RowMask
+from lightning_cp.layout import Layout, build_layout
+from lightning_cp.mask import Range
+from lightning_cp.sequence import shard
+from tests.engine.flex_cases import (
+    HEADS,
+    MASKS,
+    SCORES,
+    build,
+    flex_rank,
+    flex_whole,
+    make_flex_case,
+    put_flex_together,
+)
+from tests.oracle import Inputs, assert_earned, errors
+from tests.ranks import run_threads
+
+
+def worst_error(case, cp_size):
+    found = put_flex_together(run_threads(cp_size, flex_rank, case), case)
+    return max(errors(found, flex_whole(case)).values())
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("mask", MASKS)
+def test_out_lse_and_gradients_are_those_of_one_device(mask, cp_size):
+    """Each mask with each score, in one of the layouts; which one changes with the rest."""
+    layouts = itertools.cycle(["zigzag", "contiguous"])
+    if (list(MASKS).index(mask) + cp_size) % 2:
+        next(layouts)
+    for score, layout in zip(SCORES, layouts, strict=False):
+        case = make_flex_case(mask, score, layout=layout, length=29)
+        assert worst_error(case, cp_size) < 1e-10, (score, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 5, 8])
+def test_all_masks_scores_and_layouts_go_together(cp_size):
+    for mask, score, layout in itertools.product(MASKS, SCORES, ["zigzag", "contiguous"]):
+        case = make_flex_case(mask, score, layout=layout, batch=3)
+        assert worst_error(case, cp_size) < 1e-10, (mask, score, layout)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_heads_are_shared(heads, cp_size):
+    for mask, score in [("document", "alibi"), ("by head", "relative")]:
+        assert worst_error(make_flex_case(mask, score, heads=heads, scale=0.7), cp_size) < 1e-10
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+def test_ranks_that_hold_only_padding_take_part(length):
+    for layout, score in itertools.product(["zigzag", "contiguous"], ["relative", "alibi"]):
+        case = make_flex_case("document", score, length=length, layout=layout)
+        assert worst_error(case, 4) < 1e-10
+
+
+def test_any_ownership_is_exact():
+    blocks = [Range(i * 4, (i + 1) * 4) for i in range(9)]
+    random.Random(5).shuffle(blocks)
+    layout = Layout("by hand", 34, tuple(tuple(blocks[r::3]) for r in range(3)))
+    case = make_flex_case("document", "relative", length=34, layout=layout)
+    assert worst_error(case, 3) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lower_precisions_earn_their_tolerance(dtype):
+    for mask, score in [("causal", "none"), ("document", "alibi"), ("nothing", "relative")]:
+        case = make_flex_case(mask, score, length=101).to(dtype)
+        found = put_flex_together(run_threads(4, flex_rank, case), case)
+        same, exact = flex_whole(case), flex_whole(case.to(torch.float64))
+        assert_earned(found, same, exact, dtype)
+
+
+def test_sums_are_kept_in_float32(monkeypatch):
+    """Keys see many tiles and ranks: their gradients are not added up in half precision."""
+    monkeypatch.setattr(kernel, "TILE_SCORES", 1)
+    case = make_flex_case("none", length=64).to(torch.bfloat16)
+    found = put_flex_together(run_threads(4, flex_rank, case), case)
+    exact = flex_whole(case.to(torch.float64))
+    worst = errors(found, exact)
+    assert max(worst[name] for name in ("dk", "dv")) < torch.finfo(torch.bfloat16).eps
+
+
+def test_heads_of_a_part_of_the_model_keep_their_numbers():
+    case = make_flex_case("by head", "relative", heads="mha")
+    exact = flex_whole(case)
+    for start in (0, 2):
+        heads = slice(start, start + 2)
+        inputs = case.inputs
+        part = make_flex_case("by head", "relative", heads="mha")
+        part.inputs = Inputs(*(x[:, heads] for x in (inputs.q, inputs.k, inputs.v, inputs.dout)))
+        found = put_flex_together(run_threads(2, flex_rank, part, True, start), part)
+        for name in ("out", "lse", "dv"):  # the others depend on numbers drawn by shape
+            assert torch.allclose(found[name], exact[name][:, heads], atol=1e-12), name
+
+
+def test_scores_are_written_out_in_tiles(monkeypatch):
+    sizes = []
+    tile = kernel._tile
+
+    def recording(q, k, *args):
+        sizes.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return tile(q, k, *args)
+
+    monkeypatch.setattr(kernel, "_tile", recording)
+    monkeypatch.setattr(kernel, "TILE_SCORES", 4096)
+    case = make_flex_case("document", "relative", length=101)
+    assert worst_error(case, 2) < 1e-10
+    # 51 queries with 101 keys, 2 rows and 4 heads, 5 queries at a time: once, and in backward.
+    assert max(sizes) <= 4096
+    assert len(sizes) == 2 * 2 * 11
+
+
+def test_nothing_that_grows_with_the_square_is_kept_for_backward():
+    kept = []
+    case = make_flex_case("causal", "softcap", length=256, heads="mqa")
+
+    def pack(x):
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        leaves = [x.requires_grad_() for x in (case.inputs.q, case.inputs.k, case.inputs.v)]
+        layout = build_layout("contiguous", seq_len=256, cp_size=1)
+        flex_attend(*leaves, Mods(), Place(layout, 0), LoneTransport())
+    assert max(kept, default=0) <= case.inputs.q.numel()
+
+
+def row_there_and_back(transport, layout, dtype):
+    reduce_scatter, dtypes = transport.reduce_scatter, []
+
+    def recording(out, x):
+        dtypes.append(x.dtype)
+        return reduce_scatter(out, x)
+
+    transport.reduce_scatter = recording
+    generator = torch.Generator().manual_seed(transport.rank)
+    k, v = (
+        torch.randn(2, 3, layout.local_len, dim, generator=generator).to(dtype) for dim in (4, 5)
+    )
+    way = _Way(Place(layout, transport.rank), transport, 0)
+    k.requires_grad_(), v.requires_grad_()
+    whole = _whole_row(k, v, way)
+    grads = [torch.full_like(x, transport.rank + 1.0) for x in whole]
+    found = torch.autograd.grad(whole, [k, v], grads)
+    assert dtypes == [torch.promote_types(dtype, torch.float32)]  # one sum, never lower
+    return [k, v], whole, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("length", [12, 7])
+def test_rows_are_gathered_in_their_order_and_gradients_are_summed(name, length, dtype):
+    """What torch checks of its own gather: forward and its transpose."""
+    layout = build_layout(name, seq_len=length, cp_size=3)
+    found = run_threads(3, row_there_and_back, layout, dtype)
+    for part in (0, 1):
+        row = torch.cat([local[part] for local, *_ in found], 2).index_select(2, layout.order)
+        for rank, (_, whole, grads) in enumerate(found):
+            assert torch.equal(whole[part], row)
+            expected = shard(
+                torch.full_like(row, 6.0), 2, layout=layout, rank=rank
+            )  # 1 + 2 + 3; nothing for padding
+            assert torch.equal(grads[part], expected)
+
+
+def test_second_derivatives_are_refused():
+    def run(transport):
+        layout = build_layout("zigzag", seq_len=8, cp_size=2)
+        q = torch.randn(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+        out = flex_attend(q, q, q, Mods(), Place(layout, transport.rank), transport).out
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        grad.sum().backward()
+
+    with pytest.raises(RuntimeError, match="no second derivative.*without create_graph"):
+        run_threads(2, run)
+
+
+# A test that cannot fail proves nothing: each of these breaks one thing, and parity must notice.
+
+
+def broken(monkeypatch, case, cp_size=3):
+    error = worst_error(case, cp_size)
+    monkeypatch.undo()
+    assert worst_error(case, cp_size) < 1e-10
+    return error
+
+
+@pytest.mark.parametrize(
+    ("mask", "score"), [("causal", "none"), ("document", "none"), ("none", "alibi")]
+)
+def test_parity_notices_queries_that_are_counted_locally(monkeypatch, mask, score):
+    def local(layout, rank, device, dtype):
+        return torch.arange(layout.local_len), layout.is_real(rank)
+
+    monkeypatch.setattr(mods, "_positions", local)
+    assert broken(monkeypatch, make_flex_case(mask, score)) > 1e-3
+
+
+def test_parity_notices_keys_that_are_not_in_their_order(monkeypatch):
+    moves = exchange._row_moves
+
+    def end_to_end(layout, rank):
+        for move in moves(layout, rank):
+            yield move._replace(target=(move.target + 1) % (layout.seq_len - move.size + 1))
+
+    monkeypatch.setattr(exchange, "_row_moves", end_to_end)
+    assert broken(monkeypatch, make_flex_case("causal")) > 1e-3
+
+
+def test_parity_notices_padding_that_is_a_key(monkeypatch):
+    """Gather rows with their padding: whoever sees all keys sees it."""
+
+    def with_padding(layout):
+        return Layout(layout.name, layout.padded_len, layout.owned)
+
+    gather, scatter = exchange.gather_row, exchange.scatter_row
+    monkeypatch.setattr(
+        flex_module, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
+    )
+    monkeypatch.setattr(
+        flex_module, "scatter_row", lambda kv, layout, t: scatter(kv, with_padding(layout), t)
+    )
+    assert broken(monkeypatch, make_flex_case("none")) > 1e-3
+
+
+def test_padding_would_be_read_past_the_end_of_what_was_captured(monkeypatch):
+    case = make_flex_case("document")
+    layout = build_layout("contiguous", seq_len=37, cp_size=3)
+    mask = RowMask(build("document", MASKS, case.captured))
+
+    def attend():
+        place, device = Place(layout, 2), torch.device("cpu")
+        found = mods.build_mods(mask, None, place, batch=2, heads=4, device=device, fused=False)
+        q = shard(case.inputs.q, 2, layout=layout, rank=2)
+        return kernel.attend_plain(q, case.inputs.k, case.inputs.v, found, scale=1.0)
+
+    assert (attend().out[:, :, -2:] == 0).all()  # 39 positions, 37 tokens
+
+    def unclamped(layout, rank, device, dtype):
+        return layout.positions(rank), layout.is_real(rank)
+
+    monkeypatch.setattr(mods, "_positions", unclamped)
+    with pytest.raises(IndexError):
+        attend()
+
+
+def test_parity_notices_a_lost_head(monkeypatch):
+    score = mods._local_score
+
+    def first_head(score_mod, *args, **kwargs):
+        return score(lambda s, b, h, q, k: score_mod(s, b, h * 0, q, k), *args, **kwargs)
+
+    monkeypatch.setattr(mods, "_local_score", first_head)
+    assert broken(monkeypatch, make_flex_case("causal", "alibi")) > 1e-3

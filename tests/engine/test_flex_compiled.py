@@ -1,0 +1,322 @@
+"""The road of fused kernels, on a CPU: torch's FlexAttention traced, and run without a kernel.
+
+torch refuses gradients on a CPU, since its CPU kernel has none; what runs here has, so the check is
+taken away. Ranks are taken one after the other, with the keys of the whole row.
+"""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from lightning_cp import ContextParallel, Mask
+from lightning_cp.engine import flex
+from lightning_cp.engine.kernels import flex as kernel
+from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.mods import (
+    Place,
+    RowMask,
+    RowMasks,
+    _states,
+    bounds_mods,
+    build_mods,
+    row_mask_of,
+)
+from lightning_cp.layout import build_layout
+from lightning_cp.sequence import shard
+from tests.engine import cases
+from tests.engine.flex_cases import (
+    MASKS,
+    SCORES,
+    Captured,
+    build,
+    differentiate,
+    flex_whole,
+    make_flex_case,
+    put_flex_together,
+    weights_of_lse,
+)
+from tests.oracle import errors
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Let the road of fused kernels run on a CPU, and count what is compiled."""
+    backend = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(kernel, "_backend", backend)
+    yield backend
+    torch._dynamo.reset()
+
+
+def run_rank(case, layout, rank, mask=None):
+    """Return what `flex_rank` does, by the fused road; keys and their gradients are whole."""
+    inputs = case.inputs
+
+    def cut(x):
+        return shard(x, 2, layout=layout, rank=rank)
+
+    leaves = {"q": cut(inputs.q), "k": inputs.k, "v": inputs.v, "table": case.captured.table}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    old = case.captured
+    captured = Captured(old.documents, old.prefix, old.slopes, leaves["table"])
+    mask_mod = build(case.mask, MASKS, captured)
+    if mask is None and mask_mod is not None:
+        mask = RowMask(mask_mod)
+    batch, heads = inputs.q.shape[:2]
+    mods = build_mods(
+        mask,
+        build(case.score, SCORES, captured),
+        Place(layout, rank),
+        batch=batch,
+        heads=heads,
+        device=inputs.q.device,
+        fused=True,
+    )
+    q, k, v, _ = leaves.values()
+    found = kernel.attend_compiled(q, k, v, mods, scale=case.scale, wants=AuxRequest(lse=True))
+    whole = weights_of_lse(inputs.q[..., 0])
+    return differentiate(found.out, found.lse, leaves, cut(inputs.dout), cut(whole))
+
+
+def run_ranks(case, cp_size, mask=None):
+    layout = case.build_layout(cp_size)
+    parts = [run_rank(case, layout, rank, mask) for rank in range(cp_size)]
+    found = put_flex_together(
+        [{n: x for n, x in p.items() if n not in ("dk", "dv")} for p in parts], case
+    )
+    for name in ("dk", "dv"):
+        found[name] = sum(part[name] for part in parts)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "cp_size"),
+    [
+        ("document", "relative", 2),
+        pytest.param("none", "none", 2, marks=pytest.mark.slow),
+        pytest.param("causal", "softcap", 3, marks=pytest.mark.slow),
+        pytest.param("window", "alibi", 2, marks=pytest.mark.slow),
+        pytest.param("nothing", "none", 2, marks=pytest.mark.slow),
+        pytest.param("prefix", "hiding", 2, marks=pytest.mark.slow),
+        pytest.param("by head", "alibi", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_fused_road_is_exact(counter, mask, score, cp_size):
+    case = make_flex_case(mask, score, length=301)
+    worst = errors(run_ranks(case, cp_size), flex_whole(case))
+    assert max(worst.values()) < 1e-10, worst
+    assert counter.frame_count > 0
+
+
+def document_case(seed):
+    """Return a batch with other documents, of the same shape."""
+    case = make_flex_case("document", "alibi", length=96)
+    starts = torch.rand(2, 96, generator=torch.Generator().manual_seed(seed)) < 0.1
+    case.captured.documents = starts.cumsum(1)
+    return case
+
+
+@pytest.mark.parametrize("way", ["made", pytest.param("whole", marks=pytest.mark.slow)])
+def test_other_documents_are_not_compiled_again(counter, way):
+    """Three batches, two layers each; one compilation of the mask, one of attention."""
+    compiled = []
+    for seed in range(3):
+        case = document_case(seed)
+        layout, mask = case.build_layout(2), None
+        if way == "whole":
+            mask_mod = build("document", MASKS, case.captured)
+            mask = row_mask_of(create_block_mask(mask_mod, 2, 1, 96, 96, device="cpu"))
+        for _ in range(2):
+            run_rank(case, layout, 0, mask)
+        compiled.append(counter.frame_count)
+    assert compiled[0] == compiled[-1] == 2
+
+
+def test_a_mask_is_not_compiled_again_for_another_batch(counter):
+    """kernel="flex": what differs between batches is held in tensors of one shape."""
+    inputs = cases.make_case("causal", length=96).inputs
+    layout = build_layout("zigzag", seq_len=96, cp_size=2)
+    for name in ["documents", "left padding", "causal", "window"]:
+        bounds = cases.MASKS[name](2, 96).bounds(96, padded_len=layout.padded_len)
+        mods = bounds_mods(
+            bounds, Scores(1.0, 3.0), Place(layout, 1), batch=2, device=inputs.q.device, fused=True
+        )
+        q = shard(inputs.q, 2, layout=layout, rank=1)
+        kernel.attend_compiled(q, inputs.k, inputs.v, mods, scale=1.0, wants=AuxRequest(lse=True))
+    assert counter.frame_count == 1
+
+
+def holes(batch, length):
+    return Mask(padding=(torch.arange(length) % 300 == 150).expand(batch, -1))
+
+
+@pytest.mark.parametrize("name", [*cases.MASKS, "holes"])
+def test_blocks_of_a_mask_are_those_of_its_pairs(name):
+    """Full blocks are full, empty ones are empty, whatever the layout."""
+    length = 700
+    bounds_of = {**cases.MASKS, "holes": holes}[name](2, length)
+    for layout_name, rank in [("zigzag", 0), ("zigzag", 1), ("contiguous", 2)]:
+        layout = build_layout(layout_name, seq_len=length, cp_size=3)
+        bounds, place = bounds_of.bounds(length, padded_len=layout.padded_len), Place(layout, rank)
+        mods = bounds_mods(
+            bounds, Scores(1.0), place, batch=2, device=torch.device("cpu"), fused=True
+        )
+        table = mods.build_table()
+        exact = create_block_mask(mods.mask_mod, 2, 1, *place.lengths, device="cpu")
+        found, pairs = _states(table), _states(exact)
+        assert torch.equal(found == 2, pairs == 2)
+        assert not ((found == 0) & (pairs > 0)).any()
+        assert table.seq_lengths == place.lengths
+        assert (found > 0).sum() == (pairs > 0).sum()  # no document is longer than a block
+
+
+def test_a_block_mask_of_the_row_is_cut_where_blocks_allow_it():
+    ids = cases.documents(2, 64)
+    whole = create_block_mask(
+        lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q >= k + h), 2, 3, 64, 64, "cpu", 8
+    )
+    mask = row_mask_of(whole)
+    for cp_size, cut in [(2, True), (4, True), (3, False)]:
+        for rank in range(cp_size):
+            layout = build_layout("zigzag", seq_len=64, cp_size=cp_size)
+            place, heads = Place(layout, rank, head_offset=1), 2
+            if not cut:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
+                    table = mask.table(place, batch=2, heads=heads, device=torch.device("cpu"))
+            else:
+                table = mask.table(place, batch=2, heads=heads, device=torch.device("cpu"))
+            assert table.seq_lengths == place.lengths
+            exact = create_block_mask(table.mask_mod, 2, heads, *place.lengths, "cpu", 8)
+            assert torch.equal(_states(table), _states(exact))
+            # It sees positions and heads of the model.
+            b, h, q, k = (torch.tensor(x) for x in (1, 1, 3, 5))
+            at = layout.positions(rank).clamp(max=63)[3]
+            assert bool(table.mask_mod(b, h, q, k)) == bool(
+                (ids[1, at] == ids[1, 5]) & (at >= 5 + 2)
+            )
+
+
+def test_blocks_that_were_given_count(counter):
+    """A block mask may say more than its function: fused kernels never look at empty blocks."""
+    num_blocks = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1, 2], [0, 1, 2], [2, 0, 1]]]], dtype=torch.int32)
+    given = torch_flex.BlockMask.from_kv_blocks(
+        num_blocks, indices, BLOCK_SIZE=16, seq_lengths=(48, 48)
+    )
+    seen = torch.zeros(48, 48).bool()
+    seen[:16, :16], seen[16:32, :32], seen[32:, 32:] = True, True, True
+    visible = row_mask_of(given).visible(torch.device("cpu"))
+    q, k = torch.arange(48)[:, None], torch.arange(48)
+    zero = torch.tensor(0)
+    assert torch.equal(visible(zero, zero, q, k), seen)
+
+
+def test_masks_are_kept_over_steps_while_nothing_changes():
+    masks = RowMasks(size=3)
+    ids = torch.zeros(2, 8).long()
+
+    def build_mask(width):
+        return lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q - k < width)
+
+    first = masks.find(build_mask(3))
+    assert masks.find(build_mask(3)) is first
+    assert masks.find(build_mask(4)) is not first
+    assert masks.find(build_mask(3), batch=1) is not first
+    ids[0, 3] = 1
+    changed = masks.find(build_mask(3))
+    assert changed is not first
+
+    class Model:
+        width = 3
+
+        def mask(self, b, h, q, k):
+            return q - k < self.width
+
+    model = Model()
+    assert masks.find(model.mask) is not masks.find(model.mask)
+    for width in range(5):
+        masks.find(build_mask(width))
+    assert len(masks._kept) == 3
+
+
+def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
+    ids = torch.zeros(2, 16).long()
+    layout = build_layout("contiguous", seq_len=16, cp_size=2)
+    shapes = {
+        (1, 1): lambda b, h, q, k: q >= k,
+        (2, 1): lambda b, h, q, k: ids[b, q] == ids[b, k],
+        (1, 3): lambda b, h, q, k: q - k < h,
+        (2, 3): lambda b, h, q, k: [][0],  # cannot be found out
+    }
+    for shape, mask_mod in shapes.items():
+        mask = RowMask(mask_mod)
+        assert (mask._size(None, 0, 2), mask._size(None, 1, 3)) == shape
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
+        mask = RowMask(shapes[2, 1], block_size=(4, 4))
+        kwargs = {"batch": 2, "heads": 3, "device": torch.device("cpu")}
+        table = mask.table(Place(layout, 1), **kwargs)
+        assert table.kv_num_blocks.shape == (2, 1, 2)
+        assert mask.table(Place(layout, 1), **kwargs) is table
+        assert mask.table(Place(layout, 0), **kwargs) is not table
+        ids[0, 3] = 5  # the mask is the same, what it captured is not
+        again = mask.table(Place(layout, 1), **kwargs)
+        assert again is not table
+        for rank in range(20):
+            mask.table(Place(layout, rank % 2, head_offset=rank), **kwargs)
+        assert len(mask._kept) <= 8
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch, inside):
+    """Three batches with other documents, two layers, gradients, the mode of a step around it."""
+    monkeypatch.setattr(flex, "is_plain", lambda q, kernel: False)
+    cp = ContextParallel(None)
+    for seed in range(3):
+        case = document_case(seed)
+        ids, slopes = case.captured.documents, case.captured.slopes
+        q, k, v = (x.requires_grad_() for x in (case.inputs.q, case.inputs.k, case.inputs.v))
+        with cp.step({"inputs_embeds": torch.zeros(2, 96, 1)}):
+            for _ in range(2):
+                block_mask = cp.block_mask(
+                    lambda b, h, q, k, ids=ids: (ids[b, q] == ids[b, k]) & (q >= k)
+                )
+                out, lse = flex_attention(
+                    q,
+                    k,
+                    v,
+                    lambda s, b, h, q, k, slopes=slopes: s - slopes[h] * (q - k).abs(),
+                    block_mask,
+                    enable_gqa=True,
+                    return_lse=True,
+                )
+            wanted = {"q": q, "k": k, "v": v}
+            args = (out, lse, wanted, case.inputs.dout, weights_of_lse(q[..., 0].detach()))
+            found = differentiate(*args) if inside else None
+        found = found or differentiate(*args)
+        exact = flex_whole(case)
+        worst = errors(found, {name: exact[name] for name in found})
+        assert max(worst.values()) < 1e-10, worst
+    assert counter.frame_count == 2
+
+
+def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
+    """torch gives up after 8 compilations of one code, with fullgraph by an error."""
+    scores = [
+        lambda s, b, h, q, k: s + 1.0,
+        lambda s, b, h, q, k: s * 2.0,
+        lambda s, b, h, q, k: s - 3.0,
+        lambda s, b, h, q, k: s.sin(),
+    ]
+    layout = build_layout("contiguous", seq_len=16, cp_size=1)
+    q = torch.randn(1, 2, 16, 16)
+    for score_mod in scores:
+        place, device = Place(layout, 0), torch.device("cpu")
+        mods = build_mods(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
+        with torch._dynamo.config.patch(recompile_limit=2):
+            kernel.attend_compiled(q, q, q, mods, scale=1.0, wants=AuxRequest())
+    assert counter.frame_count == 4

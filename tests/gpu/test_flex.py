@@ -1,0 +1,206 @@
+"""FlexAttention's fused kernels under context parallelism, on NCCL ranks that share one GPU.
+
+Everything is compiled in the ranks' processes, so that this one keeps its environment. Errors are
+at most twice those of one device in the same precision, written out, and 4 ulp.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch.nn.attention.flex_attention import flex_attention
+
+from lightning_cp import ContextParallel, context
+from lightning_cp.sequence import shard
+from tests.engine import cases
+from tests.engine.flex_cases import flex_whole, make_flex_case
+from tests.oracle import assert_earned, attend_whole, errors, make_inputs
+from tests.parity import test_flex
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+MINUTES = 540
+
+
+# What every GPU user writes.
+FUSED = "compiled, as on a GPU"
+
+
+def run_jobs(jobs):
+    inductor_config.compile_threads = 1  # a rank may not have children of its own
+    return [test_flex.run_shared(device="cuda", **job) for job in jobs]
+
+
+def job(mask, score, dtype, *, length=1000, how="imported", **kwargs):
+    case = make_flex_case(mask, score, length=length, dims=(64, 64)).to(dtype)
+    case.layout = kwargs.pop("layout", "zigzag")
+    return {"case": case, "how": how, **kwargs}
+
+
+def check(nccl, cp_size, jobs):
+    results = nccl(cp_size).run(run_jobs, jobs, timeout=MINUTES)
+    for done, *parts in zip(jobs, *results, strict=True):
+        case = done["case"]
+        dtype = case.inputs.q.dtype
+        exact = flex_whole(case.to(torch.float64, "cuda"))
+        same = flex_whole(case.to(dtype, "cuda"))
+        for found in parts:
+            said = {name: value for name, value in done.items() if name != "case"}
+            try:
+                assert_earned(found, same, exact, dtype)
+            except AssertionError as error:
+                raise AssertionError((case.mask, case.score, case.layout, said)) from error
+
+
+def test_fused_kernels_see_the_whole_row(nccl):
+    dtype = torch.bfloat16
+    jobs = [
+        job("causal", "none", dtype, how=FUSED),
+        job("document", "relative", dtype, layout="contiguous", outside=True),
+        job("nothing", "softcap", dtype, how="checkpointed"),
+        job("by head", "alibi", dtype, mask_by="whole"),
+        job("document", "none", dtype, length=1024, mask_by="whole", how=FUSED),  # is cut
+        job("none", "hiding", dtype, length=999),
+    ]
+    check(nccl, 2, jobs)
+
+
+def test_three_ranks_and_float32(nccl):
+    jobs = [
+        job("document", "relative", torch.float32, length=997),
+        job("prefix", "alibi", torch.float32, layout="contiguous", how="compiled around"),
+    ]
+    check(nccl, 3, jobs)
+
+
+def test_few_queries_per_rank(nccl):
+    """Less than a block: torch takes a kernel that was made for decoding."""
+    check(nccl, 2, [job("document", "alibi", torch.bfloat16, length=151)])
+
+
+def test_float64_is_exact_in_plain_torch(nccl):
+    jobs = [job("document", "relative", torch.float64, length=301)]
+    for (found,) in nccl(2).run(run_jobs, jobs, timeout=MINUTES):
+        exact = flex_whole(jobs[0]["case"].to(torch.float64, "cuda"))
+        assert max(errors(found, exact).values()) < 1e-10
+
+
+def count_compilations(kind):
+    """Return how many graphs were compiled after each of four batches with other documents."""
+    inductor_config.compile_threads = 1
+    torch._dynamo.reset()
+    counters.clear()
+    cp = ContextParallel(dist.group.WORLD, kernel="flex" if kind == "mask" else "auto")
+    counts = []
+    for seed in range(4):
+        starts = torch.rand(2, 700, generator=torch.Generator().manual_seed(seed)) < 0.02
+        ids = starts.cumsum(1).cuda()
+        batch = {"inputs_embeds": torch.zeros(2, 700, 1, device="cuda"), "document_ids": ids}
+        with cp.step(batch):
+            local_len = context.current().layout.local_len
+            leaves = torch.randn(
+                3, 2, 4, local_len, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+            )
+            for _ in range(2):  # layers
+                if kind == "mask":
+                    mask = test_flex.Mask(causal=True)
+                    out = test_flex.attention(*leaves, mask=mask, softcap=20.0)
+                else:
+
+                    def mask_mod(b, h, q, k, ids=ids):
+                        return (ids[b, q] == ids[b, k]) & (q >= k)
+
+                    attend = torch.compile(flex_attention)
+                    out = attend(*leaves, block_mask=cp.block_mask(mask_mod))
+            out.float().square().mean().backward()
+        counts.append(counters["stats"]["unique_graphs"])
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["documents", "mask"])
+def test_other_documents_are_not_compiled_again(nccl, kind):
+    for counts in nccl(2).run(count_compilations, kind, timeout=MINUTES):
+        assert counts[0] == counts[-1] == (1 if kind == "mask" else 2), counts
+
+
+def run_kernels(jobs):
+    inductor_config.compile_threads = 1
+    return [test_flex.run_kernel(device="cuda", **each) for each in jobs]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_masks_softcap_and_sinks_by_the_flex_kernel(nccl, dtype):
+    jobs = []
+    for name in ["documents+window", "left padding", "prefix", "chunk"]:
+        inputs = make_inputs(
+            batch=2, heads=(4, 2), length=701, dims=(64, 64), sinks=True, seed=5
+        ).to(dtype)
+        case = cases.Case(cases.MASKS[name](2, 701), inputs, softcap=4.0)
+        jobs.append({"case": case, "options": {}})
+    plain = cases.Case(jobs[0]["case"].mask, jobs[0]["case"].inputs)
+    jobs.append({"case": plain, "options": {"layout": "contiguous"}})
+    results = nccl(2).run(run_kernels, jobs, timeout=MINUTES)
+    for each, *parts in zip(jobs, *results, strict=True):
+        case = each["case"]
+        same = attend_whole(case.inputs, case.mask, softcap=case.softcap)
+        exact = attend_whole(case.inputs.to(torch.float64), case.mask, softcap=case.softcap)
+        for found in parts:
+            assert_earned(found, same, exact, dtype)
+
+
+def peak_memory():
+    """Return the bytes that forward and backward of 16k tokens need beside their inputs."""
+    inductor_config.compile_threads = 1
+    cp = ContextParallel(dist.group.WORLD)
+    with cp.step({"inputs_embeds": torch.zeros(1, 16384, 1, device="cuda")}):
+        q, k, v = (
+            torch.randn(1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        )
+        for _ in range(2):  # the first one compiles
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = flex_attention(q, k, v, block_mask=cp.block_mask(test_flex.causal))
+            out.float().sum().backward()
+            peak = torch.cuda.max_memory_allocated() - before
+    return peak
+
+
+def test_scores_are_never_written_out(nccl):
+    """All scores of a rank would be 2 GB in half precision."""
+    for peak in nccl(2).run(peak_memory, timeout=MINUTES):
+        assert peak < 500e6
+
+
+@pytest.mark.parametrize("which", ["mask", "score"])
+def test_functions_that_captured_this_ranks_part_are_refused(nccl, which):
+    """Here, a kernel would read past the tensor's end and say nothing."""
+    for message in nccl(2).run(test_flex.captured_cut_message, which, "cuda", timeout=120):
+        assert "reads past the end of a tensor that it captured" in message
+
+
+def no_gradients():
+    """Train after evaluation in inference mode: what was kept from it serves autograd, too."""
+    inductor_config.compile_threads = 1
+    cp = ContextParallel(dist.group.WORLD)
+    x = torch.randn(1, 2, 600, 64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode(), cp.step({"inputs_embeds": torch.zeros(1, 600, 1, device="cuda")}):
+            layout = context.current().layout
+            q = shard(x, 2, layout=layout, rank=cp.cp_rank).cuda().bfloat16()
+            q = q.requires_grad_(torch.is_grad_enabled())
+            out = flex_attention(q, q, q, block_mask=cp.block_mask(test_flex.causal))
+            if torch.is_grad_enabled():
+                out.float().sum().backward()
+        found.append(out.detach().float().cpu())
+    return [float((out - found[-1]).abs().max()) for out in found]
+
+
+def test_evaluation_before_training(nccl):
+    for found in nccl(2).run(no_gradients, timeout=MINUTES):
+        assert max(found) < 1e-6

@@ -1,0 +1,1 @@
+"""Scripts that the tests run as they are, or with one line changed."""
