@@ -320,3 +320,41 @@ def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
         with torch._dynamo.config.patch(recompile_limit=2):
             kernel.attend_compiled(q, q, q, mods, scale=1.0, wants=AuxRequest())
     assert counter.frame_count == 4
+
+
+def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
+    asked = []
+
+    def stand_in(kind):
+        def attend(q, k, v, *, kernel_options, **rest):
+            asked.append(kernel_options)
+            if kernel_options is None:
+                raise RuntimeError("No valid triton configs. out of resource: Required: 249856")
+            return q, torch_flex.AuxOutput(None, None)
+
+        return attend
+
+    monkeypatch.setattr(kernel, "compiled_flex_attention", stand_in)
+    monkeypatch.setattr(kernel, "_options", {})
+    q = torch.zeros(1, 1, 2, 4)
+    for _ in range(2):
+        kernel.attend_compiled(q, q, q, kernel.Mods(), scale=None, wants=AuxRequest())
+    assert asked == [None, {"num_stages": 1}, {"num_stages": 1}]
+    own = {"num_stages": 2}  # the user's stay as they are
+    kernel.attend_compiled(
+        q, q, q, kernel.Mods(), scale=None, wants=AuxRequest(), kernel_options=own
+    )
+    assert asked[-1] is own
+
+
+def test_other_errors_of_the_compiler_are_raised(monkeypatch):
+    def stand_in(kind):
+        def attend(*args, **kwargs):
+            raise RuntimeError("a graph break")
+
+        return attend
+
+    monkeypatch.setattr(kernel, "compiled_flex_attention", stand_in)
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(RuntimeError, match="a graph break"):
+        kernel.attend_compiled(q, q, q, kernel.Mods(), scale=None, wants=AuxRequest())

@@ -11,7 +11,7 @@ Shapes: B batch, H query heads, K key/value heads, L queries, S keys, D and Dv h
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ class Attended(NamedTuple):
     max_scores: Tensor | None
 
 
+_MODEST: Final = {"num_stages": 1}
+_options: dict[object, dict[str, int]] = {}
+"""How kernels are compiled whose own choice did not fit into the chip's memory."""
+
+
 def attend_compiled(
     q: Tensor,
     k: Tensor,
@@ -77,8 +82,8 @@ def attend_compiled(
     kernel_options: Any = None,
 ) -> Attended:
     """Call torch's FlexAttention, compiled; ``wants`` says what is returned beside out."""
-    with without_modes():
-        table = None if mods.build_table is None else mods.build_table()
+
+    def call(kernel_options: Any) -> Attended:
         out, aux = compiled_flex_attention(mods.kind)(
             q,
             k,
@@ -90,7 +95,21 @@ def attend_compiled(
             kernel_options=kernel_options,
             return_aux=wants,
         )
-    return Attended(out, aux.lse, aux.max_scores)
+        return Attended(out, aux.lse, aux.max_scores)
+
+    with without_modes():
+        table = None if mods.build_table is None else mods.build_table()
+        if kernel_options is not None:
+            return call(kernel_options)
+        key = (mods.kind, q.dtype, q.shape[-1], v.shape[-1])
+        try:
+            return call(_options.get(key))
+        except RuntimeError as error:
+            if "out of resource" not in str(error) or key in _options:
+                raise
+        # What functions capture takes memory of the chip beside the tiles that torch has chosen.
+        _options[key] = _MODEST
+        return call(_MODEST)
 
 
 def build_block_mask(
