@@ -105,6 +105,7 @@ class Job:
         num_ranks: over which weights are cut.
         row_len: tokens of a row.
         cp_size: ranks that share it.
+        ulysses: of them, those that swap tokens for heads.
         batch_size: rows that a group holds at once.
         lora_rank: 0 for all weights.
         lora_targets: names of linear layers, or ``all-linear``.
@@ -115,6 +116,7 @@ class Job:
     num_ranks: int
     row_len: int
     cp_size: int
+    ulysses: int = 1
     batch_size: int = 1
     lora_rank: int = 0
     lora_targets: Sequence[str] | str = ()
@@ -125,11 +127,14 @@ def job_of(config: Mapping[str, Any]) -> Job:
     """Read from a config what its memory depends on."""
     model, trainer, data = config["model"], config["trainer"], config["data"]["init_args"]
     lora = model.get("lora") or {}
+    shared = trainer["strategy"]["init_args"]["context_parallel_size"]
+    inside, between = shared if isinstance(shared, list) else (1, shared)
     return Job(
         REAL[model["model"]],
         num_ranks=trainer["devices"] * trainer["num_nodes"],
         row_len=data["seq_len"],
-        cp_size=trainer["strategy"]["init_args"]["context_parallel_size"],
+        cp_size=inside * between,
+        ulysses=inside,
         batch_size=data["batch_size"],
         lora_rank=lora.get("rank", 0),
         lora_targets=lora.get("target_modules", ()),
@@ -172,10 +177,13 @@ def compute(job: Job) -> dict[str, float]:
         "one activation per layer": layers * tokens * width * residual,
         "computing one layer again": tokens * _work(text, width, queries, keys, residual),
         # keys and values in bfloat16, their gradients in float32
-        "keys and values of whole rows": job.batch_size * job.row_len * 2 * keys * 6,
+        "keys and values of whole rows": job.batch_size * job.row_len * 2 * keys * 6 / job.ulysses,
         # logits of a piece in float32, a few times
         "the loss": 4 * (1 << 28) + tokens * width * 2 * residual,
     }
+    if job.ulysses > 1:
+        # queries, keys, values and output once more, and their gradients
+        taken["tokens swapped for heads"] = tokens * 2 * (queries + keys) * 2 * 2
     return {name: count / 1e9 for name, count in taken.items()}
 
 
