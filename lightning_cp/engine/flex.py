@@ -49,6 +49,7 @@ from lightning_cp.engine.mods import (
     bounds_mods,
     build_mods,
     check_reach,
+    kind_of,
     row_mask_of,
 )
 from lightning_cp.engine.ulysses import Swap, build_swap, to_heads, to_tokens
@@ -61,6 +62,8 @@ _logger = logging.getLogger(__name__)
 # Where FlexAttention has no backward.
 _FORWARD_ONLY = ("cpu", "mps")
 _LSE = AuxRequest(lse=True)
+# For fewer, torch takes its kernel for decoding, which did not compile on an H200.
+_FEW_QUERIES = 128
 
 
 def flex_attend(
@@ -348,7 +351,9 @@ def _attend_alone(
         layout = build_layout("contiguous", seq_len=q.shape[2], cp_size=1)
         batch, heads = q.shape[:2]
         block_mask = block_mask.table(Place(layout, 0), batch=batch, heads=heads, device=q.device)
-    attend = flex_attention_of_torch if on_cpu else compiled_flex_attention()
+    kind = kind_of(None if block_mask is None else block_mask.mask_mod, score_mod)
+    shapes = (x.shape for x in (q, k, v))
+    attend = flex_attention_of_torch if on_cpu else compiled_flex_attention(kind, *shapes)
     out, aux = attend(
         q,
         k,
@@ -373,7 +378,7 @@ def is_plain(q: Tensor, kernel: str) -> bool:
     if q.device.type in _FORWARD_ONLY:
         _say_plain(q.device.type)
         return True
-    return kernel == "reference" or q.dtype == torch.float64
+    return kernel == "reference" or q.dtype == torch.float64 or q.shape[2] < _FEW_QUERIES
 
 
 @lru_cache(maxsize=4)

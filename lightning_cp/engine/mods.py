@@ -130,11 +130,11 @@ class RowMask:
             lengths=place.lengths,
             block_size=self.block_size,
             device=device,
-            kind=_kind(self.mask_mod),
+            kind=kind_of(self.mask_mod),
         )
 
 
-def _kind(*mods: Any) -> object:
+def kind_of(*mods: Any) -> object:
     """Return what tells functions from others for the compiler: their codes."""
     return tuple(getattr(getattr(mod, "func", mod), "__code__", type(mod)) for mod in mods)
 
@@ -200,7 +200,7 @@ def build_mods(
         fused: whether a fused kernel calls them, which wants a block mask, too.
     """
     _, real = place.positions(device, fused=fused)
-    kind = _kind(None if mask is None else mask.mask_mod, score_mod)
+    kind = kind_of(None if mask is None else mask.mask_mod, score_mod)
     if score_mod is not None:
         score_mod = _local_score(score_mod, place, device, fused=fused)
     if mask is None and real is None:
@@ -491,7 +491,7 @@ def check_reach(
     """
     found = [identity_of(mod) for mod in (mask_mod, score_mod) if mod is not None]
     shapes = tuple(x.shape for known in found if known is not None for x in known[1])
-    kind = _kind(mask_mod, score_mod)
+    kind = kind_of(mask_mod, score_mod)
     key = (kind, shapes, place.lengths, place.head_offset, batch, heads)
     if key in _reached:
         return

@@ -5,6 +5,7 @@ Every row is a function of its number, so nothing is stored, any length will do,
 seed. Whether a row was answered is the same on all ranks that share it.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -16,10 +17,11 @@ from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from lightning_cp import context
+from lightning_cp.context import IGNORED_LABEL
 from lightning_cp.sequence import unshard
 from recipes.data.loader import NO_ROW, Batch, as_tensors
 from recipes.data.module import RowsData
-from recipes.data.packing import IGNORED_LABEL, NO_DOCUMENT
+from recipes.data.packing import Document, document, pack
 from recipes.tokens import load_tokenizer
 
 NEEDLE: Final = " The pass key is "
@@ -35,17 +37,20 @@ _WORDS: Final = (
 
 
 class PasskeyData(RowsData):
-    """Rows of filler with a key hidden in it, and at the end the question for it.
+    """Texts of filler with a key hidden in it, and at the end the question for it.
 
-    The digits of the answer are the only labels. Training rows have a random depth and one of the
-    lengths; validation rows lie on the grid lengths x depths, with keys that training never shows.
-    Shorter rows are padded. Batches carry ``cell`` [batch], the row's place on the grid, row by row
-    of it; -1 in training, and for rows that do not count.
+    The digits of the answer are the only labels. A training row is packed with as many texts as
+    fit, each a document with its own key, depth and length: little is padding, and the short texts
+    teach what the long ones need. A validation row holds one text and lies on the grid lengths x
+    depths, with a key that training never shows; it is padded. Batches carry ``cell`` [batch], the
+    row's place on the grid, row by row of it; -1 in training, and for rows that do not count.
 
     Args:
         seq_len: tokens per row.
         batch_size: rows per data rank.
-        lengths: of the text, each at most ``seq_len``; by default a quarter, a half and all of it.
+        lengths: of the texts, each at most ``seq_len``; by default a quarter, a half and all of it.
+        train_lengths: of the texts in training, drawn from those that fit into what is left of a
+            row; one that is listed twice is drawn twice as often. By default ``lengths``.
         depths: where the key is hidden, from 0 (start) to 1 (just before the question).
         key_len: digits of a key.
         num_train_rows: rows of an epoch.
@@ -68,6 +73,7 @@ class PasskeyData(RowsData):
         seq_len: int = 1024,
         batch_size: int = 8,
         lengths: list[int] | None = None,
+        train_lengths: list[int] | None = None,
         depths: list[float] | None = None,
         key_len: int = 5,
         num_train_rows: int = 4096,
@@ -78,12 +84,14 @@ class PasskeyData(RowsData):
     ) -> None:
         super().__init__(seq_len=seq_len, batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.lengths = lengths or sorted({seq_len // 4, seq_len // 2, seq_len})
+        self.train_lengths = train_lengths or self.lengths
         self.depths = depths or [0.0, 0.25, 0.5, 0.75, 1.0]
-        if max(self.lengths) > seq_len:
-            raise ValueError(
-                f"lengths={self.lengths}: a text of {max(self.lengths)} tokens does not fit into "
-                f"seq_len={seq_len}. Use shorter lengths or a larger seq_len."
-            )
+        for name, given in self._all_lengths():
+            if max(given) > seq_len:
+                raise ValueError(
+                    f"{name}={given}: a text of {max(given)} tokens does not fit into "
+                    f"seq_len={seq_len}. Use shorter lengths or a larger seq_len."
+                )
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths={self.depths}: give shares from 0 (start) to 1 (end).")
         if not 2 <= key_len <= 18:
@@ -102,14 +110,19 @@ class PasskeyData(RowsData):
         """Check that the shortest text holds key and question."""
         super().setup(stage)
         needed = self.train_rows().min_len
-        if min(self.lengths) < needed:
-            raise ValueError(
-                f"lengths={self.lengths}: key and question alone take {needed} tokens of this "
-                f"tokenizer. Use lengths (or a seq_len) of at least {needed}."
-            )
+        for name, given in self._all_lengths():
+            if min(given) < needed:
+                raise ValueError(
+                    f"{name}={given}: key and question alone take {needed} tokens of this "
+                    f"tokenizer. Use lengths (or a seq_len) of at least {needed}."
+                )
+
+    def _all_lengths(self) -> Iterator[tuple[str, list[int]]]:
+        yield "lengths", self.lengths
+        yield "train_lengths", self.train_lengths
 
     def train_rows(self) -> "PasskeyRows":
-        """Return the rows to train on."""
+        """Return the packed rows to train on."""
         return PasskeyRows(self, held_out=False)
 
     def val_rows(self) -> "PasskeyRows":
@@ -126,7 +139,7 @@ class PasskeyRows:
 
     Args:
         data: the options.
-        held_out: validation rows: on the grid, with keys that training never shows.
+        held_out: validation rows: one text each, on the grid, with keys that training never shows.
     """
 
     def __init__(self, data: PasskeyData, *, held_out: bool) -> None:
@@ -142,7 +155,7 @@ class PasskeyRows:
 
     @property
     def min_len(self) -> int:
-        """How many tokens a row takes without filler, at most."""
+        """How many tokens a text takes without filler, at most."""
         fixed = (self._start, self._needle, self._needle_end, self._question)
         return sum(map(len, fixed)) + 2 * (self._data.key_len + 1)
 
@@ -157,22 +170,20 @@ class PasskeyRows:
         if self._held_out:
             cell = index % (len(data.lengths) * len(data.depths))
             length = data.lengths[cell // len(data.depths)]
-            depth = data.depths[cell % len(data.depths)]
+            texts = iter([self._text(length, data.depths[cell % len(data.depths)], generator)])
         else:
-            cell = NO_ROW
-            length = data.lengths[generator.integers(len(data.lengths))]
-            depth = generator.random()
-        key = _ids(data.tokenizer, self._draw_key(generator))
-        ids = self._text(length, depth, key, generator)
-        row = {
-            "input_ids": np.full(data.seq_len, data.tokenizer.pad_token_id or 0),
-            "labels": np.full(data.seq_len, IGNORED_LABEL),
-            "document_ids": np.full(data.seq_len, NO_DOCUMENT),
-        }
-        row["input_ids"][:length] = ids
-        row["labels"][length - len(key) : length] = key
-        row["document_ids"][:length] = 0
+            cell, texts = NO_ROW, self._texts(generator)
+        pad_id = data.tokenizer.pad_token_id or 0
+        (row,) = pack(texts, data.seq_len, long_documents="refuse", pad_id=pad_id)
         return as_tensors({**row, "cell": cell})
+
+    def _texts(self, generator: np.random.Generator) -> Iterator[Document]:
+        """Give texts until none fits into what is left of a row."""
+        left = self._data.seq_len
+        while fitting := [length for length in self._data.train_lengths if length <= left]:
+            length = fitting[generator.integers(len(fitting))]
+            yield self._text(length, generator.random(), generator)
+            left -= length
 
     def _draw_key(self, generator: np.random.Generator) -> str:
         while True:
@@ -180,15 +191,15 @@ class PasskeyRows:
             if is_held_out(key) == self._held_out:
                 return f"{key:0{self._data.key_len}d}"
 
-    def _text(
-        self, length: int, depth: float, key: list[int], generator: np.random.Generator
-    ) -> list[int]:
+    def _text(self, length: int, depth: float, generator: np.random.Generator) -> Document:
+        key = _ids(self._data.tokenizer, self._draw_key(generator))
         needle = [*self._needle, *key, *self._needle_end]
         room = length - len(self._start) - len(needle) - len(self._question) - len(key)
         words = generator.integers(len(self._words), size=room)  # a word has a token or more
         filler = [token for word in words for token in self._words[word]][:room]
         at = round(depth * room)
-        return [*self._start, *filler[:at], *needle, *filler[at:], *self._question, *key]
+        asked = [*self._start, *filler[:at], *needle, *filler[at:], *self._question]
+        return document([*asked, *key], [IGNORED_LABEL] * len(asked) + key)
 
 
 def is_held_out(key: int) -> bool:

@@ -325,7 +325,7 @@ def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
 def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
     asked = []
 
-    def stand_in(kind):
+    def stand_in(kind, *shapes):
         def attend(q, k, v, *, kernel_options, **rest):
             asked.append(kernel_options)
             if kernel_options is None:
@@ -348,7 +348,7 @@ def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
 
 
 def test_other_errors_of_the_compiler_are_raised(monkeypatch):
-    def stand_in(kind):
+    def stand_in(kind, *shapes):
         def attend(*args, **kwargs):
             raise RuntimeError("a graph break")
 

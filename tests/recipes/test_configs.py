@@ -68,6 +68,17 @@ def write_conversations(file):
             out.write(json.dumps({"messages": turns * (1 + number % 3)}) + "\n")
 
 
+def shrunken_data(kind, folder):
+    """What makes the data of a config small."""
+    if kind == "PasskeyData":
+        return {"data.lengths": [110, 128], "data.train_lengths": [100, 128]}
+    packed = {"data.val_fraction": 0.4, "data.cache_dir": folder / "cache"}
+    if kind == "ChatData":
+        write_conversations(folder / "conversations.jsonl")
+        return {"data.source": folder / "conversations.jsonl", **packed}
+    return {"data.source": "null", "data.max_documents": 3, **packed}
+
+
 def shrunken_args(name, folder):
     """What makes a config small, and nothing else: the rest stays as it is written."""
     config = read(name)
@@ -76,19 +87,11 @@ def shrunken_args(name, folder):
     if model is not None:
         path = write_config(KINDS[model], folder / "model")
         args += ["--model.model", str(path), "--model.random_weights", "true"]
-    source = "null"
-    if config["data"]["class_path"].endswith("ChatData"):
-        source = str(folder / "conversations.jsonl")
-        write_conversations(Path(source))
-    else:
-        args += ["--data.max_documents", "3"]
     small = {
-        "data.source": source,
+        **shrunken_data(config["data"]["class_path"].split(".")[-1], folder),
         "data.tokenizer": "null",
         "data.seq_len": 128,
-        "data.val_fraction": 0.4,
         "data.num_workers": 0,
-        "data.cache_dir": folder / "cache",
         "trainer.accelerator": "cpu",
         "trainer.devices": 2,
         "trainer.num_nodes": 1,

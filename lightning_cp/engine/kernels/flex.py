@@ -84,7 +84,7 @@ def attend_compiled(
     """Call torch's FlexAttention, compiled; ``wants`` says what is returned beside out."""
 
     def call(kernel_options: Any) -> Attended:
-        out, aux = compiled_flex_attention(mods.kind)(
+        out, aux = compiled_flex_attention(mods.kind, *(x.shape for x in (q, k, v)))(
             q,
             k,
             v,
@@ -128,21 +128,23 @@ def build_block_mask(
     """
     # Not as inference tensors: masks are kept, and training may follow evaluation.
     with without_modes(), torch.inference_mode(False), torch.no_grad():
-        found: BlockMask = _compiled(torch_flex.create_block_mask, kind, _backend)(
+        compiled = _compiled(torch_flex.create_block_mask, (kind, lengths), _backend)
+        found: BlockMask = compiled(
             mask_mod, batch, heads, *lengths, device=device, BLOCK_SIZE=block_size
         )
     return found
 
 
-def compiled_flex_attention(kind: object = None) -> Callable[..., Any]:
-    """Return torch's FlexAttention, compiled for functions of a kind."""
-    return _compiled(flex_attention_of_torch, kind, _backend)
+def compiled_flex_attention(kind: object = None, *shapes: torch.Size) -> Callable[..., Any]:
+    """Return torch's FlexAttention, compiled for functions of a kind and tensors of some shapes."""
+    return _compiled(flex_attention_of_torch, (kind, shapes), _backend)
 
 
 @lru_cache(maxsize=128)
 def _compiled(fn: Callable[..., Any], kind: object, backend: str) -> Callable[..., Any]:
-    # Whole or not at all: uncompiled, all scores would be written out, and nothing said.
-    return torch.compile(copy_function(fn), backend=backend, fullgraph=True)
+    # Whole or not at all: uncompiled, all scores would be written out, and nothing said. For these
+    # shapes alone: with lengths left open torch 2.11 failed to trace.
+    return torch.compile(copy_function(fn), backend=backend, fullgraph=True, dynamic=False)
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, mods: Mods, *, scale: float) -> Attended:
