@@ -87,6 +87,8 @@ def shrunken_args(name, folder):
     if model is not None:
         path = write_config(KINDS[model], folder / "model")
         args += ["--model.model", str(path), "--model.random_weights", "true"]
+    elif config["model"].get("config"):
+        args += ["--model.config", "null"]  # the embedded model as it is
     small = {
         **shrunken_data(config["data"]["class_path"].split(".")[-1], folder),
         "data.tokenizer": "null",

@@ -295,7 +295,13 @@ def learn_on_both(ranks, folder, *args):
 
 @pytest.mark.ranks
 def test_two_ranks_walk_along_the_curve_of_one_process(ranks, tmp_path):
-    options = {"seq_len": 200, "lengths": [110, 200], "batch_size": 4, "val_rows_per_cell": 1}
+    options = {
+        "seq_len": 200,
+        "lengths": [110, 200],
+        "train_lengths": [95, 95, 200],  # most rows hold two texts
+        "batch_size": 4,
+        "val_rows_per_cell": 1,
+    }
     (losses, found), shared = learn_on_both(ranks, tmp_path, 8, options)
     assert len(losses) == 8
     torch.testing.assert_close(shared[0], losses, rtol=1e-5, atol=0)
