@@ -10,7 +10,7 @@ from lightning_cp.checkpoint.source import blank, load_pickle, nest, open_folder
 from lightning_cp.checkpoint.state import renamed
 
 
-def consolidate(folder: Path, out: Path, *, overwrite: bool = False) -> None:
+def consolidate(folder: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
     """Turn a checkpoint folder into the single file of a plain Trainer.
 
     The file resumes on one device and loads with ``load_from_checkpoint``. No process group is
@@ -21,6 +21,7 @@ def consolidate(folder: Path, out: Path, *, overwrite: bool = False) -> None:
         out: the file to write.
         overwrite: replace ``out`` if it exists.
     """
+    folder, out = Path(folder), Path(out)
     if out.is_dir() or (out.exists() and not overwrite):
         cure = "Give the name of a file." if out.is_dir() else "Remove it, or allow overwriting."
         raise FileExistsError(f"{out} exists already. {cure}")

@@ -75,7 +75,7 @@ def shrunken_data(kind, folder):
     packed = {"data.val_fraction": 0.4, "data.cache_dir": folder / "cache"}
     if kind == "ChatData":
         write_conversations(folder / "conversations.jsonl")
-        return {"data.source": folder / "conversations.jsonl", **packed}
+        return {"data.source": folder / "conversations.jsonl", "data.seq_len": 512, **packed}
     return {"data.source": "null", "data.max_documents": 3, **packed}
 
 
@@ -90,10 +90,10 @@ def shrunken_args(name, folder):
     elif config["model"].get("config"):
         args += ["--model.config", "null"]  # the embedded model as it is
     small = {
-        **shrunken_data(config["data"]["class_path"].split(".")[-1], folder),
         "data.tokenizer": "null",
         "data.seq_len": 128,
         "data.num_workers": 0,
+        **shrunken_data(config["data"]["class_path"].split(".")[-1], folder),
         "trainer.accelerator": "cpu",
         "trainer.devices": 2,
         "trainer.num_nodes": 1,
