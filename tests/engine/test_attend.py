@@ -50,7 +50,11 @@ def test_out_and_gradients_are_those_of_one_device(algorithm, mask, heads, cp_si
         assert worst_error(case, cp_size) < 1e-10, layout
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), (3, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(3, 1), (2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1)))],
+    ids=str,
+)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_swapping_heads_gives_the_numbers_of_one_device(mask, heads, mesh):

@@ -135,7 +135,9 @@ def check(ranks, cp_size, jobs):
             assert max(worst.values()) < 1e-10, (said, worst)
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_what_torch_checks_of_its_own(ranks, cp_size):
     """Masks, load balancing, block masks that are cut or made, other documents in each row."""
     choices = itertools.product(["causal", "document"], ["zigzag", "contiguous"], ["whole", "cp"])
@@ -151,7 +153,9 @@ def test_what_torch_checks_of_its_own(ranks, cp_size):
     check(ranks, cp_size, jobs)
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_any_mask_and_score_is_exact(ranks, cp_size):
     choices = [*itertools.product(MASKS, ["alibi"]), *itertools.product(["document"], SCORES)]
     jobs = [
@@ -183,7 +187,7 @@ def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, how):
     check(ranks, 4, jobs)
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_calls_are_exact_whichever_way_they_come(ranks, cp_size):
     jobs = [
         {"case": make_flex_case("document", "relative", scale=scale), "how": how, "outside": out}
@@ -304,7 +308,9 @@ def run_kernels(jobs):
     return [run_kernel(**job) for job in jobs]
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "cp_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))]
+)
 def test_masks_softcap_sinks_and_bias_by_the_flex_kernel(ranks, cp_size):
     generator = torch.Generator().manual_seed(2)
     jobs = []
