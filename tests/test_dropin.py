@@ -129,7 +129,9 @@ def check_jobs(ranks, cp_size, jobs):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
+)
 def test_attention_is_that_of_one_device(ranks, cp_size):
     lengths = [8 * cp_size, 5 * cp_size, 13, 1]  # balanced, contiguous, uneven, less than ranks
     ways = [(4, "allgather"), (2, "alltoall"), (1, "allgather")]
@@ -278,7 +280,7 @@ def both_orders(lengths):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_are_those_of_torch_wherever_torch_takes_the_length(ranks, cp_size):
     ranks(cp_size).run(both_orders, [12, 24, 5 * cp_size])
 
@@ -453,7 +455,7 @@ def steps_shared(jobs):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_token_means_of_a_model_are_exact(ranks, cp_size):
     jobs = list(itertools.product([24, 21, 2], [False, True], [False, True]))
     if cp_size == 2:
@@ -544,7 +546,7 @@ def no_buffers(length):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("length", [24, 18, 11])
 def test_without_buffers_tensors_are_shards_already(ranks, cp_size, length):
     for found in ranks(cp_size).run(no_buffers, length):

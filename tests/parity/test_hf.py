@@ -57,7 +57,9 @@ def test_models_are_those_of_one_process(ranks):
     check(ranks, 2, list(spread(NAMES)))
 
 
-@pytest.mark.parametrize("cp_size", [1, 3, 4])
+@pytest.mark.parametrize(
+    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
+)
 def test_other_numbers_of_ranks_change_nothing(ranks, cp_size):
     check(ranks, cp_size, list(spread(("llama", "gpt_oss", "roberta", "mixtral:aux"), KINDS[:3])))
 
