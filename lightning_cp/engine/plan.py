@@ -203,9 +203,23 @@ def resolve_algorithm(name: str) -> str:
 
 
 def build_plan(
-    algorithm: str, *, layout: Layout, bounds: Bounds, rank: int, num_kv_heads: int
+    algorithm: str,
+    *,
+    layout: Layout,
+    bounds: Bounds,
+    rank: int,
+    num_kv_heads: int,
+    num_groups: int = GATHER_GROUPS,
 ) -> Plan:
     """Plan one attention call.
+
+    Args:
+        algorithm: ``gather`` or ``ring``.
+        layout: who owns what.
+        bounds: who sees whom.
+        rank: whose plan.
+        num_kv_heads: key/value heads.
+        num_groups: in how many groups of heads keys are gathered, as far as there are heads.
 
     Example:
         >>> from lightning_cp.layout import build_layout
@@ -218,7 +232,7 @@ def build_plan(
     """
     needs = [_needs(layout, bounds, r) for r in range(layout.cp_size)]
     if algorithm == "gather":
-        stages = _gather_stages(layout, bounds, rank, num_kv_heads, needs)
+        stages = _gather_stages(layout, bounds, rank, num_kv_heads, needs, num_groups)
     else:
         stages = _ring_stages(layout, bounds, rank, num_kv_heads, needs)
     mine = layout.ranges(rank)
@@ -299,7 +313,12 @@ def _build_block(
 
 
 def _gather_stages(
-    layout: Layout, bounds: Bounds, rank: int, num_kv_heads: int, needs: list[tuple[Range, ...]]
+    layout: Layout,
+    bounds: Bounds,
+    rank: int,
+    num_kv_heads: int,
+    needs: list[tuple[Range, ...]],
+    num_groups: int,
 ) -> tuple[Stage, ...]:
     """Bring all keys that the rank needs at once, a group of heads after the other."""
     # Sorted by position, so that what a run of queries sees is one slice of the buffer.
@@ -317,7 +336,7 @@ def _gather_stages(
     own = _wanted(shards[rank], needs[rank])
     alone = not collective and not any(parcel.runs for parcel in receives)
     block = _build_block(layout, bounds, rank, own if alone else buffers[rank])
-    num_groups = min(GATHER_GROUPS, num_kv_heads) if moved else 1
+    num_groups = min(num_groups, num_kv_heads) if moved else 1
     edges = [num_kv_heads * g // num_groups for g in range(num_groups + 1)]
     return tuple(
         Stage(
