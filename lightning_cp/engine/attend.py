@@ -8,12 +8,12 @@ Shapes: B batch, H query heads, K key/value heads, L local tokens, D and Dv head
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +21,23 @@ from torch import Tensor
 from lightning_cp.collectives import Transport, nothing
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of
-from lightning_cp.engine.exchange import KeyValues, fetch, give_back
+from lightning_cp.engine.exchange import Found, KeyValues, fetch, give_back
 from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Scores
 from lightning_cp.engine.merge import (
     NEVER,
+    Patches,
     Softmax,
     Sum,
+    T,
+    Where,
     accumulation_dtype,
     add_sinks_,
+    empty_softmaxed,
+    laid_out_like,
     sink_gradient,
 )
-from lightning_cp.engine.plan import Plan, Stage
+from lightning_cp.engine.plan import Block, Plan, Stage
+from lightning_cp.mask import Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +137,7 @@ def _gradients(
     q, k, v, sinks, bias, out, lse, _ = saved
     needs_q, needs_k, needs_v, needs_sinks, *_ = needed
     dq = dk = dv = dsinks = None
-    dout = dout.contiguous()
+    dout = laid_out_like(q, dout)
     if bias is not None or call.plan.has_blind_queries:
         # A query that saw nothing: exp(score - inf) makes all of its weights 0.
         lse = torch.where(lse == NEVER, float("inf"), lse)
@@ -147,21 +153,22 @@ def _gradients(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
-    sole = call.plan.sole_block
-    if sole is not None and sinks is None:  # the common case of one rank, without bookkeeping
-        out, lse = call.kernel.forward(q, k, v, bias, sole, call.scores)
-        return out.to(q.dtype), lse
-    softmax = Softmax(q, v.shape[-1])
-    for stage, buffer in _visit(KeyValues(k, v), call):
-        if stage.block is None:
-            continue
-        heads, rows = _query_heads(stage, q, k), stage.block.rows
-        bias_part = None if bias is None else _bias_of(bias, heads, rows)
-        part = call.kernel.forward(
-            _of(q, heads, rows), *buffer, bias_part, stage.block, call.scores
-        )
-        softmax.add(heads, rows, *part)
-    out, lse = softmax.result()
+    found = _Heads(call.plan.stages, k, lambda: empty_softmaxed(q, v.shape[-1]))
+    for turn in _visit(KeyValues(k, v), call.plan.stages, call.transport):
+        heads = _query_heads(turn.stage, q, k)
+        if turn.is_first:
+            softmax = Softmax(_of(q, heads), v.shape[-1])
+        block = turn.stage.block
+        if block is not None:
+            bias_part = None if bias is None else _bias_of(bias, heads, block.rows)
+            queries = _of(q, heads, block.rows)
+            parts = call.kernel.forward(queries, *turn.buffer, bias_part, block, call.scores)
+            for part in parts:
+                where = _where(part.batch, part.rows, block, q)
+                softmax.add(where, (part.out, part.lse))
+        if turn.is_last:
+            found.settle(heads, softmax)
+    out, lse = found.result
     if sinks is not None:
         out = out.to(accumulation_dtype(q.dtype))
         add_sinks_(out, lse, sinks)
@@ -172,54 +179,111 @@ def _backward(
     given: BackwardInputs, bias: Tensor | None, call: Call, *, return_keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, lse = given
-    sole = call.plan.sole_block
-    if sole is not None:
-        parts = call.kernel.backward(given, bias, sole, call.scores)
-        return parts[0].to(q.dtype), parts[1].to(k.dtype), parts[2].to(v.dtype)
+    stages = call.plan.backward_stages
+    dq, dk, dv = (_Heads(stages, k, partial(torch.empty_like, x)) for x in (q, k, v))
     dtype = accumulation_dtype(q.dtype)
-    dq, dkv = Sum(q), (Sum(k), Sum(v))
     finish = nothing
-    for stage, buffer in _visit(KeyValues(k, v), call):
-        if stage.block is None:
-            found = buffer.zeros(buffer.num_tokens, dtype)
-        else:
-            heads, rows = _query_heads(stage, q, k), stage.block.rows
-            part = BackwardInputs(
+    for turn in _visit(KeyValues(k, v), stages, call.transport):
+        stage, block = turn.stage, turn.stage.block
+        heads, own = _query_heads(stage, q, k), slice(*stage.heads)
+        if turn.is_first:
+            dq_sum, sums = Sum(_of(q, heads)), (Sum(_of(k, own)), Sum(_of(v, own)))
+        found = Found(stage, turn.buffer, dtype)
+        if block is not None:
+            rows = block.rows
+            inputs = BackwardInputs(
                 _of(dout, heads, rows),
                 _of(q, heads, rows),
-                *buffer,
+                *turn.buffer,
                 _of(out, heads, rows),
                 _of(lse, heads, rows),
             )
-            dq_part, *dkv_part = call.kernel.backward(
-                part,
-                None if bias is None else _bias_of(bias, heads, rows),
-                stage.block,
-                call.scores,
-            )
-            dq.add((slice(None), heads, rows), dq_part)
-            found = KeyValues(*dkv_part)
-        if not return_keys:
-            continue
-        if stage.is_alone:
-            own = (slice(None), slice(*stage.heads))
-            dkv[0].add(own, found.keys)
-            dkv[1].add(own, found.values)
-        else:
-            # A kernel may return any precision, another one on each rank; the wire has one.
-            found = KeyValues(*(x.to(dtype) for x in found))
-            gradients = KeyValues(*(total.running() for total in dkv))
-            previous, finish = finish, give_back(stage, found, gradients, call.transport)
-            previous()
+            bias_part = None if bias is None else _bias_of(bias, heads, rows)
+            for part in call.kernel.backward(inputs, bias_part, block, call.scores):
+                dq_sum.add(_where(part.batch, part.rows, block, q), part.dq)
+                if return_keys:
+                    # Only now, with a kernel on its way: what the last stage sent has had the
+                    # time to arrive, and its memory serves the next.
+                    finish()
+                    finish = nothing
+                    found.add(part.batch, part.columns, KeyValues(part.dk, part.dv))
+        if turn.is_last:
+            dq.settle(heads, dq_sum)
+        if return_keys:
+            finish()
+            # Of what one rank sends straight to another nothing is lost by the kernels' own
+            # precision: the owner adds it up in a higher one. A reduce-scatter has no such owner.
+            wire = dtype if stage.collective else q.dtype
+            finish = give_back(stage, found, sums, call.transport, wire)
+            if turn.is_last:
+                finish = partial(_settle_keys, finish, own, (dk, dv), sums)
     finish()
-    dk, dv = (total.result() for total in dkv)
-    return dq.result(), dk, dv
+    if not return_keys:
+        return dq.result, torch.zeros_like(k), torch.zeros_like(v)
+    return dq.result, dk.result, dv.result
 
 
-def _of(x: Tensor, heads: slice, rows: slice) -> Tensor:
+def _settle_keys(
+    finish: Callable[[], None],
+    heads: slice,
+    gradients: tuple["_Heads[Tensor]", ...],
+    sums: tuple[Sum, ...],
+) -> None:
+    """Wait for the last gradients of some key heads, and keep the sum."""
+    finish()
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.settle(heads, total)
+
+
+class _Heads(Generic[T]):
+    """A result that comes in groups of heads; that of all heads at once is taken as it is.
+
+    Args:
+        stages: what it comes of.
+        k: the keys, for their number of heads.
+        empty: takes memory for it.
+    """
+
+    def __init__(self, stages: tuple[Stage, ...], k: Tensor, empty: Callable[[], T]) -> None:
+        self._is_whole = stages[0].heads.size == k.shape[1]
+        self._empty: Callable[[], T] = empty
+        self._result: T | None = None
+
+    def settle(self, heads: slice, part: Patches[T]) -> None:
+        """Keep the heads that are ready."""
+        if self._is_whole:
+            self._result = part.result()
+            return
+        if self._result is None:
+            self._result = self._empty()
+        part.write(_heads_of(self._result, heads))
+
+    @property
+    def result(self) -> T:
+        """Return all heads."""
+        assert self._result is not None  # noqa: S101  there is at least one stage
+        return self._result
+
+
+def _heads_of(x: T, heads: slice) -> T:
+    if isinstance(x, tuple):
+        return x[0][:, heads], x[1][:, heads]
+    return x[:, heads]
+
+
+def _where(batch: slice, rows: slice, block: Block, q: Tensor) -> Where:
+    """Return the place of a tile's queries among those of the rank."""
+    start = block.rows.start
+    tokens = Range(start + rows.start, start + rows.stop)
+    return Where(Range(*batch.indices(q.shape[0])[:2]), tokens)
+
+
+def _of(x: Tensor, heads: slice, rows: slice | None = None) -> Tensor:
     """Return some heads and rows; slicing costs microseconds, so not where that is all."""
+    num_heads, length = x.shape[1:3]
+    rows = slice(0, length) if rows is None else rows
     size = heads.stop - heads.start, rows.stop - rows.start
-    return x if x.shape[1:3] == size else x[:, heads, rows]
+    return x if (num_heads, length) == size else x[:, heads, rows]
 
 
 def _bias_of(bias: Tensor, heads: slice, rows: slice) -> Tensor:
@@ -237,13 +301,24 @@ def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
     return slice(stage.heads.start * group, stage.heads.stop * group)
 
 
-def _visit(shard: KeyValues, call: Call) -> Iterator[tuple[Stage, KeyValues]]:
+class _Turn(NamedTuple):
+    """A stage, its keys, and whether it is the first or the last one of its heads."""
+
+    stage: Stage
+    buffer: KeyValues
+    is_first: bool
+    is_last: bool
+
+
+def _visit(shard: KeyValues, stages: tuple[Stage, ...], transport: Transport) -> Iterator[_Turn]:
     """Yield each stage with its key buffer; that of the next one is already on its way."""
-    stages = call.plan.stages
     # Taken out before it is called: it holds what came over the wire, which would otherwise stay
     # in memory beside the kernel.
-    pending = deque([fetch(stages[0], shard, call.transport)])
+    pending = deque([fetch(stages[0], shard, transport)])
+    heads = None
     for stage, following in zip_longest(stages, stages[1:]):
         if following is not None:
-            pending.append(fetch(following, shard, call.transport))
-        yield stage, pending.popleft()()
+            pending.append(fetch(following, shard, transport))
+        is_last = following is None or following.heads != stage.heads
+        yield _Turn(stage, pending.popleft()(), heads != stage.heads, is_last)
+        heads = stage.heads

@@ -5,8 +5,14 @@ Two blocks of keys give two softmaxes, each normalised by its own sum; lse is th
 The whole is their mean, weighted by those sums. Accumulated in float32, in float64 for float64.
 """
 
+from abc import ABC, abstractmethod
+from typing import Generic, NamedTuple, TypeVar
+
 import torch
 from torch import Tensor
+
+from lightning_cp.engine import fused
+from lightning_cp.mask import Range
 
 NEVER = float("-inf")
 """The lse of a query that has seen no key: its sum is empty."""
@@ -15,6 +21,10 @@ NEVER = float("-inf")
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the precision in which sums over blocks are kept: never less than the input's."""
     return torch.promote_types(dtype, torch.float32)
+
+
+Softmaxed = tuple[Tensor, Tensor]
+"""Partial attention: out [B, H, L, D] and the log of its sums [B, H, L]."""
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -26,19 +36,157 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
         block_out: the block's output, in any precision.
         block_lse: the block's log of sums.
     """
-    # weight = e^block / (e^block + e^lse). A query that neither side has seen carries -inf twice,
-    # and -inf - -inf is NaN: it keeps the empty accumulator, so that ranks which hold only padding
+    merge_into(out, lse, (out, lse), (block_out, block_lse))
+
+
+def merge_into(out: Tensor, lse: Tensor, a: Softmaxed, b: Softmaxed) -> None:
+    """Write two parts, put together, to ``out`` and ``lse``; these may be those of ``a``.
+
+    Computed in at least float32, whatever the parts and ``out`` are in.
+    """
+    if fused.can_merge(out, a[0], b[0]):
+        fused.merge_into(out, lse, a, b)
+        return
+    (a_out, a_lse), (b_out, b_lse) = a, b
+    dtype = accumulation_dtype(out.dtype)
+    # weight = e^b / (e^b + e^a). A query that neither side has seen carries -inf twice, and
+    # -inf - -inf is NaN: it keeps the empty accumulator, so that ranks which hold only padding
     # stay finite.
-    weight = torch.sigmoid(block_lse - lse)
-    weight = torch.where(block_lse == NEVER, 0.0, weight).unsqueeze(-1)
-    out.lerp_(block_out.to(out.dtype), weight.to(out.dtype))
-    torch.logaddexp(lse, block_lse.to(lse.dtype), out=lse)
+    weight = torch.sigmoid(b_lse - a_lse)
+    weight = torch.where(b_lse == NEVER, 0.0, weight).unsqueeze(-1).to(dtype)
+    if out is a_out and out.dtype == dtype:
+        out.lerp_(b_out.to(dtype), weight)
+    else:
+        out.copy_(torch.lerp(a_out.to(dtype), b_out.to(dtype), weight))
+    torch.logaddexp(a_lse.to(lse.dtype), b_lse.to(lse.dtype), out=lse)
 
 
-class Softmax:
+class Where(NamedTuple):
+    """A part of a tensor [B, H, L, D], all heads: some rows of the batch and some tokens."""
+
+    batch: Range
+    tokens: Range
+
+    @property
+    def place(self) -> tuple[slice, slice, slice]:
+        """Return the index that picks it out."""
+        return slice(*self.batch), slice(None), slice(*self.tokens)
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens it covers, over the rows."""
+        return self.batch.size * self.tokens.size
+
+    def meets(self, other: "Where") -> bool:
+        """Say whether they have anything in common."""
+        return bool(self.batch.meet(other.batch).size and self.tokens.meet(other.tokens).size)
+
+
+T = TypeVar("T", Tensor, Softmaxed)
+
+# More are put into one tensor at once: looking through them would cost more than it saves.
+_MOST_PATCHES = 16
+
+
+class Patches(ABC, Generic[T]):
+    """A tensor that is put together of parts, each of which covers some of it.
+
+    Up to two parts of a place are kept as they came, and put together straight into the result:
+    most calls have no more, and are spared an accumulator. A part that is the whole is the result.
+
+    Args:
+        whole: what all parts cover together.
+    """
+
+    def __init__(self, whole: Where) -> None:
+        self.whole = whole
+        self._patches: dict[Where, list[T]] = {}
+        self._total: T | None = None
+
+    def add(self, where: Where, part: T) -> None:
+        """Add a part."""
+        if self._total is None:
+            held = self._patches.setdefault(where, [])
+            if len(held) == 1:
+                held.append(part)
+                return
+            others = (other for other in self._patches if other != where)
+            few = len(self._patches) <= _MOST_PATCHES
+            if not held and few and not any(where.meets(other) for other in others):
+                held.append(part)
+                return
+            self._total = self._gathered()
+        self._add_to(self._total, where, part)
+
+    def _gathered(self) -> T:
+        """Move all parts into a new accumulator."""
+        total = self._empty(raised=True)
+        first, rest = [], []
+        for where, parts in self._patches.items():
+            first += [(where, part) for part in parts[:1]]
+            rest += [(where, part) for part in parts[1:]]
+        self._patches.clear()
+        self._fill(total, [where for where, _ in first])
+        for where, part in first:
+            self._write(total, where, part)
+        for where, part in rest:
+            self._add_to(total, where, part)
+        return total
+
+    def _fill(self, target: T, written: list[Where]) -> None:
+        """Make empty what will not be written; parts do not overlap."""
+        if sum(where.size for where in written) < self.whole.size:
+            self._clear(target)
+
+    def result(self) -> T:
+        """Return the whole, in the precision of what it is for."""
+        if self._total is not None:
+            return self._finished(self._total)
+        if list(self._patches) == [self.whole] and len(self._patches[self.whole]) == 1:
+            return self._finished(self._patches[self.whole][0])
+        total = self._empty(raised=False)
+        self.write(total)
+        return total
+
+    def write(self, target: T) -> None:
+        """Write the whole into a tensor."""
+        if self._total is not None:
+            self._write(target, self.whole, self._total)
+            return
+        self._fill(target, list(self._patches))
+        for where, parts in self._patches.items():
+            if len(parts) == 1:
+                self._write(target, where, parts[0])
+            else:
+                self._write_both(target, where, *parts)
+
+    @abstractmethod
+    def _empty(self, *, raised: bool) -> T:
+        """Return memory for the whole, in the precision of sums or in that of the result."""
+
+    @abstractmethod
+    def _clear(self, target: T) -> None:
+        """Let it hold nothing."""
+
+    @abstractmethod
+    def _write(self, target: T, where: Where, part: T) -> None:
+        """Write a part to its place."""
+
+    @abstractmethod
+    def _write_both(self, target: T, where: Where, a: T, b: T) -> None:
+        """Write two parts, put together, to their place."""
+
+    @abstractmethod
+    def _add_to(self, total: T, where: Where, part: T) -> None:
+        """Add a part to an accumulator."""
+
+    @abstractmethod
+    def _finished(self, total: T) -> T:
+        """Return the whole in the precision of the result."""
+
+
+class Softmax(Patches[Softmaxed]):
     """Partial attention of one call, put together part by part.
-
-    A part that is the whole is taken as it is: no copy, no sum.
 
     Args:
         q: the queries [B, H, L, D], for shape, dtype and device.
@@ -46,60 +194,80 @@ class Softmax:
     """
 
     def __init__(self, q: Tensor, value_dim: int) -> None:
+        super().__init__(Where(Range(0, q.shape[0]), Range(0, q.shape[2])))
         self._like = q
-        self._shape = (*q.shape[:-1], value_dim)
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._value_dim = value_dim
 
-    def add(self, heads: slice, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add a block's part, which covers some heads and rows."""
-        if self._out is None and out.shape == self._shape:
-            self._out, self._lse = out, lse
-            return
-        whole_out, whole_lse = self.result()
-        dtype = accumulation_dtype(self._like.dtype)
-        self._out, self._lse = whole_out.to(dtype), whole_lse
-        merge_(self._out[:, heads, rows], whole_lse[:, heads, rows], out, lse)
+    def _empty(self, *, raised: bool) -> Softmaxed:
+        return empty_softmaxed(self._like, self._value_dim, raised=raised)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return out [B, H, L, Dv] and lse [B, H, L]; 0 and -inf where nothing was added."""
-        if self._out is None or self._lse is None:
-            dtype = accumulation_dtype(self._like.dtype)
-            self._out = self._like.new_zeros(self._shape, dtype=dtype)
-            self._lse = self._like.new_full(self._shape[:-1], NEVER, dtype=dtype)
-        return self._out, self._lse
+    def _clear(self, target: Softmaxed) -> None:
+        target[0].zero_()
+        target[1].fill_(NEVER)
+
+    def _write(self, target: Softmaxed, where: Where, part: Softmaxed) -> None:
+        for to, from_ in zip(target, part, strict=True):
+            to[where.place].copy_(from_)
+
+    def _write_both(self, target: Softmaxed, where: Where, a: Softmaxed, b: Softmaxed) -> None:
+        merge_into(target[0][where.place], target[1][where.place], a, b)
+
+    def _add_to(self, total: Softmaxed, where: Where, part: Softmaxed) -> None:
+        merge_(total[0][where.place], total[1][where.place], *part)
+
+    def _finished(self, total: Softmaxed) -> Softmaxed:
+        return total[0].to(self._like.dtype), total[1]
 
 
-class Sum:
-    """A gradient, added up part by part in at least float32; a part that is the whole is taken.
+def empty_softmaxed(q: Tensor, value_dim: int, *, raised: bool = False) -> Softmaxed:
+    """Return memory for the attention of ``q``; ``raised`` in the precision of sums."""
+    dtype = accumulation_dtype(q.dtype)
+    lse = q.new_empty(q.shape[:-1], dtype=dtype)
+    if value_dim == q.shape[-1]:
+        return torch.empty_like(q, dtype=dtype if raised else None), lse
+    return q.new_empty(*q.shape[:-1], value_dim, dtype=dtype if raised else None), lse
+
+
+def laid_out_like(q: Tensor, x: Tensor) -> Tensor:
+    """Return x in the layout of `empty_softmaxed`: some kernels want one for both."""
+    if x.shape != q.shape:
+        return x.contiguous()
+    layout = torch.empty_like(q, device="meta").stride()
+    return x if x.stride() == layout else torch.empty_like(q).copy_(x)
+
+
+class Sum(Patches[Tensor]):
+    """A gradient, added up part by part in at least float32.
 
     Args:
         like: what it is the gradient of.
     """
 
     def __init__(self, like: Tensor) -> None:
+        super().__init__(Where(Range(0, like.shape[0]), Range(0, like.shape[2])))
         self._like = like
-        self._total: Tensor | None = None
 
-    def add(self, index: tuple[slice, ...], part: Tensor) -> None:
-        """Add a part, which covers some of the tensor."""
-        if self._total is None and part.shape == self._like.shape:
-            self._total = part
-            return
-        self.running()[index] += part
-
-    def running(self) -> Tensor:
-        """Return the sum so far, to be added to in place."""
+    def _empty(self, *, raised: bool) -> Tensor:
         dtype = accumulation_dtype(self._like.dtype)
-        if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=dtype)
-        else:
-            self._total = self._total.to(dtype)
-        return self._total
+        return torch.empty_like(self._like, dtype=dtype if raised else None)
 
-    def result(self) -> Tensor:
-        """Return the sum, in the dtype of what it is the gradient of."""
-        total = self.running() if self._total is None else self._total
+    def _clear(self, target: Tensor) -> None:
+        target.zero_()
+
+    def _write(self, target: Tensor, where: Where, part: Tensor) -> None:
+        target[where.place].copy_(part)
+
+    def _write_both(self, target: Tensor, where: Where, a: Tensor, b: Tensor) -> None:
+        place = target[where.place]
+        if a.dtype == b.dtype == target.dtype:
+            torch.add(a, b, out=place)  # rounded once, also in half precision
+        else:
+            place.copy_(a.to(accumulation_dtype(a.dtype)) + b)
+
+    def _add_to(self, total: Tensor, where: Where, part: Tensor) -> None:
+        total[where.place] += part
+
+    def _finished(self, total: Tensor) -> Tensor:
         return total.to(self._like.dtype)
 
 

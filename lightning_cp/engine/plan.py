@@ -8,7 +8,7 @@ out.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
@@ -18,10 +18,6 @@ from lightning_cp.layout import Layout
 from lightning_cp.mask import Bounds, Range, Tile, union
 
 AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
-
-# Two groups let the second one travel while the first is computed. More would only make kernels
-# smaller: at 32k tokens over 8 GPUs eight groups cost a third of the speed.
-GATHER_GROUPS = 2
 
 
 class Piece(NamedTuple):
@@ -52,7 +48,11 @@ class Parcel(NamedTuple):
 
 
 class PlacedTile(NamedTuple):
-    """A tile with its place: rows of the batch, of the query slice, columns of the key buffer."""
+    """A tile with its place: rows of the batch, of the query slice, columns of the key buffer.
+
+    Tiles that were fused are whole or causal in their rows and columns, and no longer consecutive
+    in the row: their ``query`` and ``keys`` are only as long as they are.
+    """
 
     query: Range
     keys: Range
@@ -77,13 +77,20 @@ class Block:
     keys: tuple[Piece, ...]
     bounds: Bounds
     rows: slice
-    _tiles: dict[int, tuple[PlacedTile, ...]] = field(default_factory=dict, repr=False)
+    _tiles: dict[tuple[int, bool], tuple[PlacedTile, ...]] = field(default_factory=dict, repr=False)
 
-    def tiles(self, size: int) -> tuple[PlacedTile, ...]:
-        """Return the block cut into tiles (see `Bounds.tiles`); worked out once per size."""
-        if size not in self._tiles:
-            self._tiles[size] = tuple(self._build_tiles(size))
-        return self._tiles[size]
+    def tiles(self, size: int, *, fused: bool = False) -> tuple[PlacedTile, ...]:
+        """Return the block cut into tiles (see `Bounds.tiles`); worked out once.
+
+        Args:
+            size: masked tiles are cut down to so many squared pairs.
+            fused: join whole and causal tiles that are neighbours in the tensors.
+        """
+        key = (size, fused)
+        if key not in self._tiles:
+            found = tuple(self._build_tiles(size))
+            self._tiles[key] = fuse(found) if fused else found
+        return self._tiles[key]
 
     def _build_tiles(self, size: int) -> Iterator[PlacedTile]:
         for query in self.queries:
@@ -110,6 +117,65 @@ def _place(tile: Tile, batch: slice, query: Piece, keys: Piece) -> PlacedTile:
     return PlacedTile(*tile, batch, rows, columns)
 
 
+def fuse(tiles: Iterable[PlacedTile]) -> tuple[PlacedTile, ...]:
+    """Join tiles that are neighbours in the tensors: fewer and larger kernels, the same pairs.
+
+    Where all is visible, the order of keys does not matter, nor where in the row they are. The
+    largest come first.
+
+    Example:
+        >>> from lightning_cp.layout import build_layout
+        >>> from lightning_cp.mask import Mask
+        >>> layout = build_layout("zigzag", seq_len=8, cp_size=2)
+        >>> bounds = Mask(causal=True).bounds(8)
+        >>> ring = build_plan("ring", layout=layout, bounds=bounds, rank=0, num_kv_heads=1)
+        >>> block = ring.stages[0].block
+        >>> len(block.tiles(1)), [tile.kind for tile in block.tiles(1, fused=True)]
+        (3, ['causal'])
+    """
+    alone = [tile for tile in tiles if tile.kind == "masked" or tile.batch != slice(None)]
+    whole = {_span(tile) for tile in tiles if tile.kind == "full" and tile.batch == slice(None)}
+    causal = {_span(tile) for tile in tiles if tile.kind == "causal" and tile.batch == slice(None)}
+    whole = _joined_spans(whole, dim=1)
+    squares = [(rows, columns) for rows, columns in sorted(causal)]
+    joined: list[tuple[Range, Range]] = []
+    for rows, columns in squares:
+        if joined:
+            above, left = joined[-1]
+            corner = (rows, left)
+            if above.stop == rows.start and left.stop == columns.start and corner in whole:
+                whole.remove(corner)
+                joined[-1] = (Range(above.start, rows.stop), Range(left.start, columns.stop))
+                continue
+        joined.append((rows, columns))
+    whole = _joined_spans(whole, dim=0)
+    fused = [_fused_tile("full", *span) for span in sorted(whole)]
+    fused += [_fused_tile("causal", *span) for span in joined]
+    found = [*fused, *alone]
+    return tuple(sorted(found, key=lambda tile: -tile.query.size * tile.keys.size))
+
+
+def _span(tile: PlacedTile) -> tuple[Range, Range]:
+    rows, columns = tile.rows, tile.columns
+    return Range(rows.start, rows.stop), Range(columns.start, columns.stop)
+
+
+def _joined_spans(spans: set[tuple[Range, Range]], *, dim: int) -> set[tuple[Range, Range]]:
+    """Join rectangles that are neighbours along ``dim`` and alike along the other."""
+    joined: list[list[Range]] = []
+    for span in sorted(spans, key=lambda span: (span[1 - dim], span[dim])):
+        last = joined[-1] if joined else None
+        if last and last[1 - dim] == span[1 - dim] and last[dim].stop == span[dim].start:
+            last[dim] = Range(last[dim].start, span[dim].stop)
+        else:
+            joined.append(list(span))
+    return {(rows, columns) for rows, columns in joined}
+
+
+def _fused_tile(kind: Literal["full", "causal"], rows: Range, columns: Range) -> PlacedTile:
+    return PlacedTile(rows, columns, kind, slice(None), slice(*rows), slice(*columns))
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """One exchange of keys and values, and the attention that it feeds.
@@ -125,6 +191,8 @@ class Stage:
         own: what it needs of its own shard.
         buffer_len: tokens in the key buffer.
         block: the attention to compute; None where the mask leaves nothing.
+        slots: if not empty, the parts of a shard that are gathered one by one, as they lie in the
+            key buffer: there, each holds those of all ranks.
     """
 
     heads: Range
@@ -134,6 +202,7 @@ class Stage:
     own: tuple[Run, ...]
     buffer_len: int
     block: Block | None
+    slots: tuple[Range, ...] = ()
 
     @cached_property
     def is_local(self) -> bool:
@@ -169,6 +238,7 @@ class Plan:
         rank: whose it is.
         layout: who owns what.
         stages: what to do, in order.
+        backward_stages: the same for gradients; the plan may have them in more groups of heads.
         has_blind_queries: whether some query of this rank sees no key at all.
     """
 
@@ -176,16 +246,8 @@ class Plan:
     rank: int
     layout: Layout
     stages: tuple[Stage, ...]
+    backward_stages: tuple[Stage, ...]
     has_blind_queries: bool
-
-    @cached_property
-    def sole_block(self) -> Block | None:
-        """Return the block that is all there is to do, where nothing travels and all take part."""
-        first, *others = self.stages
-        block = first.block
-        if others or not first.is_alone or block is None:
-            return None
-        return block if block.rows == slice(0, self.layout.local_len) else None
 
 
 def check_algorithm(name: str) -> None:
@@ -209,7 +271,9 @@ def build_plan(
     bounds: Bounds,
     rank: int,
     num_kv_heads: int,
-    num_groups: int = GATHER_GROUPS,
+    num_groups: int = 1,
+    num_backward_groups: int | None = None,
+    sorted_keys: bool = False,
 ) -> Plan:
     """Plan one attention call.
 
@@ -219,7 +283,10 @@ def build_plan(
         bounds: who sees whom.
         rank: whose plan.
         num_kv_heads: key/value heads.
-        num_groups: in how many groups of heads keys are gathered, as far as there are heads.
+        num_groups: in how many groups of heads keys travel, as far as there are heads.
+        num_backward_groups: the same in backward, if it differs.
+        sorted_keys: lay gathered keys in the order of the row. Otherwise they lie as they came,
+            where that saves a copy.
 
     Example:
         >>> from lightning_cp.layout import build_layout
@@ -231,13 +298,32 @@ def build_plan(
         [0, 1]
     """
     needs = [_needs(layout, bounds, r) for r in range(layout.cp_size)]
+    shards = [_shard(layout, r) for r in range(layout.cp_size)]
+    moved = sum(
+        _num_tokens(needed) - _num_tokens(piece.where for piece in _wanted(shard, needed))
+        for shard, needed in zip(shards, needs, strict=True)
+    )
     if algorithm == "gather":
-        stages = _gather_stages(layout, bounds, rank, num_kv_heads, needs, num_groups)
+        # One all-gather is faster than many messages, but moves every shard to everyone.
+        collective = 0 < layout.padded_len * (layout.cp_size - 1) <= 2 * moved
+        slots = _slots(layout) if collective and not sorted_keys else ()
+        bare = _gather_stages(layout, bounds, rank, needs, collective=collective, slots=slots)
     else:
-        stages = _ring_stages(layout, bounds, rank, num_kv_heads, needs)
+        bare = _ring_stages(layout, bounds, rank, needs)
+    forward, backward = (
+        _by_heads(bare, num_kv_heads, groups if moved else 1)
+        for groups in (num_groups, num_backward_groups or num_groups)
+    )
     mine = layout.ranges(rank)
     blind = any((bounds.first[:, a:b] == bounds.last[:, a:b]).any() for a, b in mine)
-    return Plan(algorithm, rank, layout, stages, blind)
+    return Plan(algorithm, rank, layout, forward, backward, blind)
+
+
+def _by_heads(bare: tuple[Stage, ...], num_kv_heads: int, num_groups: int) -> tuple[Stage, ...]:
+    """Repeat the stages for each group of heads."""
+    num_groups = max(1, min(num_groups, num_kv_heads))
+    edges = [num_kv_heads * g // num_groups for g in range(num_groups + 1)]
+    return tuple(replace(stage, heads=Range(*heads)) for heads in pairwise(edges) for stage in bare)
 
 
 def _needs(layout: Layout, bounds: Bounds, rank: int) -> tuple[Range, ...]:
@@ -316,44 +402,62 @@ def _gather_stages(
     layout: Layout,
     bounds: Bounds,
     rank: int,
-    num_kv_heads: int,
     needs: list[tuple[Range, ...]],
-    num_groups: int,
+    *,
+    collective: bool,
+    slots: tuple[Range, ...],
 ) -> tuple[Stage, ...]:
-    """Bring all keys that the rank needs at once, a group of heads after the other."""
+    """Bring all keys that the rank needs at once."""
     # Sorted by position, so that what a run of queries sees is one slice of the buffer.
     buffers = [_packed(needed) for needed in needs]
     shards = [_shard(layout, r) for r in range(layout.cp_size)]
-    moved = sum(
-        _num_tokens(needed) - _num_tokens(piece.where for piece in _wanted(shard, needed))
-        for shard, needed in zip(shards, needs, strict=True)
-    )
-    # One all-gather is faster than many messages, but moves every shard to everyone.
-    collective = 0 < layout.padded_len * (layout.cp_size - 1) <= 2 * moved
+    if slots:
+        buffers = [_in_slots(layout, slots)] * layout.cp_size
     others = [r for r in range(layout.cp_size) if r != rank]
     sends = [Parcel(r, _runs(_wanted(shards[rank], needs[r]), buffers[r])) for r in others]
     receives = [Parcel(r, _runs(_wanted(shards[r], needs[rank]), buffers[rank])) for r in others]
     own = _wanted(shards[rank], needs[rank])
     alone = not collective and not any(parcel.runs for parcel in receives)
-    block = _build_block(layout, bounds, rank, own if alone else buffers[rank])
-    num_groups = min(num_groups, num_kv_heads) if moved else 1
-    edges = [num_kv_heads * g // num_groups for g in range(num_groups + 1)]
-    return tuple(
-        Stage(
-            heads=Range(start, stop),
-            collective=collective,
-            sends=tuple(parcel for parcel in sends if parcel.runs),
-            receives=tuple(parcel for parcel in receives if parcel.runs),
-            own=_runs(own, buffers[rank]),
-            buffer_len=_num_tokens(needs[rank]),
-            block=block,
-        )
-        for start, stop in pairwise(edges)
+    stage = Stage(
+        heads=Range(0, 0),
+        collective=collective,
+        sends=tuple(parcel for parcel in sends if parcel.runs),
+        receives=tuple(parcel for parcel in receives if parcel.runs),
+        own=_runs(own, buffers[rank]),
+        buffer_len=layout.padded_len if slots else _num_tokens(needs[rank]),
+        block=_build_block(layout, bounds, rank, own if alone else buffers[rank]),
+        slots=slots,
     )
+    return (stage,)
+
+
+def _slots(layout: Layout) -> tuple[Range, ...]:
+    """Say in which parts shards are gathered: those that all ranks have alike, the last one first.
+
+    Of a zigzag that makes all second chunks, from the row's end backwards, and then all first ones,
+    forwards. What a chunk sees before itself is one slice of this.
+    """
+    sizes = {tuple(part.size for part in parts) for parts in layout.owned}
+    if len(sizes) > 1:
+        return (Range(0, layout.local_len),)
+    ends = accumulate(sizes.pop(), initial=0)
+    return tuple(Range(*part) for part in pairwise(ends))[::-1]
+
+
+def _in_slots(layout: Layout, slots: tuple[Range, ...]) -> tuple[Piece, ...]:
+    """Place what was gathered: slot by slot, in each the shards of all ranks."""
+    placed: list[Piece] = []
+    start = 0
+    for slot in slots:
+        for parts in layout.owned:
+            inside = (p for p in _packed(parts) if slot.start <= p.offset < slot.stop)
+            placed += (Piece(where, start + offset - slot.start) for where, offset in inside)
+            start += slot.size
+    return _joined(placed)
 
 
 def _ring_stages(
-    layout: Layout, bounds: Bounds, rank: int, num_kv_heads: int, needs: list[tuple[Range, ...]]
+    layout: Layout, bounds: Bounds, rank: int, needs: list[tuple[Range, ...]]
 ) -> tuple[Stage, ...]:
     """Bring the keys of one other rank at a time: in stage s those of the rank s places before."""
     cp_size = layout.cp_size
@@ -369,7 +473,7 @@ def _ring_stages(
         out_buffer = _packed(piece.where for piece in leaving)
         stages.append(
             Stage(
-                heads=Range(0, num_kv_heads),
+                heads=Range(0, 0),
                 collective=False,
                 sends=(Parcel(target, _runs(leaving, out_buffer)),) if shift and leaving else (),
                 receives=(Parcel(source, _runs(arriving, buffer)),) if shift and arriving else (),

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lightning_cp.collectives import LoneTransport, Transport
 from lightning_cp.engine.attend import Call, attend
-from lightning_cp.engine.kernels.base import Request, Scores
+from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Request, Scores
 from lightning_cp.engine.kernels.select import _KERNELS
-from lightning_cp.engine.plan import build_plan
+from lightning_cp.engine.merge import Softmax, Sum, Where
+from lightning_cp.engine.plan import Block, build_plan
 from lightning_cp.engine.ulysses import SwappedCall, build_swap
 from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Mask, Range
 from lightning_cp.sequence import shard
 from tests.oracle import Inputs, make_inputs, put_back
 from tests.ranks import ThreadTransport
@@ -78,6 +79,7 @@ class Case:
     scale: float | None = None
     bias: Tensor | None = None
     ulysses: int = 1
+    groups: tuple[int, int] | None = None  # of heads, forward and backward
 
     @property
     def whole_bias(self) -> Tensor | None:
@@ -115,8 +117,15 @@ def _build_call(
 ) -> Call:
     inputs = case.inputs
     bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
+    forward, backward = case.groups or ((1, 2) if case.algorithm == "ring" else (2, 2))
     plan = build_plan(
-        case.algorithm, layout=layout, bounds=bounds, rank=rank, num_kv_heads=num_kv_heads
+        case.algorithm,
+        layout=layout,
+        bounds=bounds,
+        rank=rank,
+        num_kv_heads=num_kv_heads,
+        num_groups=forward,
+        num_backward_groups=backward,
     )
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
     return Call(plan, transport, ALL_KERNELS[case.kernel], Scores(scale, case.softcap))
@@ -140,6 +149,40 @@ def build_swapped_call(case: Case, transport: ThreadTransport) -> SwappedCall:
         between = transport.part(range(rank % size, transport.size, size))
     num_keys = max(1, swap.num_local_keys(inside.rank))
     return SwappedCall(swap, inside, _build_call(case, between, swap.layout, swap.rank, num_keys))
+
+
+def forward_block(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    block: Block,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a block, its parts put together."""
+    softmax = Softmax(q, v.shape[-1])
+    for part in kernel.forward(q, k, v, bias, block, scores):
+        softmax.add(_place(part.batch, part.rows, q), (part.out, part.lse))
+    return softmax.result()
+
+
+def backward_block(
+    kernel: Kernel, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of a block, its parts put together."""
+    sums = [Sum(x) for x in (given.q, given.k, given.v)]
+    for part in kernel.backward(given, bias, block, scores):
+        for total, tokens, found in zip(
+            sums, (part.rows, part.columns, part.columns), part[3:], strict=True
+        ):
+            total.add(_place(part.batch, tokens, given.q), found)
+    dq, dk, dv = (total.result() for total in sums)
+    return dq, dk, dv
+
+
+def _place(batch: slice, tokens: slice, like: Tensor) -> Where:
+    return Where(Range(*batch.indices(like.shape[0])[:2]), Range(tokens.start, tokens.stop))
 
 
 def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lightning_cp.engine import attend as attend_module
 from lightning_cp.engine import merge
 from lightning_cp.engine.attend import attend
-from lightning_cp.engine.kernels import base
-from lightning_cp.engine.merge import merge_
+from lightning_cp.engine.merge import merge_into
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask, Range
 from lightning_cp.sequence import shard
@@ -221,7 +220,8 @@ def record(transport, case):
 
 
 def test_keys_of_the_next_stage_travel_while_this_one_is_computed():
-    for forward, backward in run_threads(3, record, make_case("bidirectional", algorithm="ring")):
+    case = make_case("bidirectional", algorithm="ring", groups=(1, 1))
+    for forward, backward in run_threads(3, record, case):
         assert forward == [
             "start exchange 0",
             "compute",  # the rank's own keys
@@ -232,7 +232,7 @@ def test_keys_of_the_next_stage_travel_while_this_one_is_computed():
             "compute",
         ]
         # 2, 3: keys again. 4, 5: gradients on their way home; the first is awaited only after the
-        # next stage has been computed.
+        # next stage has begun.
         assert backward == [
             "start exchange 2",
             "compute",
@@ -242,8 +242,8 @@ def test_keys_of_the_next_stage_travel_while_this_one_is_computed():
             "start exchange 4",
             "wait exchange 3",
             "compute",
-            "start exchange 5",
             "wait exchange 4",
+            "start exchange 5",
             "wait exchange 5",
         ]
 
@@ -251,11 +251,15 @@ def test_keys_of_the_next_stage_travel_while_this_one_is_computed():
 def test_the_next_group_of_heads_is_gathered_while_this_one_is_computed():
     for forward, _ in run_threads(2, record, make_case("causal", algorithm="gather")):
         assert forward == [
-            "start all_gather 0",
-            "start all_gather 1",
+            "start all_gather 0",  # the second chunks of all ranks,
+            "start all_gather 1",  # the first ones
+            "start all_gather 2",
+            "start all_gather 3",
             "wait all_gather 0",
-            "compute",
             "wait all_gather 1",
+            "compute",
+            "wait all_gather 2",
+            "wait all_gather 3",
             "compute",
         ]
 
@@ -385,20 +389,19 @@ def test_parity_notices_a_window_that_is_off_by_one(monkeypatch, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_parity_notices_a_merge_without_weights(monkeypatch, algorithm):
-    def unweighted(out, lse, block_out, block_lse):
-        out += block_out
-        torch.logaddexp(lse, block_lse, out=lse)
+    def unweighted(out, lse, a, b):
+        out.copy_(a[0] + b[0])
+        torch.logaddexp(a[1], b[1], out=lse)
 
-    monkeypatch.setattr(base, "merge_", unweighted)
-    monkeypatch.setattr(merge, "merge_", unweighted)
+    monkeypatch.setattr(merge, "merge_into", unweighted)
     assert broken(monkeypatch, make_case("causal", algorithm=algorithm)) > 1e-3
 
 
 def test_parity_notices_a_merge_that_forgets_its_sum(monkeypatch):
-    def forgetful(out, lse, block_out, block_lse):
-        merge_(out, lse.clone(), block_out, block_lse)
+    def forgetful(out, lse, a, b):
+        merge_into(out, lse.clone(), a, b)
 
-    monkeypatch.setattr(merge, "merge_", forgetful)
+    monkeypatch.setattr(merge, "merge_into", forgetful)
     assert broken(monkeypatch, make_case("bidirectional", algorithm="ring")) > 1e-3
 
 

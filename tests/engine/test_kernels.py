@@ -18,6 +18,7 @@ from tests.engine.cases import (
     Case,
     attend_rank,
     build_call,
+    forward_block,
     make_case,
     put_together,
 )
@@ -70,8 +71,8 @@ def test_queries_that_see_nothing_return_zero_and_never(kernel):
     call = build_call(case, LoneTransport())
     block = call.plan.stages[0].block
     inputs = case.inputs
-    out, lse = KERNELS[kernel].forward(
-        inputs.q[:, :, block.rows], inputs.k, inputs.v, None, block, call.scores
+    out, lse = forward_block(
+        KERNELS[kernel], inputs.q[:, :, block.rows], inputs.k, inputs.v, None, block, call.scores
     )
     empty = lse == NEVER
     first = block.rows.start
@@ -156,7 +157,7 @@ def test_rows_that_start_anywhere_in_memory_are_copied_for_the_op(dense):
         setattr(case.inputs, name, larger[..., 1 : 1 + x.shape[-1]])
     call, inputs = build_call(case, LoneTransport()), case.inputs
     block = call.plan.stages[0].block
-    out, _ = call.kernel.forward(inputs.q, inputs.k, inputs.v, None, block, call.scores)
+    out, _ = forward_block(call.kernel, inputs.q, inputs.k, inputs.v, None, block, call.scores)
     inputs.sinks = None
     assert errors({"out": out}, {"out": attend_whole(inputs, case.mask)["out"]})["out"] < 1e-13
 
@@ -307,8 +308,8 @@ def test_the_reference_writes_out_no_large_tile(causal, monkeypatch):
     layout = build_layout("contiguous", seq_len=70, cp_size=1)
     bounds = Mask(causal=causal).bounds(70)
     plan = build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=2)
-    block = plan.sole_block
+    block = plan.stages[0].block
     assert all(tile.query.size <= 16 and tile.keys.size <= 16 for tile in kernel.tiles(block, None))
-    out, _ = kernel.forward(q, k, v, None, block, Scores(0.3))
+    out, _ = forward_block(kernel, q, k, v, None, block, Scores(0.3))
     expected = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
     torch.testing.assert_close(out, expected)

@@ -9,13 +9,15 @@ from lightning_cp.mask import Mask, Range
 from tests.strategies import masks
 
 
-def plans(algorithm, mask, *, seq_len, cp_size, layout="zigzag", num_kv_heads=2):
+def plans(algorithm, mask, *, seq_len, cp_size, layout="zigzag", num_kv_heads=2, **options):
     built = build_layout(
         layout, seq_len=seq_len, cp_size=cp_size, bounds=lambda: mask.bounds(seq_len)
     )
     bounds = mask.bounds(seq_len, padded_len=built.padded_len)
     return [
-        build_plan(algorithm, layout=built, bounds=bounds, rank=r, num_kv_heads=num_kv_heads)
+        build_plan(
+            algorithm, layout=built, bounds=bounds, rank=r, num_kv_heads=num_kv_heads, **options
+        )
         for r in range(cp_size)
     ]
 
@@ -30,6 +32,8 @@ def random_plans(draw):
         seq_len=seq_len,
         cp_size=draw(st.sampled_from([1, 2, 3, 4, 6])),
         layout=draw(st.sampled_from(["zigzag", "contiguous", "balanced"])),
+        num_groups=draw(st.integers(1, 2)),
+        sorted_keys=draw(st.booleans()),
     )
 
 
@@ -116,15 +120,43 @@ def test_causal_zigzag_computes_half_a_shard_where_the_mask_needs_half():
 
 
 def test_dense_gather_is_one_all_gather_per_group_of_heads():
-    drawn = plans("gather", Mask(causal=True), seq_len=64, cp_size=4, num_kv_heads=8)
+    drawn = plans("gather", Mask(causal=True), seq_len=64, cp_size=4, num_kv_heads=8, num_groups=2)
     assert [stage.heads for stage in drawn[0].stages] == [Range(0, 4), Range(4, 8)]
     assert all(stage.collective for plan in drawn for stage in plan.stages)
 
 
 def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself():
     plan = plans("gather", Mask(causal=True), seq_len=1024, cp_size=4)[1]
-    tiles = plan.stages[0].block.tiles(128)
+    tiles = plan.stages[0].block.tiles(128, fused=True)
     assert sorted(tile.kind for tile in tiles) == ["causal", "causal", "full", "full"]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ring_computes_each_stage_of_a_causal_row_at_once(rank):
+    plan = plans("ring", Mask(causal=True), seq_len=1024, cp_size=4)[rank]
+    kinds = [[tile.kind for tile in s.block.tiles(128, fused=True)] for s in plan.stages]
+    assert kinds == [["causal"], ["full"], ["full"], ["full"]]
+
+
+@settings(max_examples=200)
+@given(random_plans(), st.sampled_from([1, 4, 64]))
+def test_fused_tiles_cover_what_the_tiles_cover(drawn, size):
+    for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
+        width = max(piece.offset + piece.where.size for piece in block.keys)
+        shape = (block.bounds.num_rows, block.rows.stop - block.rows.start, width)
+        kept = []
+        for fused in (False, True):
+            seen = torch.zeros(shape, dtype=torch.int64)
+            for tile in block.tiles(size, fused=fused):
+                place = seen[tile.batch, tile.rows, tile.columns]
+                square = torch.ones(place.shape[1:], dtype=torch.int64)
+                if tile.kind == "masked":
+                    place += block.bounds.visible(tile.query, tile.keys)[tile.batch]
+                else:
+                    place += square.tril() if tile.kind == "causal" else square
+            kept.append(seen)
+        assert torch.equal(*kept)
+        assert kept[0].max() <= 1
 
 
 def test_rows_that_differ_are_cut_each_by_itself():

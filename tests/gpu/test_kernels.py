@@ -21,7 +21,15 @@ from lightning_cp.engine.kernels.select import select_kernel
 from lightning_cp.engine.merge import NEVER
 from lightning_cp.sequence import shard
 from tests.engine import cases
-from tests.engine.cases import ALL_KERNELS, HEADS, Case, build_call, put_together
+from tests.engine.cases import (
+    ALL_KERNELS,
+    HEADS,
+    Case,
+    backward_block,
+    build_call,
+    forward_block,
+    put_together,
+)
 from tests.oracle import errors, make_inputs
 from tests.parity.steps import build_cp
 
@@ -91,11 +99,11 @@ def run(kernel, case, inputs=None):
     inputs = (inputs or case.inputs).on(CUDA)
     q, dout = inputs.q[:, :, block.rows], inputs.dout[:, :, block.rows]
     bias = None if case.bias is None else case.bias[:, :, block.rows].to(CUDA)
-    out, lse = kernel.forward(q, inputs.k, inputs.v, bias, block, scores)
+    out, lse = forward_block(kernel, q, inputs.k, inputs.v, bias, block, scores)
     out = out.to(q.dtype)
     sure = torch.where(lse == NEVER, float("inf"), lse)
     given = BackwardInputs(dout, q, inputs.k, inputs.v, out, sure)
-    grads = kernel.backward(given, bias, block, scores)
+    grads = backward_block(kernel, given, bias, block, scores)
     named = zip(("dq", "dk", "dv"), (x.to(q.dtype) for x in grads), strict=True)
     return {"out": out, "lse": lse, **dict(named)}
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_cp.engine.merge import Softmax, Sum, merge_
 from lightning_cp.engine.plan import Block, PlacedTile
 from lightning_cp.mask import Bounds, IntArray, Range
 
@@ -66,12 +65,36 @@ class BackwardInputs(NamedTuple):
     def part(self, batch: slice, rows: slice, columns: slice) -> "BackwardInputs":
         """Return what one tile needs."""
         dout, q, k, v, out, lse = self
-        query, keys = (batch, slice(None), rows), (batch, slice(None), columns)
-        return BackwardInputs(dout[query], q[query], k[keys], v[keys], out[query], lse[query])
+        dout, q, out, lse = (part_of(x, batch, rows) for x in (dout, q, out, lse))
+        return BackwardInputs(
+            dout, q, part_of(k, batch, columns), part_of(v, batch, columns), out, lse
+        )
+
+
+class Part(NamedTuple):
+    """What a tile gave: out and lse of some rows of the batch and some queries."""
+
+    batch: slice
+    rows: slice
+    out: Tensor
+    lse: Tensor
+
+
+class BackwardPart(NamedTuple):
+    """What a tile gave in backward: dq of its queries, dk and dv of its keys."""
+
+    batch: slice
+    rows: slice
+    columns: slice
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 class Kernel(Protocol):
     """Computes blocks. Shapes: q [B, H, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]; K divides H.
+
+    Blocks are given back in parts, as they are ready: the caller puts them together.
 
     ``bias`` is added to the scores, or None: [B or 1, H or 1, Lq or 1, S], its keys in global
     positions; or slopes [H], by which a score falls with the distance of query and key.
@@ -84,13 +107,13 @@ class Kernel(Protocol):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """Return out [B, H, Lq, Dv] and lse [B, H, Lq] of this block alone."""
+    ) -> Iterator[Part]:
+        """Yield out [.., H, .., Dv] and lse [.., H, ..] of the tiles of this block."""
 
     def backward(
         self, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's part of dq, dk, dv."""
+    ) -> Iterator[BackwardPart]:
+        """Yield what the tiles of this block add to dq, dk, dv."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +183,15 @@ def _tile_bias(bias: Tensor | None, tile: PlacedTile) -> Tensor | None:
 
 
 class TiledKernel(ABC):
-    """A kernel made of one that computes a dense tile: cuts the block, merges the results.
+    """A kernel made of one that computes a dense tile: cuts the block.
 
     Subclasses say how large a masked tile may be (``tile_size`` squared pairs) and compute one.
     """
 
     name: str
     tile_size: int
+    # Whether whole and causal tiles are computed without asking for their mask.
+    fuses = True
 
     @abstractmethod
     def refuse(self, request: Request) -> str | None:
@@ -174,7 +199,7 @@ class TiledKernel(ABC):
 
     def tiles(self, block: Block, bias: Tensor | None) -> tuple[PlacedTile, ...]:
         """Return the tiles to compute; whole and causal ones are as large as the block allows."""
-        return block.tiles(self.tile_size)
+        return block.tiles(self.tile_size, fused=self.fuses and bias is None)
 
     @abstractmethod
     def tile_forward(
@@ -190,48 +215,32 @@ class TiledKernel(ABC):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """Compute tile after tile and merge them."""
-        tiles = self.tiles(block, bias)
-        if _is_whole(tiles, q, k):
-            mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
-            return self.tile_forward(q, k, v, mask, scores)
-        out, lse = Softmax(q, v.shape[-1]).result()
-        for tile in tiles:
+    ) -> Iterator[Part]:
+        """Compute tile after tile."""
+        for tile in self.tiles(block, bias):
             batch, rows, columns = tile.batch, tile.rows, tile.columns
             mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), q.device)
-            queries, keys, values = q[batch, :, rows], k[batch, :, columns], v[batch, :, columns]
-            part = self.tile_forward(queries, keys, values, mask, scores)
-            merge_(out[batch, :, rows], lse[batch, :, rows], *part)
-        return out, lse
+            queries, keys, values = (
+                part_of(x, batch, where) for x, where in ((q, rows), (k, columns), (v, columns))
+            )
+            yield Part(batch, rows, *self.tile_forward(queries, keys, values, mask, scores))
 
     def backward(
         self, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute tile after tile and add them up."""
-        _, q, k, v, *_ = given
-        tiles = self.tiles(block, bias)
-        if _is_whole(tiles, q, k):
-            mask = TileMask(tiles[0], block.bounds, _tile_bias(bias, tiles[0]), q.device)
-            return self.tile_backward(given, mask, scores)
-        dq, dk, dv = (Sum(x).running() for x in (q, k, v))
-        for tile in tiles:
+    ) -> Iterator[BackwardPart]:
+        """Compute tile after tile."""
+        for tile in self.tiles(block, bias):
             batch, rows, columns = tile.batch, tile.rows, tile.columns
-            mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), q.device)
+            mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), given.q.device)
             part = self.tile_backward(given.part(batch, rows, columns), mask, scores)
-            dq[batch, :, rows] += part[0]
-            dk[batch, :, columns] += part[1]
-            dv[batch, :, columns] += part[2]
-        return dq, dk, dv
+            yield BackwardPart(batch, rows, columns, *part)
 
 
-def _is_whole(tiles: tuple[PlacedTile, ...], q: Tensor, k: Tensor) -> bool:
-    """Say whether one tile is all there is: no cutting, no merging."""
-    return (
-        len(tiles) == 1
-        and tiles[0].batch == slice(None)
-        and (tiles[0].query.size, tiles[0].keys.size) == (q.shape[2], k.shape[2])
-    )
+def part_of(x: Tensor, batch: slice, tokens: slice) -> Tensor:
+    """Return some rows and tokens; slicing costs microseconds, so not where that is all."""
+    if batch == slice(None) and tokens.stop - tokens.start == x.shape[2]:
+        return x
+    return x[batch, :, tokens]
 
 
 def cut_tile(tile: PlacedTile, size: int) -> Iterator[PlacedTile]:

@@ -24,6 +24,7 @@ class ReferenceKernel(TiledKernel):
 
     name = "reference"
     tile_size = 512
+    fuses = False
     # Scores of a tile are written out: whole tiles are cut too, or long rows would not fit.
     largest_tile = 1024
 

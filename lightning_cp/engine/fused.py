@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: ANN001, ANN202  Triton reads annotations
+"""Small kernels of our own for the GPU, in Triton: one pass over memory where torch takes several.
+
+Everything here has an equal in plain torch, which serves wherever Triton does not.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton  # type: ignore[import-not-found,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+except ImportError:  # builds of torch for CPUs come without it
+    triton = None
+
+_ROWS = 32
+
+
+def can_merge(*tensors: Tensor) -> bool:
+    """Say whether `merge_into` takes these outputs."""
+    return triton is not None and all(
+        x.is_cuda and x.dtype != torch.float64 and x.stride(-1) == 1 for x in tensors
+    )
+
+
+def merge_into(
+    out: Tensor, lse: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
+) -> None:
+    """Do what `merge.merge_into` does: each number is read once and written once."""
+    batch, heads, length, dim = out.shape
+    if out.numel() == 0:
+        return
+    tensors = (out, a[0], b[0])
+    sums = (lse, a[1], b[1])
+    _merge[(triton.cdiv(length, _ROWS), heads, batch)](
+        *tensors,
+        *sums,
+        *(stride for x in tensors for stride in x.stride()[:3]),
+        *(stride for x in sums for stride in x.stride()),
+        length,
+        dim,
+        ROWS=_ROWS,
+        WIDTH=triton.next_power_of_2(dim),
+    )
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _merge(  # type: ignore[no-untyped-def]
+        out,
+        a_out,
+        b_out,
+        lse,
+        a_lse,
+        b_lse,
+        out_b,
+        out_h,
+        out_l,
+        a_b,
+        a_h,
+        a_l,
+        b_b,
+        b_h,
+        b_l,
+        lse_b,
+        lse_h,
+        lse_l,
+        alse_b,
+        alse_h,
+        alse_l,
+        blse_b,
+        blse_h,
+        blse_l,
+        length,
+        dim,
+        ROWS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        column = tl.arange(0, WIDTH)
+        real_row = row < length
+        real = real_row[:, None] & (column < dim)[None, :]
+        row = row.to(tl.int64)
+        never = float("-inf")
+        x = tl.load(a_lse + batch * alse_b + head * alse_h + row * alse_l, real_row, never)
+        y = tl.load(b_lse + batch * blse_b + head * blse_h + row * blse_l, real_row, never)
+        top = tl.maximum(x, y)
+        # Where neither side has seen anything: 0 - -inf instead of -inf - -inf, which is NaN.
+        base = tl.where(top == never, 0.0, top)
+        x, y = tl.exp(x - base), tl.exp(y - base)
+        total = x + y
+        share = tl.where(total > 0, y / tl.where(total > 0, total, 1.0), 0.0)[:, None]
+        at_a = a_out + batch * a_b + head * a_h + row[:, None] * a_l + column[None, :]
+        at_b = b_out + batch * b_b + head * b_h + row[:, None] * b_l + column[None, :]
+        at_out = out + batch * out_b + head * out_h + row[:, None] * out_l + column[None, :]
+        first = tl.load(at_a, real, 0.0).to(tl.float32)
+        second = tl.load(at_b, real, 0.0).to(tl.float32)
+        mixed = first + share * (second - first)
+        tl.store(at_out, mixed.to(out.dtype.element_ty), real)
+        summed = tl.where(top == never, never, base + tl.log(total))
+        tl.store(lse + batch * lse_b + head * lse_h + row * lse_l, summed, real_row)
