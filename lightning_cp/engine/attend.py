@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import zip_longest
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -311,14 +310,17 @@ class _Turn(NamedTuple):
 
 
 def _visit(shard: KeyValues, stages: tuple[Stage, ...], transport: Transport) -> Iterator[_Turn]:
-    """Yield each stage with its key buffer; that of the next one is already on its way."""
+    """Yield each stage with its key buffer; what travels next is already on its way."""
     # Taken out before it is called: it holds what came over the wire, which would otherwise stay
     # in memory beside the kernel.
-    pending = deque([fetch(stages[0], shard, transport)])
-    heads = None
-    for stage, following in zip_longest(stages, stages[1:]):
-        if following is not None:
-            pending.append(fetch(following, shard, transport))
+    pending: deque[Callable[[], KeyValues]] = deque()
+    begun, heads = 0, None
+    for number, stage in enumerate(stages):
+        # Past stages that are each rank's own: all ranks begin the same exchange at the same time.
+        while begun < len(stages) and not any(s.travels for s in stages[number + 1 : begun]):
+            pending.append(fetch(stages[begun], shard, transport))
+            begun += 1
+        following = stages[number + 1] if number + 1 < len(stages) else None
         is_last = following is None or following.heads != stage.heads
         yield _Turn(stage, pending.popleft()(), heads != stage.heads, is_last)
         heads = stage.heads

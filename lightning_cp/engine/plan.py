@@ -71,12 +71,14 @@ class Block:
         keys: the tokens in the key buffer.
         bounds: what sees what.
         rows: which of the rank's tokens the query slice covers.
+        pairs: which pieces meet: all, only those that are the same tokens, or only others.
     """
 
     queries: tuple[Piece, ...]
     keys: tuple[Piece, ...]
     bounds: Bounds
     rows: slice
+    pairs: Literal["all", "same", "others"] = "all"
     _tiles: dict[tuple[int, bool], tuple[PlacedTile, ...]] = field(default_factory=dict, repr=False)
 
     def tiles(self, size: int, *, fused: bool = False) -> tuple[PlacedTile, ...]:
@@ -93,21 +95,28 @@ class Block:
         return self._tiles[key]
 
     def _build_tiles(self, size: int) -> Iterator[PlacedTile]:
+        for query, keys in self._meeting():
+            parts = [(slice(None), self.bounds)]
+            # Rows that differ have little in common in a large block: each is cut by itself.
+            if self.bounds.num_rows > 1 and query.where.size * keys.where.size > size * size:
+                each = range(self.bounds.num_rows)
+                parts = [(slice(row, row + 1), self.bounds.row(row)) for row in each]
+            for batch, bounds in parts:
+                for tile in bounds.tiles(query.where, keys.where, size=size):
+                    yield _place(tile, batch, query, keys)
+
+    def _meeting(self) -> Iterator[tuple[Piece, Piece]]:
         for query in self.queries:
             for keys in self.keys:
-                parts = [(slice(None), self.bounds)]
-                # Rows that differ have little in common in a large block: each is cut by itself.
-                if self.bounds.num_rows > 1 and query.where.size * keys.where.size > size * size:
-                    each = range(self.bounds.num_rows)
-                    parts = [(slice(row, row + 1), self.bounds.row(row)) for row in each]
-                for batch, bounds in parts:
-                    for tile in bounds.tiles(query.where, keys.where, size=size):
-                        yield _place(tile, batch, query, keys)
+                # Queries that see nothing are cut off their piece: what remains lies in it.
+                same = keys.where.start <= query.where.start < keys.where.stop
+                if self.pairs == "all" or same == (self.pairs == "same"):
+                    yield query, keys
 
     @property
     def work(self) -> int:
         """Return the number of visible pairs."""
-        return sum(self.bounds.work(q.where, k.where) for q in self.queries for k in self.keys)
+        return sum(self.bounds.work(query.where, keys.where) for query, keys in self._meeting())
 
 
 def _place(tile: Tile, batch: slice, query: Piece, keys: Piece) -> PlacedTile:
@@ -191,6 +200,7 @@ class Stage:
         own: what it needs of its own shard.
         buffer_len: tokens in the key buffer.
         block: the attention to compute; None where the mask leaves nothing.
+        travels: whether something travels between some ranks, if not to or from this one.
         slots: if not empty, the parts of a shard that are gathered one by one, as they lie in the
             key buffer: there, each holds those of all ranks.
     """
@@ -202,6 +212,7 @@ class Stage:
     own: tuple[Run, ...]
     buffer_len: int
     block: Block | None
+    travels: bool
     slots: tuple[Range, ...] = ()
 
     @cached_property
@@ -307,13 +318,16 @@ def build_plan(
         # One all-gather is faster than many messages, but moves every shard to everyone.
         collective = 0 < layout.padded_len * (layout.cp_size - 1) <= 2 * moved
         slots = _slots(layout) if collective and not sorted_keys else ()
-        bare = _gather_stages(layout, bounds, rank, needs, collective=collective, slots=slots)
+        bare = _gather_stages(
+            layout, bounds, rank, needs, moved=moved > 0, collective=collective, slots=slots
+        )
     else:
         bare = _ring_stages(layout, bounds, rank, needs)
-    forward, backward = (
-        _by_heads(bare, num_kv_heads, groups if moved else 1)
-        for groups in (num_groups, num_backward_groups or num_groups)
-    )
+    num_backward_groups = num_backward_groups or num_groups
+    forward = _by_heads(bare, num_kv_heads, num_groups if moved else 1)
+    # What a rank has itself is computed while keys arrive, in backward while gradients leave.
+    last_first = bare[::-1] if algorithm == "gather" else bare
+    backward = _by_heads(last_first, num_kv_heads, num_backward_groups if moved else 1)
     mine = layout.ranges(rank)
     blind = any((bounds.first[:, a:b] == bounds.last[:, a:b]).any() for a, b in mine)
     return Plan(algorithm, rank, layout, forward, backward, blind)
@@ -384,8 +398,17 @@ def _build_block(
     layout: Layout, bounds: Bounds, rank: int, keys: tuple[Piece, ...]
 ) -> Block | None:
     """Keep the queries of ``rank`` that see some of the keys."""
+    return _block_of(_shard(layout, rank), _joined(keys), bounds)
+
+
+def _block_of(
+    shard: tuple[Piece, ...],
+    keys: tuple[Piece, ...],
+    bounds: Bounds,
+    pairs: Literal["all", "same", "others"] = "all",
+) -> Block | None:
     queries = []
-    for piece in _shard(layout, rank):
+    for piece in shard:
         met = [bounds.trim(piece.where, part.where) for part in keys]
         seen = union(pair[0] for pair in met if pair is not None)
         if seen:
@@ -395,7 +418,7 @@ def _build_block(
         return None
     rows = slice(queries[0].offset, queries[-1].offset + queries[-1].where.size)
     placed = tuple(Piece(piece.where, piece.offset - rows.start) for piece in queries)
-    return Block(placed, _joined(keys), bounds, rows)
+    return Block(placed, keys, bounds, rows, pairs)
 
 
 def _gather_stages(
@@ -404,6 +427,7 @@ def _gather_stages(
     rank: int,
     needs: list[tuple[Range, ...]],
     *,
+    moved: bool,
     collective: bool,
     slots: tuple[Range, ...],
 ) -> tuple[Stage, ...]:
@@ -424,11 +448,24 @@ def _gather_stages(
         sends=tuple(parcel for parcel in sends if parcel.runs),
         receives=tuple(parcel for parcel in receives if parcel.runs),
         own=_runs(own, buffers[rank]),
-        buffer_len=layout.padded_len if slots else _num_tokens(needs[rank]),
+        buffer_len=_num_tokens(needs[rank]),
         block=_build_block(layout, bounds, rank, own if alone else buffers[rank]),
+        travels=moved,
+    )
+    if not slots:
+        return (stage,)
+    mine = _packed(layout.ranges(rank))
+    gathered = replace(
+        stage,
+        buffer_len=layout.padded_len,
+        block=_block_of(mine, buffers[rank], bounds, "others"),
         slots=slots,
     )
-    return (stage,)
+    return _local_stage(layout.local_len, _block_of(mine, mine, bounds, "same")), gathered
+
+
+def _local_stage(local_len: int, block: Block | None) -> Stage:
+    return Stage(Range(0, 0), False, (), (), (), local_len, block, travels=False)
 
 
 def _slots(layout: Layout) -> tuple[Range, ...]:
@@ -453,7 +490,7 @@ def _in_slots(layout: Layout, slots: tuple[Range, ...]) -> tuple[Piece, ...]:
             inside = (p for p in _packed(parts) if slot.start <= p.offset < slot.stop)
             placed += (Piece(where, start + offset - slot.start) for where, offset in inside)
             start += slot.size
-    return _joined(placed)
+    return tuple(placed)
 
 
 def _ring_stages(
@@ -480,6 +517,7 @@ def _ring_stages(
                 own=(),
                 buffer_len=_num_tokens(piece.where for piece in arriving),
                 block=_build_block(layout, bounds, rank, buffer),
+                travels=shift > 0,
             )
         )
     return tuple(stages)

@@ -253,10 +253,12 @@ def test_the_next_group_of_heads_is_gathered_while_this_one_is_computed():
         assert forward == [
             "start all_gather 0",  # the second chunks of all ranks,
             "start all_gather 1",  # the first ones
+            "compute",  # the rank's own tokens
             "start all_gather 2",
             "start all_gather 3",
             "wait all_gather 0",
             "wait all_gather 1",
+            "compute",
             "compute",
             "wait all_gather 2",
             "wait all_gather 3",

@@ -119,16 +119,29 @@ def test_causal_zigzag_computes_half_a_shard_where_the_mask_needs_half():
     assert drawn[3].stages[1].buffer_len == 8  # rank 3 needs only the head of an earlier one
 
 
-def test_dense_gather_is_one_all_gather_per_group_of_heads():
+def test_dense_gather_computes_its_own_tokens_while_a_group_of_heads_is_gathered():
     drawn = plans("gather", Mask(causal=True), seq_len=64, cp_size=4, num_kv_heads=8, num_groups=2)
-    assert [stage.heads for stage in drawn[0].stages] == [Range(0, 4), Range(4, 8)]
-    assert all(stage.collective for plan in drawn for stage in plan.stages)
+    for plan in drawn:
+        first, second = Range(0, 4), Range(4, 8)
+        assert [(stage.heads, stage.collective) for stage in plan.stages] == [
+            (first, False),
+            (first, True),
+            (second, False),
+            (second, True),
+        ]
+        # In backward, while the gradients of the others' keys travel home.
+        assert [stage.collective for stage in plan.backward_stages] == [True, False, True, False]
 
 
-def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself():
-    plan = plans("gather", Mask(causal=True), seq_len=1024, cp_size=4)[1]
-    tiles = plan.stages[0].block.tiles(128, fused=True)
-    assert sorted(tile.kind for tile in tiles) == ["causal", "causal", "full", "full"]
+@pytest.mark.parametrize("rank", range(4))
+def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself(rank):
+    plan = plans("gather", Mask(causal=True), seq_len=1024, cp_size=4)[rank]
+    own, others = (
+        [(tile.kind, tile.rows.start) for tile in stage.block.tiles(128, fused=True)]
+        for stage in plan.stages
+    )
+    assert sorted(own) == [("causal", 0), ("causal", 128)]
+    assert sorted(others) == [("full", start) for start in ([0, 128] if rank else [128])]
 
 
 @pytest.mark.parametrize("rank", range(4))
