@@ -160,7 +160,7 @@ def cycles_per_ns(device: torch.device) -> float:
         torch.cuda._sleep(cycles)
         stop.record()
         torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(stop))
+        times.append(float(start.elapsed_time(stop)))
     return cycles / (1e6 * min(times))
 
 

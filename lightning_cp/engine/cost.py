@@ -492,9 +492,7 @@ def choose(
     counts = [n for n in range(1, heads + 1) if heads % n == 0]
     found: list[tuple[TravelName, _Way, _Way]] = []
     for name in names:
-        each = [
-            (n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts
-        ]
+        each = [(n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts]
         forward = _best([_Way(n, both.forward) for n, both in each], memory_budget)
         backward = _best([_Way(n, both.backward) for n, both in each], memory_budget)
         found.append((name, forward, backward))
@@ -529,9 +527,7 @@ def _is_near(cost: Cost, best: Cost, budget: float) -> bool:
     return cost == best or (fits and best.memory <= budget)
 
 
-def _explain(
-    found: list[tuple[TravelName, _Way, _Way]], chosen: TravelName, budget: float
-) -> str:
+def _explain(found: list[tuple[TravelName, _Way, _Way]], chosen: TravelName, budget: float) -> str:
     lines = []
     for way in sorted(found, key=lambda way: way[0] != chosen):
         name, forward, backward = way
