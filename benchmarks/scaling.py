@@ -113,9 +113,9 @@ def draw(points: Sequence[Point], links: Links, path: Path) -> None:
         for point in points:
             if point.cp_size == cp_size:
                 mark = "s" if point.algorithm == "ring" else "o"
-                style = {"color": line.get_color(), "markeredgecolor": "black", "zorder": 3}
-                left.plot(point.seq_len, point.ms, mark, **style)
-                middle.plot(point.seq_len, point.share, mark, **style)
+                look = {"color": line.get_color(), "markeredgecolor": "black", "zorder": 3}
+                left.plot(point.seq_len, point.ms, mark, **look)
+                middle.plot(point.seq_len, point.share, mark, **look)
     for seq_len in (1 << 15, 1 << 17, 1 << 20):
         for algorithm, style in (("gather", "-"), ("ring", "--")):
             sizes = SIZES[1:]

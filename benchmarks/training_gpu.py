@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import Records, describe, peak_memory, timed
 from hf_patches import enable
+from hf_patches.heads import ChunkedLoss
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 of an H200 and an H100, as its maker says."""
@@ -48,13 +49,14 @@ class Shape:
             num_hidden_layers=self.layers,
             vocab_size=self.vocab,
             max_position_embeddings=1 << 20,
-            attn_implementation="sdpa",
             use_cache=False,
-            dtype=self.dtype,
         )
         torch.manual_seed(0)
         with torch.device(device):
-            model = LlamaForCausalLM(config).to(self.dtype)
+            model = LlamaForCausalLM(config)
+        model.set_attn_implementation("sdpa")
+        for parameter in model.parameters():  # the table of positions stays as exact as it is
+            parameter.data = parameter.data.to(self.dtype)
         model.train()
         return model
 
@@ -194,7 +196,13 @@ def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], 
 
 
 def run_one(
-    one: Run, shape: Shape, device: torch.device, records: Records, *, options: dict[str, Any]
+    one: Run,
+    shape: Shape,
+    device: torch.device,
+    records: Records,
+    *,
+    options: dict[str, Any],
+    chunked_loss: ChunkedLoss,
 ) -> None:
     """Time a run and what it is compared with, and print both."""
     cp_size, rank = 8, 4
@@ -208,7 +216,7 @@ def run_one(
     whole = {"input_ids": ids, "labels": ids}
     # The first batches are compared between ranks in depth: not what most steps do.
     cp = emulated_parallel(rank, cp_size, check_batches=0, **options)
-    handle = enable(model)
+    handle = enable(model, chunked_loss=chunked_loss)
     found = train(model, whole, lambda: cp.step(whole))
     handle.undo()
     lines = (
@@ -242,6 +250,7 @@ def run_one(
             peak_bytes=spent.peak,
             loss=spent.loss,
             options=options,
+            chunked_loss=chunked_loss,
         )
 
 
@@ -259,6 +268,7 @@ def run(
     out: Path | None,
     *,
     options: dict[str, Any],
+    chunked_loss: ChunkedLoss = "auto",
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
@@ -268,7 +278,7 @@ def run(
     print(HEADER, flush=True)
     for one in runs:
         try:
-            run_one(one, shape, device, records, options=options)
+            run_one(one, shape, device, records, options=options, chunked_loss=chunked_loss)
         except Exception as error:  # noqa: BLE001  the other runs go on
             told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             print(f"| {one.name} | failed: {told} ||||||||", flush=True)
@@ -285,6 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--kernel", default="auto")
+    choices = get_args(ChunkedLoss)
+    parser.add_argument("--chunked-loss", default="auto", choices=choices)
     parser.add_argument("--link-gbs", type=float, default=None)
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
@@ -295,14 +307,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "link_gbs": args.link_gbs,
     }
     runs = [one for one in RUNS if one.name in args.only]
+    told = {"options": options, "chunked_loss": args.chunked_loss}
     if args.tiny:
         torch.set_num_threads(1)
         small = Shape(32, 4, 2, 64, 2, 64, torch.float32)
         runs = [Run(one.name, 256, one.checkpointing) for one in runs]
-        run(runs, small, torch.device("cpu"), args.out, options=options)
+        run(runs, small, torch.device("cpu"), args.out, **told)
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    run(runs, Shape(layers=args.layers, vocab=args.vocab), device, args.out, options=options)
+    run(runs, Shape(layers=args.layers, vocab=args.vocab), device, args.out, **told)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def test_training_runs(tmp_path):
     from benchmarks import training_gpu
 
     training_gpu.main(["--tiny", "--out", str(tmp_path)])
-    lines = [json.loads(line) for line in (tmp_path / "training_gpu.jsonl").read_text().splitlines()]
+    written = (tmp_path / "training_gpu.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
     assert len(lines) == 2 * len(training_gpu.RUNS)
     assert all(line["ms"] > 0 and line["loss"] > 0 for line in lines)
