@@ -78,6 +78,7 @@ class ContextParallel:
     Args:
         mesh: the ranks that share a row: a 1-D mesh, a process group, or None for this process. A
             2-D mesh (between nodes, inside a node) stands for ``ulysses_size`` ranks inside.
+            Groups that were built elsewhere are taken as they are.
         data: the ranks that hold other rows, if there are any; the loss is a mean over both.
         layout: who owns which tokens. ``auto`` is ``zigzag``, or ``balanced`` where documents and
             padding would give some ranks more work than others.
@@ -103,7 +104,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        mesh: DeviceMesh | dist.ProcessGroup | None,
+        mesh: DeviceMesh | dist.ProcessGroup | Groups | None,
         data: DeviceMesh | dist.ProcessGroup | None = None,
         *,
         layout: LayoutName = "auto",
@@ -133,12 +134,15 @@ class ContextParallel:
         self.balance = balance
         self.check_batches = check_batches
         self.position_edges: tuple[int, ...] = ()
-        self._groups = build_groups(
-            mesh,
-            data=data,
-            ulysses_size="all" if algorithm == "ulysses" else ulysses_size,
-            timeout=timeout,
-        )
+        if isinstance(mesh, Groups):
+            self._groups = mesh
+        else:
+            self._groups = build_groups(
+                mesh,
+                data=data,
+                ulysses_size="all" if algorithm == "ulysses" else ulysses_size,
+                timeout=timeout,
+            )
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation

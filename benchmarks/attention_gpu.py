@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python3 -m benchmarks.attention_gpu [--only NAME ...] [--quick] [--out DIR]`: ranks on one GPU.
+
+One GPU plays ranks of N, one after the other, in real steps (`emulate.py`): forward and backward of
+`attention()`, beside the whole row on its best kernel divided by N, and beside torch's own
+context_parallel. Links take no time, except in the column that says what they would leave exposed.
+"""
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.balance import CASES as ROWS
+from benchmarks.balance import Rows
+from benchmarks.emulate import emulated_parallel
+from benchmarks.measure import Records, describe, host_time, peak_memory, prime_memory, timed
+from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp.context import Step, current
+
+cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+flash_forward = torch.ops.aten._flash_attention_forward.default
+flash_backward = torch.ops.aten._flash_attention_backward.default
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        name: for ``--only``.
+        seq_len: tokens in the row.
+        cp_size: ranks that share it.
+        algorithm: how keys travel.
+        ulysses_size: how many ranks swap tokens for heads first.
+        window: of the mask.
+        softcap: of the scores.
+        sinks: whether each head has one.
+        documents: how a packed row is drawn.
+        wholes: kernels for the whole row; the fastest one counts.
+        has_peer: whether torch's own is timed beside it.
+    """
+
+    name: str
+    seq_len: int
+    cp_size: int = 8
+    algorithm: str = "auto"
+    ulysses_size: int = 1
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    documents: Rows | None = None
+    wholes: tuple[str, ...] = ("cudnn",)
+    has_peer: bool = False
+
+    @property
+    def mask(self) -> Mask:
+        """Return who sees whom, documents apart."""
+        return Mask(causal=True, window=self.window)
+
+    @property
+    def row(self) -> object:
+        """Return what tells whole rows apart."""
+        return self.seq_len, self.window, self.softcap, self.sinks, self.documents, self.wholes
+
+    def ranks(self, *, quick: bool) -> Sequence[int]:
+        """Return which ranks are played: all where their work differs in kind."""
+        if quick:
+            return (self.cp_size // 2,)
+        if self.documents is not None:
+            return range(self.cp_size)
+        return sorted({0, self.cp_size // 2, self.cp_size - 1})
+
+    def shrunk(self) -> "Case":
+        """Return the same in small, to try the script where there is no GPU."""
+        window = None if self.window is None else 16
+        documents = None
+        if self.documents is not None:
+            documents = replace(self.documents, seq_len=256, shortest=8, longest=64)
+        return replace(self, seq_len=256, window=window, documents=documents, wholes=("here",))
+
+
+CASES = (
+    Case("causal-32k", 1 << 15, has_peer=True),
+    Case("causal-128k", 1 << 17, has_peer=True),
+    Case("ring-32k", 1 << 15, algorithm="ring"),
+    Case("ring-128k", 1 << 17, algorithm="ring"),
+    Case("documents-1k-16k", 1 << 17, documents=ROWS[0], wholes=("flex",)),
+    Case("documents-16k-64k", 1 << 17, documents=ROWS[1], wholes=("flex",)),
+    Case("window-4096", 1 << 17, window=4096, wholes=("flash-window", "flex")),
+    Case("sinks-window-128", 1 << 15, window=128, sinks=True, wholes=("flex",)),
+    Case("softcap-50", 1 << 15, softcap=50.0, wholes=("flex",)),
+    Case("ulysses-32k", 1 << 15, algorithm="ulysses"),
+    Case("two-axes-32k", 1 << 15, ulysses_size=4),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and in which shapes it runs."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    kernel: str = "auto"
+    link_gbs: float = 400.0
+    repeats: int = 15
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank: milliseconds, peak bytes, and what it computed."""
+
+    rank: int
+    ms: float
+    host_ms: float
+    peak: int
+    query_bytes: int
+    result_bytes: int
+    pairs: int
+    how: str
+
+
+@dataclass
+class Inputs:
+    """Tensors of one call, and the call."""
+
+    machine: Machine
+    case: Case
+    length: int
+    leaves: list[Tensor] = field(init=False)
+    sinks: Tensor | None = field(init=False, default=None)
+    dout: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        m = self.machine
+        torch.manual_seed(0)
+        self.leaves = [
+            torch.randn(1, heads, self.length, m.dim, device=m.device, dtype=m.dtype)
+            for heads in (m.heads, m.kv_heads, m.kv_heads)
+        ]
+        self.dout = torch.randn_like(self.leaves[0])
+        if self.case.sinks:
+            self.sinks = torch.randn(m.heads, device=m.device, dtype=m.dtype)
+        for x in self.wanted:
+            x.requires_grad_()
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """Return what gets a gradient."""
+        return self.leaves if self.sinks is None else [*self.leaves, self.sinks]
+
+    def forward(self) -> Tensor:
+        """Attend, in whatever step is active."""
+        q, k, v = self.leaves
+        case = self.case
+        return attention(q, k, v, mask=case.mask, softcap=case.softcap, sinks=self.sinks)
+
+    def both(self) -> tuple[Tensor, ...]:
+        """Attend, forward and backward."""
+        out = self.forward()
+        return out, *torch.autograd.grad(out, self.wanted, self.dout)
+
+
+@contextmanager
+def stepped(cp: ContextParallel, case: Case, device: torch.device) -> Iterator[Step]:
+    """Open a step of the case's row."""
+    batch = {"input_ids": torch.zeros(1, case.seq_len, dtype=torch.long, device=device)}
+    if case.documents is not None:
+        batch["document_ids"] = torch.from_numpy(case.documents.draw(0)).to(device)
+    with cp.step(batch):
+        step = current()
+        assert step is not None  # noqa: S101  we have just opened it
+        yield step
+
+
+def play(case: Case, rank: int, machine: Machine, link_gbs: float | None = None) -> Measured:
+    """Be one rank."""
+    device = machine.device
+    cp = emulated_parallel(
+        rank,
+        case.cp_size,
+        ulysses_size=case.ulysses_size,
+        link_gbs=link_gbs,
+        fill=device.type != "cuda",
+        algorithm=case.algorithm,
+        kernel=machine.kernel,
+    )
+    with stepped(cp, case, device) as step:
+        inputs = Inputs(machine, case, step.held_len)
+        spent = timed(inputs.both, device, repeats=machine.repeats)
+        return Measured(
+            rank=rank,
+            ms=spent,
+            host_ms=host_time(inputs.forward, device),
+            peak=peak_memory(inputs.both, device),
+            query_bytes=inputs.leaves[0].nbytes,
+            result_bytes=inputs.dout.nbytes + sum(x.nbytes for x in inputs.wanted),
+            pairs=step.work_by_rank()[rank],
+            how=f"{cp.describe_algorithm()}, {step.layout.name}",
+        )
+
+
+def whole_by_us(case: Case, machine: Machine, kernel: str) -> float:
+    """Return the time of the whole row on one rank, by a kernel of ours."""
+    cp = ContextParallel(None, kernel=kernel)  # type: ignore[arg-type]
+    with stepped(cp, case, machine.device):
+        inputs = Inputs(machine, case, case.seq_len)
+        return timed(inputs.both, machine.device, repeats=machine.repeats)
+
+
+def whole_by_cudnn(case: Case, machine: Machine) -> float:
+    """Return the time of the whole causal row by cuDNN's own ops."""
+    inputs = Inputs(machine, case, case.seq_len)
+    q, k, v = (x.detach() for x in inputs.leaves)
+    scale = machine.dim**-0.5
+
+    def call() -> object:
+        out, lse, _, _, max_q, max_k, seed, offset, _ = cudnn_forward(
+            q, k, v, None, True, 0.0, True, False, scale=scale
+        )
+        return cudnn_backward(
+            inputs.dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            max_q,
+            max_k,
+            0.0,
+            True,
+            scale=scale,
+        )
+
+    return timed(call, machine.device, repeats=machine.repeats)
+
+
+def whole_by_flash_window(case: Case, machine: Machine) -> float:
+    """Return the time of the whole row with a window by FA2's own ops."""
+    inputs = Inputs(machine, case, case.seq_len)
+    q, k, v = (x.detach().transpose(1, 2) for x in inputs.leaves)
+    dout = inputs.dout.transpose(1, 2)
+    assert case.window is not None  # noqa: S101  only cases with a window name this kernel
+    lengths = (None, None, case.seq_len, case.seq_len, 0.0, False)
+    options = {
+        "scale": machine.dim**-0.5,
+        "window_size_left": case.window - 1,
+        "window_size_right": 0,
+    }
+
+    def call() -> object:
+        out, lse, rng, unused, _ = flash_forward(q, k, v, *lengths, False, **options)
+        return flash_backward(dout, q, k, v, out, lse, *lengths, rng, unused, **options)
+
+    return timed(call, machine.device, repeats=machine.repeats)
+
+
+WHOLES: dict[str, Callable[[Case, Machine], float]] = {
+    "cudnn": whole_by_cudnn,
+    "flash-window": whole_by_flash_window,
+    "flex": lambda case, machine: whole_by_us(case, machine, "flex"),
+    "here": lambda case, machine: whole_by_us(case, machine, "auto"),
+}
+
+
+def best_whole(case: Case, machine: Machine) -> tuple[float, str]:
+    """Return the least time of the whole row, and by which kernel."""
+    found = []
+    for name in case.wholes:
+        try:
+            found.append((WHOLES[name](case, machine), name))
+        except Exception as error:  # noqa: BLE001  the other kernel, or the table, goes on
+            print(f"<!-- whole row by {name}: {_short(error)} -->", flush=True)
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return min(found, default=(float("nan"), "none"))
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"
+
+
+HEADER = (
+    "| case | how | whole, ms | ideal, ms | slowest rank, ms | share of the ideal | TFLOP/s "
+    "| extra memory, x queries | without results | host, one forward, ms | exposed by links "
+    "|\n|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def run_case(
+    case: Case, machine: Machine, wholes: dict[object, tuple[float, str]], records: Records
+) -> None:
+    """Measure a case and print its line."""
+    prime_memory(machine.device, 2**33)
+    if case.row not in wholes:
+        wholes[case.row] = best_whole(case, machine)
+        prime_memory(machine.device, 2**33)
+    whole, kernel = wholes[case.row]
+    ranks = [play(case, rank, machine) for rank in case.ranks(quick=machine.quick)]
+    slowest = max(ranks, key=lambda one: one.ms)
+    largest = max(ranks, key=lambda one: one.peak)
+    linked = play(case, slowest.rank, machine, machine.link_gbs)
+    ideal = whole / case.cp_size
+    tflops = 14 * slowest.pairs * machine.heads * machine.dim / slowest.ms / 1e9
+    extra = largest.peak / largest.query_bytes
+    without = extra - largest.result_bytes / largest.query_bytes
+    exposed = max(0.0, (linked.ms - slowest.ms) / linked.ms)
+    print(
+        f"| {case.name} | {slowest.how} | {whole:.2f} ({kernel}) | {ideal:.2f} | {slowest.ms:.2f} "
+        f"(rank {slowest.rank}) | {ideal / slowest.ms:.2f} | {tflops:.0f} | {extra:.1f} "
+        f"| {without:.1f} | {slowest.host_ms:.2f} | {exposed:.0%} |",
+        flush=True,
+    )
+    records.add(
+        what="attention",
+        case=case.name,
+        seq_len=case.seq_len,
+        cp_size=case.cp_size,
+        algorithm=case.algorithm,
+        ulysses_size=case.ulysses_size,
+        how=slowest.how,
+        whole_ms=whole,
+        whole_kernel=kernel,
+        ms=slowest.ms,
+        share=ideal / slowest.ms,
+        tflops=tflops,
+        extra=extra,
+        without_results=without,
+        host_ms=slowest.host_ms,
+        link_gbs=machine.link_gbs,
+        linked_ms=linked.ms,
+        exposed=exposed,
+        ranks=[asdict(one) for one in ranks],
+    )
+
+
+def run_peer(case: Case, machine: Machine, whole: float, records: Records) -> None:
+    """Time torch's own in a process of its own, and print its lines."""
+    command = [sys.executable, "-m", "benchmarks.peer_torch", "--seq-len", str(case.seq_len)]
+    command += ["--cp-size", str(case.cp_size), "--repeats", str(min(7, machine.repeats))]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        lines, told = ended.stdout, ended.stderr
+    except subprocess.TimeoutExpired as error:
+        lines, told = _text(error.stdout), "it took more than 180 s"
+    found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    if not found:
+        reason = told.strip().splitlines()[-1:] or ["it said nothing"]
+        print(f"<!-- torch context_parallel: {reason[0][:300]} -->", flush=True)
+    for one in found:
+        how = f"torch context_parallel, {one['backend']}, {one['method']}"
+        if one["error"]:
+            print(f"| {case.name} | {how}: {one['error']} |||||||||", flush=True)
+            continue
+        how += "" if one["gqa"] else ", key heads written out"
+        ideal = whole / case.cp_size
+        print(
+            f"| {case.name} | {how} | | {ideal:.2f} | {one['ms']:.2f} | {ideal / one['ms']:.2f} "
+            f"| | {one['extra']:.1f} | {one['extra'] - one['kept']:.1f} | {one['host_ms']:.2f} | |",
+            flush=True,
+        )
+        records.add(
+            what="peer",
+            case=case.name,
+            seq_len=case.seq_len,
+            cp_size=case.cp_size,
+            share=ideal / one["ms"],
+            **one,
+        )
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode() if isinstance(output, bytes) else output or ""
+
+
+def run(cases: Sequence[Case], machine: Machine, out: Path | None, *, peers: bool = True) -> None:
+    """Print the table, line by line."""
+    where = describe(machine.device)
+    records = Records(out, "attention_gpu", where)
+    print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
+    print(
+        f"{str(machine.dtype).removeprefix('torch.')}, {machine.heads} query and "
+        f"{machine.kv_heads} key heads of {machine.dim}, batch 1, forward + backward, medians; "
+        f"kernel={machine.kernel}; links of {machine.link_gbs:.0f} GB/s in the last column.\n"
+    )
+    print(HEADER, flush=True)
+    wholes: dict[object, tuple[float, str]] = {}
+    for case in cases:
+        try:
+            run_case(case, machine, wholes, records)
+        except Exception as error:  # noqa: BLE001  the other cases go on
+            print(f"| {case.name} | failed: {_short(error)} |||||||||", flush=True)
+            records.add(what="failure", case=case.name, error=_short(error))
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if peers and case.has_peer:
+            run_peer(case, machine, wholes.get(case.row, (float("nan"), ""))[0], records)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="one rank, few repeats, no peer")
+    parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
+    parser.add_argument("--kernel", default="auto", help="of the ranks; whole rows have their own")
+    parser.add_argument("--algorithm", default=None, help="instead of each case's own")
+    parser.add_argument("--link-gbs", type=float, default=400.0)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small rows, on a CPU")
+    parser.add_argument("--verbose", action="store_true", help="log what the engine chooses")
+    args = parser.parse_args(arguments)
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO)
+    cases = [case for case in CASES if case.name in args.only]
+    if args.algorithm is not None:
+        cases = [replace(case, algorithm=args.algorithm) for case in cases]
+    repeats = 3 if args.quick or args.tiny else 15
+    common: dict[str, Any] = {
+        "kernel": args.kernel,
+        "link_gbs": args.link_gbs,
+        "repeats": repeats,
+        "quick": args.quick,
+    }
+    if args.tiny:
+        torch.set_num_threads(1)
+        small = Machine(torch.device("cpu"), torch.float32, 16, 8, 8, **common)
+        run([case.shrunk() for case in cases], small, args.out, peers=False)
+        return
+    machine = Machine(torch.device("cuda", torch.cuda.current_device()), **common)
+    run(cases, machine, args.out, peers=not (args.quick or args.no_peer))
+
+
+if __name__ == "__main__":
+    main()

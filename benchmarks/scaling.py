@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.scaling [--measured FILE ...]`: how cost grows with tokens and ranks.
+
+Draws the cost model (`lightning_cp.engine.cost`, docs/cost-model.md) from 8k to 1M tokens and from
+1 to 64 ranks, and on top of it what `attention_gpu` measured, from its JSON lines.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.engine.cost import FREE, H200, Choice, Estimate, Links, Problem, choose, estimate
+
+RESULTS = Path(__file__).parent / "results"
+LENGTHS = tuple(1 << n for n in range(13, 21))
+SIZES = tuple(1 << n for n in range(7))
+BUDGET = 16 * 2**30
+
+
+def llama(seq_len: int, cp_size: int) -> Problem:
+    """Return causal attention of an 8B Llama."""
+    return Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def chosen(problem: Problem, links: Links) -> tuple[Choice, Estimate]:
+    """Return what the model would choose, and what that costs."""
+    choice = choose(problem, memory_budget=BUDGET, links=links)
+    groups = (choice.num_groups_forward, choice.num_groups_backward)
+    return choice, estimate(choice.algorithm, problem, groups=groups, links=links)
+
+
+def share(problem: Problem, time: float) -> float:
+    """Return the whole row on one rank, divided by the ranks and by the time."""
+    whole = estimate("gather", llama(problem.seq_len, 1)).time
+    return whole / problem.cp_size / time
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured time."""
+
+    seq_len: int
+    cp_size: int
+    algorithm: str
+    ms: float
+    whole_ms: float
+
+    @property
+    def share(self) -> float:
+        """Return the share of the ideal."""
+        return self.whole_ms / self.cp_size / self.ms
+
+
+def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
+    """Read causal cases from JSON lines of `attention_gpu`; the last one of a case counts.
+
+    Args:
+        paths: the files.
+        linked: whether links took time.
+    """
+    found: dict[object, Point] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            one: dict[str, Any] = json.loads(line)
+            name = str(one.get("case"))
+            if one.get("what") == "attention" and name.startswith(("causal-", "ring-")):
+                spent = one["linked_ms"] if linked else one["ms"]
+                kept = (one["seq_len"], one["cp_size"], one["algorithm"], spent, one["whole_ms"])
+                found[name, one["cp_size"]] = Point(*kept)
+    return list(found.values())
+
+
+def table(links: Links) -> list[str]:
+    """Return what the model says, as lines of a table."""
+    lines = ["| tokens | ranks | chosen | ms | share of the ideal | extra memory, GiB |"]
+    lines.append("|---|---|---|---|---|---|")
+    for seq_len in LENGTHS[::2] + LENGTHS[-1:]:
+        for cp_size in (1, 8, 64):
+            problem = llama(seq_len, cp_size)
+            choice, cost = chosen(problem, links)
+            groups = f"{choice.num_groups_forward} / {choice.num_groups_backward}"
+            lines.append(
+                f"| {seq_len >> 10}k | {cp_size} | {choice.algorithm}, groups {groups} "
+                f"| {1e3 * cost.time:.2f} | {share(problem, cost.time):.2f} "
+                f"| {cost.memory / 2**30:.2f} |"
+            )
+    return lines
+
+
+def draw(points: Sequence[Point], links: Links, path: Path) -> None:
+    """Draw time and share of the ideal against tokens, and memory against ranks."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "benchmarks.scaling draws with matplotlib: pip install 'lightning-cp[recipes]', or "
+            "--no-plot for the table alone."
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
+    for cp_size in SIZES:
+        problems = [llama(seq_len, cp_size) for seq_len in LENGTHS]
+        costs = [chosen(problem, links)[1] for problem in problems]
+        (line,) = left.plot(LENGTHS, [1e3 * c.time for c in costs], label=f"{cp_size} ranks")
+        if cp_size > 1:
+            shares = [share(p, c.time) for p, c in zip(problems, costs, strict=True)]
+            middle.plot(LENGTHS, shares, color=line.get_color())
+        for point in points:
+            if point.cp_size == cp_size:
+                mark = "s" if point.algorithm == "ring" else "o"
+                look = {"color": line.get_color(), "markeredgecolor": "black", "zorder": 3}
+                left.plot(point.seq_len, point.ms, mark, **look)
+                middle.plot(point.seq_len, point.share, mark, **look)
+    for seq_len in (1 << 15, 1 << 17, 1 << 20):
+        for algorithm, style in (("gather", "-"), ("ring", "--")):
+            sizes = SIZES[1:]
+            costs = [
+                estimate(algorithm, llama(seq_len, n), groups=(2, 2), links=links)  # type: ignore[arg-type]
+                for n in sizes
+            ]
+            color = f"C{(1 << 15, 1 << 17, 1 << 20).index(seq_len)}"
+            label = f"{seq_len >> 10}k, {algorithm}, 2 groups"
+            right.plot(sizes, [c.memory / 2**30 for c in costs], style, color=color, label=label)
+    left.set(xlabel="tokens", ylabel="ms, forward + backward", title="time of one rank's attention")
+    middle.set(xlabel="tokens", ylabel="(whole row / ranks) / time", title="share of the ideal")
+    right.set(xlabel="ranks", ylabel="GiB beside q, k, v", title="extra memory")
+    for axis, scale in ((left, "log"), (middle, "linear"), (right, "log")):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale(scale)
+        axis.grid(alpha=0.3)
+    for axis in (left, middle):
+        axis.set_xticks(LENGTHS, [f"{n >> 10}k" for n in LENGTHS])
+    middle.set_ylim(0, 1.15)
+    middle.axhline(1.0, color="gray", linewidth=0.8)
+    left.legend()
+    right.legend(fontsize="small")
+    said = "; dots (gather) and squares (ring): measured" if points else ""
+    figure.suptitle(f"Causal, 32 query and 8 key heads of 128, bf16, H200: the cost model{said}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--measured", nargs="*", type=Path, default=sorted(RESULTS.glob("attention_gpu*.jsonl"))
+    )
+    parser.add_argument("--picture", type=Path, default=RESULTS / "scaling_h200.png")
+    parser.add_argument("--free-links", action="store_true", help="links that take no time")
+    parser.add_argument("--no-plot", action="store_true")
+    args = parser.parse_args(arguments)
+    links = FREE if args.free_links else Links()
+    print(f"{H200}\n{links}\nmemory budget {BUDGET / 2**30:.0f} GiB\n")
+    print("\n".join(table(links)))
+    if not args.no_plot:
+        points = read_points(args.measured, linked=not args.free_links)
+        draw(points, links, args.picture)
+        print(f"\n{args.picture}")
+
+
+if __name__ == "__main__":
+    main()

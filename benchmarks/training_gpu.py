@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python3 -m benchmarks.training_gpu [--only NAME ...] [--out DIR]`: whole training steps.
+
+A Llama of 8B's shape with fewer layers, as one rank of 8 on one GPU (`emulate.py`): loss, backward,
+with and without activation checkpointing. Beside it the same model with as many tokens as the rank
+has, in rows of their own: all that is not attention should take as long.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.emulate import emulated_parallel
+from benchmarks.measure import Records, describe, peak_memory, timed
+from hf_patches import enable
+from hf_patches.heads import ChunkedLoss
+
+PEAK_TFLOPS = 989.0
+"""Dense bf16 of an H200 and an H100, as its maker says."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained."""
+
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    inner: int = 14336
+    layers: int = 2
+    vocab: int = 128256
+    dtype: torch.dtype = torch.bfloat16
+
+    def build(self, device: torch.device) -> LlamaForCausalLM:
+        """Build the model with weights that are drawn where they lie."""
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            vocab_size=self.vocab,
+            max_position_embeddings=1 << 20,
+            use_cache=False,
+        )
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+        model.set_attn_implementation("sdpa")
+        for parameter in model.parameters():  # the table of positions stays as exact as it is
+            parameter.data = parameter.data.to(self.dtype)
+        model.train()
+        return model
+
+    def flops(self, model: nn.Module, num_tokens: int, pairs: float) -> float:
+        """Return what one step must compute, forward and backward, without recomputing."""
+        weights = sum(p.numel() for p in model.parameters()) - self.vocab * self.hidden
+        scores = 12 * pairs * self.hidden * self.layers
+        return 6 * weights * num_tokens + scores
+
+
+class Stopwatch:
+    """Adds up how long attention takes, forward, recomputed and backward, by events of the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device.type == "cuda"
+        self._marks: list[tuple[bool, Any]] = []
+
+    def mark(self, *, start: bool) -> None:
+        """Note that attention begins or ends here, in the order of the stream."""
+        if self._on:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((start, event))
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._marks.clear()
+
+    def total(self) -> float:
+        """Return milliseconds between starts and ends; backward ends where dq, dk, dv are there."""
+        spent, begun = 0.0, None
+        for start, event in self._marks:
+            if start:
+                begun = event
+            elif begun is not None:
+                spent, begun = spent + begun.elapsed_time(event), None
+        return spent
+
+
+class _Mark(torch.autograd.Function):
+    """Passes tensors on, and tells the stopwatch when their gradients come by."""
+
+    @staticmethod
+    def forward(ctx: Any, watch: Stopwatch, start: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.watch, ctx.start = watch, start
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.watch.mark(start=ctx.start)
+        return (None, None, *gradients)
+
+
+@contextmanager
+def watched(model: nn.Module, watch: Stopwatch) -> Iterator[None]:
+    """Time the attention function that a model uses."""
+    name = model.config._attn_implementation  # type: ignore[union-attr]
+    inner: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+
+    def timed_attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        query, key, value = _Mark.apply(watch, False, query, key, value)
+        watch.mark(start=True)
+        out, weights = inner(module, query, key, value, *args, **kwargs)
+        watch.mark(start=False)
+        (out,) = _Mark.apply(watch, True, out)
+        return out, weights
+
+    # For this interface alone: the library's own table stays as it is.
+    ALL_ATTENTION_FUNCTIONS[name] = timed_attention
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the table.
+
+    Args:
+        name: for ``--only``.
+        seq_len: tokens of the whole row.
+        checkpointing: whether activations are computed again in backward.
+    """
+
+    name: str
+    seq_len: int
+    checkpointing: bool
+
+
+RUNS = (
+    Run("32k", 1 << 15, False),
+    Run("32k-checkpointing", 1 << 15, True),
+    Run("128k", 1 << 17, False),
+    Run("128k-checkpointing", 1 << 17, True),
+)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Milliseconds of a step and of its attention, peak bytes, and the loss."""
+
+    ms: float
+    attention_ms: float
+    peak: int
+    loss: float
+
+    @property
+    def other_ms(self) -> float:
+        """Return what is not attention."""
+        return self.ms - self.attention_ms
+
+
+def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], Any]) -> Spent:
+    """Time steps of a model; ``step()`` is a context that yields this rank's batch."""
+    device = batch["input_ids"].device
+    watch = Stopwatch(device)
+    losses: list[Tensor] = []
+
+    def call() -> None:
+        watch.clear()
+        losses.clear()
+        with step() as local:
+            loss = model(**local).loss
+            loss.backward()
+        losses.append(loss.detach())
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    with watched(model, watch):
+        spent = timed(call, device, repeats=7)
+        inside = watch.total()  # of the last one; the GPU has finished it
+        peak = peak_memory(call, device)
+    return Spent(spent, inside, peak, float(losses[0]))
+
+
+def run_one(
+    one: Run,
+    shape: Shape,
+    device: torch.device,
+    records: Records,
+    *,
+    options: dict[str, Any],
+    chunked_loss: ChunkedLoss,
+) -> None:
+    """Time a run and what it is compared with, and print both."""
+    cp_size, rank = 8, 4
+    model = shape.build(device)
+    if one.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    local_len = one.seq_len // cp_size
+    ids = torch.randint(shape.vocab, (1, one.seq_len), device=device)
+    alone = {"input_ids": ids[:, :local_len], "labels": ids[:, :local_len]}
+    ideal = train(model, alone, lambda: nullcontext(alone))
+    whole = {"input_ids": ids, "labels": ids}
+    # The first batches are compared between ranks in depth: not what most steps do.
+    cp = emulated_parallel(rank, cp_size, check_batches=0, **options)
+    handle = enable(model, chunked_loss=chunked_loss)
+    found = train(model, whole, lambda: cp.step(whole))
+    handle.undo()
+    lines = (
+        (f"rank {rank} of {cp_size}", found, one.seq_len**2 / 2 / cp_size),
+        (f"alone, {local_len} tokens", ideal, local_len**2 / 2),
+    )
+    for how, spent, pairs in lines:
+        rate = local_len / spent.ms * 1e3
+        peak = shape.flops(model, local_len, pairs) / spent.ms / 1e9 / PEAK_TFLOPS
+        print(
+            f"| {one.name} | {how} | {spent.ms:.1f} | {rate:,.0f} | {peak:.2f} "
+            f"| {spent.attention_ms:.1f} | {spent.other_ms:.1f} "
+            f"| {ideal.other_ms / spent.other_ms:.2f} | {spent.peak / 2**30:.1f} "
+            f"| {spent.loss:.3f} |",
+            flush=True,
+        )
+        records.add(
+            what="training",
+            run=one.name,
+            how=how,
+            seq_len=one.seq_len,
+            cp_size=cp_size,
+            layers=shape.layers,
+            vocab=shape.vocab,
+            checkpointing=one.checkpointing,
+            ms=spent.ms,
+            attention_ms=spent.attention_ms,
+            other_ms=spent.other_ms,
+            tokens_per_second=rate,
+            share_of_peak=peak,
+            peak_bytes=spent.peak,
+            loss=spent.loss,
+            options=options,
+            chunked_loss=chunked_loss,
+        )
+
+
+HEADER = (
+    "| run | how | step, ms | tokens/s of the rank | share of peak | attention, ms | the rest, ms "
+    "| the rest alone / the rest | peak memory of the step, GiB | loss |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def run(
+    runs: Sequence[Run],
+    shape: Shape,
+    device: torch.device,
+    out: Path | None,
+    *,
+    options: dict[str, Any],
+    chunked_loss: ChunkedLoss = "auto",
+) -> None:
+    """Print the table, line by line."""
+    where = describe(device)
+    records = Records(out, "training_gpu", where)
+    print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
+    print(f"{shape}; {options or 'defaults'}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
+    print(HEADER, flush=True)
+    for one in runs:
+        try:
+            run_one(one, shape, device, records, options=options, chunked_loss=chunked_loss)
+        except Exception as error:  # noqa: BLE001  the other runs go on
+            told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            print(f"| {one.name} | failed: {told} ||||||||", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [one.name for one in RUNS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--algorithm", default="auto")
+    parser.add_argument("--kernel", default="auto")
+    choices = get_args(ChunkedLoss)
+    parser.add_argument("--chunked-loss", default="auto", choices=choices)
+    parser.add_argument("--link-gbs", type=float, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
+    parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
+    args = parser.parse_args(arguments)
+    options = {
+        "algorithm": args.algorithm,
+        "kernel": args.kernel,
+        "link_gbs": args.link_gbs,
+    }
+    runs = [one for one in RUNS if one.name in args.only]
+    told = {"options": options, "chunked_loss": args.chunked_loss}
+    if args.tiny:
+        torch.set_num_threads(1)
+        small = Shape(32, 4, 2, 64, 2, 64, torch.float32)
+        runs = [Run(one.name, 256, one.checkpointing) for one in runs]
+        run(runs, small, torch.device("cpu"), args.out, **told)
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    run(runs, Shape(layers=args.layers, vocab=args.vocab), device, args.out, **told)
+
+
+if __name__ == "__main__":
+    main()

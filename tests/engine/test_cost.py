@@ -1,0 +1,161 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_cp.engine.cost import (
+    A100,
+    FREE,
+    H200,
+    Links,
+    Problem,
+    Tile,
+    choose,
+    compute_times,
+    estimate,
+    gather_tiles,
+    kernel_time,
+    ring_tiles,
+)
+
+GiB = 2**30
+
+
+def problem(seq_len, cp_size, **others):
+    return Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128, **others)
+
+
+# queries, keys, heads, kind, milliseconds forward and backward: cuDNN on an H200
+TILES = [
+    (4096, 2048, 32, "full", 0.250, 0.711),
+    (4096, 2048, 16, "full", 0.138, 0.377),
+    (2048, 4096, 32, "full", 0.237, 0.689),
+    (4096, 4096, 32, "causal", 0.282, 0.901),
+    (2048, 26624, 32, "full", 1.33, 4.09),
+    (32768, 32768, 32, "causal", 15.0, 41.8),
+    (131072, 131072, 32, "causal", 256.0, 667.0),
+]
+
+# What splitting a gather cost there, without communication: whole / ranks / time
+SPLITS = {
+    (32768, 8): {1: 1.02, 2: 0.95, 4: 0.91, 8: 0.66},
+    (131072, 8): {1: 1.03, 2: 1.02, 4: 1.02, 8: 1.00},
+    (32768, 4): {1: 1.01, 2: 0.94, 4: 0.90, 8: 0.86},
+}
+WHOLE = {32768: 15.0 + 41.8, 131072: 256.0 + 667.0}
+
+
+@pytest.mark.parametrize("measured", TILES, ids=str)
+def test_kernels_take_what_was_measured(measured):
+    queries, keys, heads, kind, *passes = measured
+    for backward, spent in enumerate(passes):
+        told = kernel_time(
+            problem(32768, 8), Tile(queries, keys, kind), heads, H200, backward=bool(backward)
+        )
+        assert 1e3 * told == pytest.approx(spent, rel=0.1)
+
+
+@pytest.mark.parametrize(("seq_len", "cp_size"), SPLITS)
+def test_splitting_a_gather_costs_what_was_measured(seq_len, cp_size):
+    one = problem(seq_len, cp_size)
+    for num_groups, share in SPLITS[seq_len, cp_size].items():
+        parts = [
+            compute_times(gather_tiles(one), one, num_groups, H200, backward=backward)
+            for backward in (False, True)
+        ]
+        told = WHOLE[seq_len] / cp_size / (1e3 * num_groups * sum(map(sum, parts)))
+        assert told == pytest.approx(share, rel=0.1), num_groups
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_the_tiles_of_all_ranks_are_the_whole_mask(cp_size, kind):
+    one = problem(1 << 17, cp_size, kind=kind)
+    whole = one.seq_len**2 / (2 if kind == "causal" else 1)
+    for tiles in (gather_tiles(one), ring_tiles(one)):
+        pairs = sum(t.queries * t.keys / (2 if t.kind == "causal" else 1) for t in tiles)
+        assert pairs * cp_size == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+def test_one_rank_pays_for_no_exchange_and_no_merge(algorithm):
+    one = problem(8192, 1)
+    slow = Links(inside_gbs=1, between_gbs=1)
+    assert estimate(algorithm, one, links=slow) == estimate(algorithm, one, links=FREE)
+    alone = sum(
+        kernel_time(one, Tile(8192, 8192, "causal"), 32, H200, backward=b) for b in (False, True)
+    )
+    assert estimate(algorithm, one).time == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+def test_slower_links_never_make_it_faster(algorithm):
+    for seq_len in (8192, 131072):
+        times = [
+            estimate(
+                algorithm, problem(seq_len, 8), groups=(2, 2), links=Links(inside_gbs=gbs)
+            ).time
+            for gbs in (1e6, 400, 50, 5)
+        ]
+        assert times == sorted(times)
+
+
+def test_more_groups_need_less_memory_and_small_kernels_more_time():
+    costs = [estimate("gather", problem(32768, 8), groups=(n, n)) for n in (1, 2, 4, 8)]
+    memory = [cost.memory for cost in costs]
+    assert memory == sorted(memory, reverse=True)
+    times = [cost.time for cost in costs]
+    assert times == sorted(times)
+
+
+def test_a_group_that_crosses_nodes_is_held_up_by_the_network():
+    inside = estimate("ring", problem(131072, 16), links=Links(ranks_per_node=16))
+    across = estimate("ring", problem(131072, 16), links=Links(ranks_per_node=8, between_gbs=5))
+    assert across.time > inside.time
+    # Swapping inside the node leaves an eighth of the keys to cross.
+    mixed = problem(131072, 16, ulysses_size=8)
+    assert estimate("ring", mixed, links=Links(between_gbs=5)).time < across.time
+
+
+def test_the_fastest_way_that_fits_is_chosen():
+    one = problem(1 << 20, 64)
+    plenty, little = (choose(one, memory_budget=n) for n in (80 * GiB, 1 * GiB))
+    assert plenty.algorithm == "gather"
+    assert little.algorithm == "ring"
+    assert "over the budget of 1.00" in little.reason
+    none = choose(one, memory_budget=1)
+    least = min(
+        estimate(name, one, groups=(n, n)).memory for name in ("gather", "ring") for n in (1, 8)
+    )
+    groups = (none.num_groups_forward, none.num_groups_backward)
+    assert estimate(none.algorithm, one, groups=groups).memory == least
+
+
+def test_groups_are_few_where_kernels_are_small():
+    short = choose(problem(8192, 8), memory_budget=80 * GiB)
+    long = choose(problem(131072, 8), memory_budget=80 * GiB)
+    assert (short.algorithm, long.algorithm) == ("gather", "gather")
+    assert short.num_groups_forward <= 2 <= long.num_groups_forward
+    assert long.reason.startswith("gather in ")
+
+
+def test_the_choice_follows_from_shapes_alone():
+    for chip in (H200, A100):
+        for one in (problem(32768, 8), problem(32768, 8, kind="masked", work=0.05)):
+            again = replace(one)
+            assert choose(one, memory_budget=1e9, chip=chip) == choose(
+                again, memory_budget=1e9, chip=chip
+            )
+
+
+def test_flex_attention_has_no_ring():
+    one = problem(1 << 20, 64, kind="masked", work=0.01)
+    assert choose(one, memory_budget=1).algorithm == "gather"
+    assert "ring" not in choose(one, memory_budget=1).reason
+
+
+def test_a_single_key_head_is_one_group():
+    one = replace(problem(32768, 8), num_kv_heads=1)
+    choice = choose(one, memory_budget=1)
+    assert (choice.num_groups_forward, choice.num_groups_backward) == (1, 1)
+    with_swap = replace(problem(32768, 8), ulysses_size=8)
+    assert choose(with_swap, memory_budget=1e12).num_groups_forward == 1

@@ -1,0 +1,77 @@
+"""The scripts that time GPUs, in small on the CPU: they must run when a GPU is there."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import attention_gpu, scaling
+from benchmarks.measure import Records
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    attention_gpu.main(["--tiny", "--quick", "--out", str(folder)])
+    return folder / "attention_gpu.jsonl"
+
+
+def test_every_case_runs_and_is_written_down(measured):
+    lines = [json.loads(line) for line in measured.read_text().splitlines()]
+    assert [line["what"] for line in lines] == ["attention"] * len(attention_gpu.CASES)
+    assert [line["case"] for line in lines] == [case.name for case in attention_gpu.CASES]
+    hows = {line["case"]: line["how"] for line in lines}
+    assert hows["ring-32k"] == "ring, zigzag"
+    assert hows["documents-1k-16k"].endswith("balanced")
+    assert hows["ulysses-32k"].startswith("ulysses")
+    assert hows["two-axes-32k"].startswith("ulysses x ")
+    for line in lines:
+        assert line["ms"] > 0
+        assert line["whole_ms"] > 0
+        assert line["torch"] == torch.__version__
+        assert 0 < line["ranks"][0]["pairs"] <= 32 * 256
+
+
+def test_a_case_that_fails_does_not_stop_the_others(capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(attention_gpu, "play", fail)
+    attention_gpu.main(["--tiny", "--quick", "--only", "causal-32k", "ring-32k"])
+    assert capsys.readouterr().out.count("failed: RuntimeError: no such kernel") == 2
+
+
+@pytest.mark.slow
+def test_a_peer_that_cannot_run_says_why(capsys):
+    case = attention_gpu.CASES[0].shrunk()
+    machine = attention_gpu.Machine(torch.device("cpu"))
+    attention_gpu.run_peer(case, machine, 1.0, Records(None, "", {}))
+    told = capsys.readouterr().out
+    assert "torch context_parallel" in told
+    assert "cuda" in told.lower()
+
+
+def test_the_model_is_told_without_a_picture(measured, capsys):
+    points = scaling.read_points([measured], linked=True)
+    assert {point.algorithm for point in points} == {"auto", "ring"}
+    scaling.main(["--no-plot"])
+    assert "| 1024k | 64 | " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_measured_points_are_drawn_over_the_model(measured, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "scaling.png"
+    scaling.main(["--measured", str(measured), "--picture", str(picture)])
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_training_runs(tmp_path):
+    from benchmarks import training_gpu
+
+    training_gpu.main(["--tiny", "--out", str(tmp_path)])
+    written = (tmp_path / "training_gpu.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert len(lines) == 2 * len(training_gpu.RUNS)
+    assert all(line["ms"] > 0 and line["loss"] > 0 for line in lines)
