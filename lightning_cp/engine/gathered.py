@@ -97,7 +97,8 @@ def bring(k: Tensor, v: Tensor, stage: Stage, way: Way, *, buffer_len: int) -> A
         A function that waits and returns the key buffer, differentiable in ``k`` and ``v``.
     """
     if stage.is_alone:
-        return lambda: (k, v)
+        short = buffer_len - k.shape[2]
+        return lambda: (pad_end(k, 2, short), pad_end(v, 2, short))
     with plain_functions(), torch.no_grad():
         wait = fetch(stage, KeyValues(k, v), way.transport)
 

@@ -190,17 +190,26 @@ def _buffer_len(num_needed: int, layout: Layout, *, fused: bool) -> int:
 
 
 def _keys_of(stage: Stage, place: Place, *, fused: bool) -> Keys:
+    layout, positions = place.layout, _positions_of(stage, place)
+    num_keys = len(positions)
+    # What a rank holds may be all that it needs, and reach into our padding.
+    buffer_len = max(num_keys, _buffer_len(num_keys, layout, fused=fused))
+    return Keys(positions, buffer_len, layout.seq_len)
+
+
+def _positions_of(stage: Stage, place: Place) -> IntArray:
+    """Return the position of each key that a stage brings, in the order of its buffer."""
     layout, rank = place.layout, place.rank
     if stage.is_local:  # the shard itself is the buffer
-        return Keys(layout.positions(rank).numpy(), layout.local_len, layout.seq_len)
-    positions: IntArray = np.empty(stage.buffer_len, np.int64)
+        own: IntArray = layout.positions(rank).numpy()
+        return own
+    positions = np.empty(stage.buffer_len, np.int64)
     for owner, runs in ((rank, stage.own), *stage.receives):
         held = layout.positions(owner).numpy()
         for run in runs:
             part = held[run.shard : run.shard + run.size]
             positions[run.buffer : run.buffer + run.size] = part
-    buffer_len = _buffer_len(stage.buffer_len, layout, fused=fused)
-    return Keys(positions, buffer_len, layout.seq_len)
+    return positions
 
 
 def attend_row(

@@ -283,26 +283,28 @@ def draw_documents(seed, length):
     return Mask(causal=True, documents=starts.cumsum(1))
 
 
-def test_other_documents_are_not_compiled_again(counter):
-    """Needs of six batches, on four ranks, in a row of 1,024: as many graphs as lengths."""
+@pytest.mark.parametrize("is_short", [True, False])
+def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
+    """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
+    monkeypatch.setattr(row, "SHORT_ROW", 16384 if is_short else 0)
     lengths, needs = set(), set()
     case = make_case("causal", length=1024, heads="mqa")
-    layout = build_layout("contiguous", seq_len=1024, cp_size=4)
-    for seed in range(6):
-        case.mask, case.layout = draw_documents(seed, 1024), layout
-        rank = 3
-        call, _ = build_call(case, Replay(rank, 4))
-        inputs = case.inputs
+    layout = case.layout = build_layout("contiguous", seq_len=1024, cp_size=4)
+    alone = Mask(causal=True, documents=torch.arange(1024) // 128)
+    for mask in [alone, *(draw_documents(seed, 1024) for seed in range(4))]:
+        case.mask, inputs = mask, case.inputs
+        call, _ = build_call(case, Replay(3, 4))
+        assert call.stages[0].is_alone == (mask is alone)
         leaves = [
-            shard(x, 2, layout=layout, rank=rank).requires_grad_()
+            shard(x, 2, layout=layout, rank=3).requires_grad_()
             for x in (inputs.q, inputs.k, inputs.v)
         ]
         attend_row(*leaves, None, None, call).sum().backward()
         lengths.add(call.keys.buffer_len)
         needs.add(len(call.keys.positions))
     assert len(needs) > 3
-    assert lengths <= {256, 384, 512, 768, 1024}
-    assert counter.frame_count == len(lengths) < 4
+    assert lengths <= ({1024} if is_short else {256, 384, 512, 768, 1024})
+    assert counter.frame_count == len(lengths)
 
 
 @pytest.mark.parametrize("added", [{}, {"bias": SLOPES}])
