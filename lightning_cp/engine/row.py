@@ -218,7 +218,8 @@ def attend_row(
     """Do what `attend.attend` does, by functions of positions; the same arguments."""
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (x.contiguous() for x in (q, k, v))
-    with without_modes():
+    # As in `attend.py`: what autocast would lower are sums.
+    with without_modes(), torch.autocast(q.device.type, enabled=False):
         num_groups = max(1, len(call.stages))
         size = q.shape[1] // num_groups
         heads = (slice(size * group, size * (group + 1)) for group in range(num_groups))
