@@ -227,10 +227,9 @@ def _takes_flex(
         min_head_dim=min(q.shape[-1], v.shape[-1]),
     )
     preferred = prefer_flex(select_kernel("auto", request), request, work)
-    if preferred and algorithm == "ring":
+    if preferred and algorithm == "ring" and place.rank == 0:
         _say_ring()
-        return False
-    return preferred
+    return preferred and algorithm != "ring"
 
 
 @lru_cache(maxsize=1)

@@ -133,9 +133,9 @@ def test_out_and_gradients_are_those_of_one_device(mask, cp_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 5])
 def test_all_masks_heads_and_layouts_go_together(cp_size):
-    for mask, layout, heads, bias in itertools.product(
-        MASKS, LAYOUTS, cases.HEADS, [None, SLOPES, numbers()]
-    ):
+    choices = itertools.product(MASKS, LAYOUTS, cases.HEADS)
+    added = itertools.cycle([None, SLOPES, numbers(), None])
+    for (mask, layout, heads), bias in zip(choices, added, strict=False):
         case = make_case(mask, layout=layout, heads=heads, bias=bias, softcap=3.0)
         assert worst_error(case, cp_size) < 1e-10, (layout, heads)
         assert worst_error(case, cp_size, budget=1) < 1e-10, (layout, heads)
@@ -305,6 +305,23 @@ def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
     assert len(needs) > 3
     assert lengths <= ({1024} if is_short else {256, 384, 512, 768, 1024})
     assert counter.frame_count == len(lengths)
+
+
+def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
+    """Queries that are padding see keys of the first rank, and none of their own."""
+    case = make_case("causal", length=1024, heads="mqa", layout="contiguous")
+    case.mask = Mask(causal=True, padding=torch.arange(1024) >= 200)
+    call, _ = build_call(case, Replay(3, 4))
+    assert call.stages[0].is_one_parcel
+    assert (len(call.keys.positions), call.keys.buffer_len) == (200, 256)
+    layout, inputs = case.build_layout(4), case.inputs
+    q, k, v = (
+        shard(x, 2, layout=layout, rank=3).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
+    )
+    out = attend_row(q, k, v, None, None, call)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert not out.any()  # the values that came are 0
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize("added", [{}, {"bias": SLOPES}])
