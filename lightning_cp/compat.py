@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import checkpoint
+from torch.utils._triton import has_triton
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -286,6 +287,16 @@ class _Nested:
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
         self._outer.__exit__(*error)
+
+
+def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether torch compiles kernels for a GPU and a precision: by Triton, if new enough."""
+    if not has_triton():
+        return False
+    if dtype == torch.bfloat16:
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return True
 
 
 def in_backward() -> bool:

@@ -537,7 +537,10 @@ class ContextParallelStrategy(ModelParallelStrategy):
         dtype = lowered.get(self.precision_plugin.precision, first)
         request = Request(self.root_device, dtype, Scores(1.0), head_dim=128)
         name = select_kernel(self.context_parallel.kernel, request).name
-        return name, f"fastest for {str(dtype).removeprefix('torch.')} on {self.root_device.type}"
+        why = f"fastest for {str(dtype).removeprefix('torch.')} on {self.root_device.type}"
+        if self.root_device.type == "cuda" and self.context_parallel.algorithm != "ring":
+            why += "; flex for windows, documents, padding, softcap and bias"
+        return name, why
 
     def verify(self, batch: Mapping[str, Any], *, max_len: int | None = None) -> Report:
         """Compare a training step on a batch with the same on whole rows; see `checks.verify`.

@@ -134,6 +134,9 @@ def _serve(pipe: Any, rank: int, world_size: int, backend: str, rendezvous: str)
             "NCCL_SOCKET_IFNAME": "lo",
         }
         torch.cuda.set_device(0)
+        from torch._inductor import config
+
+        config.compile_threads = 1  # a daemon may not have children of its own
     dist.init_process_group(
         backend,
         init_method=rendezvous,

@@ -14,10 +14,18 @@ from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
-from lightning_cp.engine.flex import RowCall, attend_row, build_row_call, place_of, swap_of
+from lightning_cp.engine.flex import place_of, swap_of
 from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.select import check_pair, select_kernel
+from lightning_cp.engine.kernels.select import (
+    Work,
+    check_pair,
+    is_dense,
+    prefer_flex,
+    select_kernel,
+)
+from lightning_cp.engine.mods import Place
 from lightning_cp.engine.plan import build_plan, resolve_algorithm
+from lightning_cp.engine.row import RowCall, attend_row, build_row_call
 from lightning_cp.engine.ulysses import SwappedCall
 from lightning_cp.layout import build_layout
 from lightning_cp.mask import Bounds, Mask
@@ -90,14 +98,14 @@ def attention(
     call: AnyCall
     if step is None:
         _check_tensors(q, k, v, sinks)
-        call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k)
+        call = _whole_row_call(mask, _request(q, v, scale, softcap), q, k, v, bias)
     else:
         # Layers ask for the same again and again: what was checked and planned once is kept.
         kinds = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
-        key = (mask.key(), q.shape, k.shape, v.shape, *kinds, scale, softcap)
+        key = (mask.key(), q.shape, k.shape, v.shape, *kinds, scale, softcap, bias is None)
         if key not in step.cache:
             _check_tensors(q, k, v, sinks)
-            step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k)
+            step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k, v, bias)
         call = step.cache[key]
         short = step.layout.local_len - q.shape[2]
         if short:
@@ -146,32 +154,47 @@ def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -
     return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
 
 
-def _call(mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor) -> AnyCall:
-    """Plan a call of a step; of the ``flex`` kernel nothing is to be planned."""
+def _call(
+    mask: Mask, step: Step, request: Request, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> AnyCall:
+    """Choose a kernel for a call of a step, and plan it."""
     _check_length(q, step)
     bounds = step.bounds(mask)
     _check_rows(bounds, q)
-    swap = swap_of(step, q, k)
+    swap, inside = swap_of(step, q, k), step.groups.inside.rank
     place = place_of(step, swap)
-    if step.kernel == "flex":
-        check_pair(step.kernel, step.algorithm)
-        call: Call | RowCall = build_row_call(q, bounds, request.scores, step, place)
+    num_heads = q.shape[1], k.shape[1]
+    if swap is not None:
+        num_heads = swap.query_heads[inside].size, swap.num_local_keys(inside)
+    num_kv_heads = max(1, num_heads[1])
+    check_pair(step.kernel, step.algorithm)
+    algorithm = resolve_algorithm(step.algorithm)
+    if _takes_flex(step.kernel, algorithm, request, bounds, place, q, v, bias):
+        call: Call | RowCall = build_row_call(
+            q,
+            v,
+            bounds,
+            request.scores,
+            place,
+            step.groups.attend,
+            num_heads=(num_heads[0], num_kv_heads),
+            kernel=step.kernel,
+            uid=step.uid,
+        )
         kernel = "flex"
     else:
         selected = select_kernel(step.kernel, request)
-        num_kv_heads = k.shape[1] if swap is None else swap.num_local_keys(step.groups.inside.rank)
         plan = build_plan(
-            resolve_algorithm(step.algorithm),
+            algorithm,
             layout=place.layout,
             bounds=bounds,
             rank=place.rank,
-            num_kv_heads=max(1, num_kv_heads),
+            num_kv_heads=num_kv_heads,
         )
         call = Call(plan, step.groups.attend, selected, request.scores, step.uid)
         kernel = selected.name
     if step.cp_rank == 0:
-        algorithm = name_algorithm(step.algorithm, step.groups)
-        _say(algorithm, step.layout.name, kernel, step.cp_size)
+        _say(name_algorithm(step.algorithm, step.groups), step.layout.name, kernel, step.cp_size)
     return call if swap is None else SwappedCall(swap, step.groups.inside, call)
 
 
@@ -183,10 +206,51 @@ def name_algorithm(algorithm: str, groups: Groups) -> str:
     return "ulysses" if groups.attend.size == 1 else f"ulysses x {between}"
 
 
-def _whole_row_call(mask: Mask, request: Request, q: Tensor, k: Tensor) -> Call:
+def _takes_flex(
+    kernel: str,
+    algorithm: str,
+    request: Request,
+    bounds: Bounds,
+    place: Place,
+    q: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+) -> bool:
+    """Say whether a call goes to FlexAttention; the same on all ranks, for it says what travels."""
+    if kernel != "auto" or request.device.type != "cuda":
+        return kernel == "flex"
+    work = Work(
+        is_dense=is_dense(bounds, place.layout.seq_len),
+        has_bias=bias is not None,
+        row_len=place.layout.seq_len,
+        num_queries=place.layout.local_len,
+        min_head_dim=min(q.shape[-1], v.shape[-1]),
+    )
+    preferred = prefer_flex(select_kernel("auto", request), request, work)
+    if preferred and algorithm == "ring" and place.rank == 0:
+        _say_ring()
+    return preferred and algorithm != "ring"
+
+
+@lru_cache(maxsize=1)
+def _say_ring() -> None:
+    _logger.warning(
+        "algorithm='ring' computes the edges of documents, windows and padding, and scores with "
+        "softcap or bias, by the slow reference kernel. algorithm='gather' would take "
+        "FlexAttention for them."
+    )
+
+
+def _whole_row_call(
+    mask: Mask, request: Request, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Call | RowCall:
     bounds = mask.bounds(q.shape[2])
     _check_rows(bounds, q)
     layout = build_layout("contiguous", seq_len=k.shape[2], cp_size=1)
+    place, heads = Place(layout, 0), (q.shape[1], k.shape[1])
+    if _takes_flex("auto", "gather", request, bounds, place, q, v, bias):
+        lone = LoneTransport()
+        return build_row_call(q, v, bounds, request.scores, place, lone, num_heads=heads)
     plan = build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
     return Call(plan, LoneTransport(), select_kernel("auto", request), request.scores)
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexAttention over the whole row: mask_mod and score_mod see global positions, for any layout.
 
-Nobody can plan with a function, so the keys of whole rows are gathered, in their order. Gradients
-go back by one reduce-scatter. Which queries meet which function is `mods.py`'s business, how they
-are evaluated that of `kernels/flex.py`.
+Nobody can plan with a function, so the keys of whole rows are gathered, in their order
+(`gathered.py`). Which queries meet which function is `mods.py`'s business, how they are evaluated
+that of `kernels/flex.py`. `attention()` by FlexAttention, with bounds to plan with, is `row.py`.
 
 Shapes: B batch, H query heads, K key/value heads, L local tokens, S tokens of the row.
 """
 
 import logging
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,20 +17,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from lightning_cp.collectives import Transport
-from lightning_cp.compat import as_autocast, outside_graphs, plain_functions, without_modes
+from lightning_cp.compat import as_autocast, outside_graphs, without_modes
 from lightning_cp.context import (
     Step,
     check_lengths,
-    check_mark,
     check_recomputable,
     check_recompute,
     current,
-    enter_backward_of,
     num_unsharded,
 )
-from lightning_cp.engine.exchange import KeyValues, gather_row, scatter_row
-from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.gathered import Way, whole_row
 from lightning_cp.engine.kernels.flex import (
+    MIN_QUERIES,
     Attended,
     Mods,
     ScoreMod,
@@ -44,9 +41,6 @@ from lightning_cp.engine.merge import accumulation_dtype
 from lightning_cp.engine.mods import (
     Place,
     RowMask,
-    add_bias,
-    add_slopes,
-    bounds_mods,
     build_mods,
     check_reach,
     kind_of,
@@ -54,7 +48,6 @@ from lightning_cp.engine.mods import (
 )
 from lightning_cp.engine.ulysses import Swap, build_swap, to_heads, to_tokens
 from lightning_cp.layout import build_layout
-from lightning_cp.mask import Bounds, Range
 from lightning_cp.sequence import pad_end
 
 _logger = logging.getLogger(__name__)
@@ -62,8 +55,6 @@ _logger = logging.getLogger(__name__)
 # Where FlexAttention has no backward.
 _FORWARD_ONLY = ("cpu", "mps")
 _LSE = AuxRequest(lse=True)
-# For fewer, torch takes its kernel for decoding, which did not compile on an H200.
-_FEW_QUERIES = 128
 
 
 def flex_attend(
@@ -95,54 +86,11 @@ def flex_attend(
         kernel_options: of the fused kernel.
         uid: the step that the call belongs to; 0 for none.
     """
-    k, v = _whole_row(k, v, _Way(place, transport, uid))
+    k, v = whole_row(k, v, Way(place.layout, transport, uid))
     if plain:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return attend_plain(q, k, v, mods, scale=scale)
     return attend_compiled(q, k, v, mods, scale=scale, wants=wants, kernel_options=kernel_options)
-
-
-@dataclass(frozen=True, eq=False)
-class _Way:
-    """Between whom keys travel, and for which step."""
-
-    place: Place
-    transport: Transport
-    uid: int
-
-
-def _whole_row(k: Tensor, v: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
-    layout = way.place.layout
-    if layout.owned == ((Range(0, layout.seq_len),),):
-        return k, v
-    whole: tuple[Tensor, Tensor] = _WholeRow.apply(k, v, way)  # type: ignore[no-untyped-call]
-    return whole
-
-
-class _WholeRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
-        ctx.way = way
-        # Checkpointing replaces saved tensors by recomputed ones: this one tells in which step.
-        ctx.save_for_backward(torch.tensor(way.uid))
-        with plain_functions():
-            whole = gather_row(KeyValues(k, v), way.place.layout, way.transport)
-        return whole.keys, whole.values
-
-    @staticmethod
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Context-parallel attention has no second derivative: call backward() or "
-                "autograd.grad() without create_graph=True."
-            )
-        way, dtype = ctx.way, accumulation_dtype(dk.dtype)
-        with plain_functions():
-            check_mark(ctx.saved_tensors[0], way.uid)
-            enter_backward_of(way.uid)
-            found = KeyValues(dk.to(dtype), dv.to(dtype))
-            local = scatter_row(found, way.place.layout, way.transport)
-            return local.keys.to(dk.dtype), local.values.to(dv.dtype), None
 
 
 @outside_graphs
@@ -368,17 +316,19 @@ def _attend_alone(
     return Attended(out, aux.lse, aux.max_scores)
 
 
-def is_plain(q: Tensor, kernel: str) -> bool:
+def is_plain(q: Tensor, kernel: str, num_queries: int | None = None) -> bool:
     """Say whether functions are evaluated in plain torch inside a step, and log it once.
 
     Args:
         q: the queries.
         kernel: the step's.
+        num_queries: how many there are per row, if not those of ``q``.
     """
     if q.device.type in _FORWARD_ONLY:
         _say_plain(q.device.type)
         return True
-    return kernel == "reference" or q.dtype == torch.float64 or q.shape[2] < _FEW_QUERIES
+    num_queries = q.shape[2] if num_queries is None else num_queries
+    return kernel == "reference" or q.dtype == torch.float64 or num_queries < MIN_QUERIES
 
 
 @lru_cache(maxsize=4)
@@ -411,61 +361,3 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None
             f"flex_attention(): query, key and value must have one floating dtype, but are "
             f"{q.dtype}, {k.dtype}, {v.dtype}."
         )
-
-
-@dataclass(frozen=True, eq=False)
-class RowCall:
-    """Everything about a call of `attention()` by the ``flex`` kernel that is no tensor.
-
-    Args:
-        mods: the mask, and the softcap.
-        place: this rank.
-        transport: how keys travel.
-        scale: factor on q.k.
-        plain: whether functions are evaluated in plain torch.
-        uid: the step that the call belongs to.
-    """
-
-    mods: Mods
-    place: Place
-    transport: Transport
-    scale: float
-    plain: bool
-    uid: int
-
-
-def build_row_call(q: Tensor, bounds: Bounds, scores: Scores, step: Step, place: Place) -> RowCall:
-    """Make functions of a mask that was worked out."""
-    plain = is_plain(q, step.kernel)
-    mods = bounds_mods(bounds, scores, place, batch=q.shape[0], device=q.device, fused=not plain)
-    return RowCall(mods, place, step.groups.attend, scores.scale, plain, step.uid)
-
-
-def attend_row(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: RowCall
-) -> Tensor:
-    """Do what `attend.attend` does, by functions of positions; the same arguments."""
-    mods = call.mods
-    if bias is not None and bias.dim() == 1:
-        mods = add_slopes(mods, bias, call.place, fused=not call.plain)
-    elif bias is not None:
-        mods = add_bias(mods, bias, (*q.shape[:3], call.place.layout.seq_len))
-    with without_modes():
-        out, lse, _ = flex_attend(
-            q,
-            k,
-            v,
-            mods,
-            call.place,
-            call.transport,
-            scale=call.scale,
-            plain=call.plain,
-            wants=AuxRequest(lse=sinks is not None),
-            uid=call.uid,
-        )
-        if sinks is None or lse is None:
-            return out
-        # A sink is a key whose value is 0: it enlarges the sum, and adds nothing. By the sum, since
-        # 1 - sigmoid, the share of a small sink, would be rounding.
-        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
-        return (out * torch.exp(lse - total).unsqueeze(-1)).to(q.dtype)

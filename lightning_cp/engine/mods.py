@@ -9,8 +9,9 @@ Shapes: B batch, H query heads, L local tokens, S tokens of the row.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from lightning_cp.engine.captured import identity_of
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import MaskMod, Mods, ScoreMod, build_block_mask
 from lightning_cp.layout import Layout
-from lightning_cp.mask import Bounds
+from lightning_cp.mask import Bounds, IntArray
 
 BLOCK_SIZE = 128
 """Queries and keys of a block, as FlexAttention has them by default."""
@@ -64,6 +65,44 @@ def _positions(
         real = positions < layout.seq_len
         positions = positions.clamp(max=layout.seq_len - 1).to(device, dtype)
         return positions, None if bool(real.all()) else real.to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Which keys of the row lie in the buffer that queries meet, and where.
+
+    Args:
+        positions: int64 [n], rising: the keys, from the start of the buffer on.
+        buffer_len: tokens of the buffer; those after the keys are seen by nobody.
+        row_len: tokens of the row; keys at later positions are our padding.
+    """
+
+    positions: IntArray
+    buffer_len: int
+    row_len: int
+    _kept: dict[object, Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def is_row(self) -> bool:
+        """Say whether a place in the buffer is a position of the row."""
+        num_keys = len(self.positions)
+        begins = num_keys == 0 or bool(self.positions[-1] == num_keys - 1)
+        return begins and self.buffer_len <= self.row_len
+
+    def there(self, device: torch.device, *, fused: bool) -> Tensor:
+        """Return the positions as a tensor of the buffer's length; each of them is in the row."""
+        key = device, fused
+        if key not in self._kept:
+            with torch.inference_mode(False):
+                positions = np.zeros(self.buffer_len, np.int32 if fused else np.int64)
+                positions[: len(self.positions)] = self.positions.clip(max=self.row_len - 1)
+                self._kept[key] = torch.from_numpy(positions).to(device)
+        return self._kept[key]
+
+
+def whole_row_keys(layout: Layout) -> Keys:
+    """Return all keys of the row, each at its position."""
+    return Keys(np.arange(layout.seq_len), layout.seq_len, layout.seq_len)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +340,7 @@ def _cut(given: BlockMask, place: Place, heads: int) -> BlockMask | None:
         (part(given.kv_num_blocks), part(given.kv_indices)),
         (part(given.full_kv_num_blocks), part(given.full_kv_indices)),
         local_mask(given.mask_mod, place, device, fused=True),
-        place,
+        place.lengths,
         (size, given.BLOCK_SIZE[1]),
     )
 
@@ -310,17 +349,24 @@ def _table(
     asked: tuple[Any, Any],
     full: tuple[Any, Any],
     mask_mod: MaskMod,
-    place: Place,
+    lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> BlockMask:
     table: BlockMask = BlockMask.from_kv_blocks(
-        *asked, *full, BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=place.lengths
+        *asked, *full, BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=lengths
     )
     return table
 
 
 def bounds_mods(
-    bounds: Bounds, scores: Scores, place: Place, *, batch: int, device: torch.device, fused: bool
+    bounds: Bounds,
+    scores: Scores,
+    place: Place,
+    *,
+    keys: Keys | None = None,
+    batch: int,
+    device: torch.device,
+    fused: bool,
 ) -> Mods:
     """Return the functions of a `Mask`: its bounds as tensors, whose shapes are those of the batch.
 
@@ -328,14 +374,14 @@ def bounds_mods(
         bounds: the mask, worked out.
         scores: its softcap becomes a score_mod; the scale is left to the caller.
         place: whose queries.
+        keys: what they meet; None for the whole row.
         batch: rows.
         device: where they are called.
         fused: whether a fused kernel calls them.
     """
+    keys = whole_row_keys(place.layout) if keys is None else keys
+    seen = _build_seen(bounds, place, keys)
     dtype = torch.int32 if fused else torch.int64
-    queries = place.layout.positions(place.rank).numpy()
-    ends = bounds.first[:, queries], bounds.last[:, queries]
-    real_keys = np.diff(bounds.real_before[:, : place.layout.seq_len + 1]) > 0
 
     def there(x: Any) -> Tensor:
         # Rows that are all alike are kept once; here each has its own, so that shapes and strides
@@ -343,41 +389,88 @@ def bounds_mods(
         return torch.from_numpy(x).expand(batch, -1).contiguous().to(device)
 
     with torch.inference_mode(False):
-        first, last, real = (there(x) for x in (*ends, real_keys))
-        first, last = first.to(dtype), last.to(dtype)
+        first, last = there(seen.first).to(dtype), there(seen.last).to(dtype)
+        real = there(seen.real) if seen.has_holes else None
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k >= first[b, q]) & (k < last[b, q])
+
+    def mask_mod_of_real(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert real is not None  # noqa: S101  for the types
         return (k >= first[b, q]) & (k < last[b, q]) & real[b, k]
 
+    # The bounds end at real keys: only padding in between is looked up, which takes time wherever
+    # a block is partly visible.
+    visible = mask_mod if real is None else mask_mod_of_real
+
     def build_table() -> BlockMask:
-        states = torch.from_numpy(_bounds_states(bounds, place))
+        sizes = [part.size for part in place.layout.ranges(place.rank)]
+        states = torch.from_numpy(_block_states(seen, sizes))
         states = states.expand(batch, -1, -1).unsqueeze(1).to(device)
+        lengths = place.layout.local_len, keys.buffer_len
         with torch.inference_mode(False):
             asked, full = _listed(states == 1), _listed(states == 2)
-            return _table(asked, full, mask_mod, place, (BLOCK_SIZE, BLOCK_SIZE))
+            return _table(asked, full, visible, lengths, (BLOCK_SIZE, BLOCK_SIZE))
 
-    return Mods(mask_mod, _softcap(scores.softcap), lru_cache(maxsize=1)(build_table))
+    score_mod = _softcap(scores.softcap)
+    kind = kind_of(visible, score_mod)
+    return Mods(visible, score_mod, lru_cache(maxsize=1)(build_table), kind)
 
 
-def _bounds_states(bounds: Bounds, place: Place) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What a rank's queries see of a key buffer.
+
+    Args:
+        first: int64 [R, L], the first visible key's place in the buffer.
+        last: int64 [R, L], one past that of the last.
+        real: bool [R, buffer_len], which keys are no padding.
+        has_holes: whether some query has padding between its first and last key.
+    """
+
+    first: IntArray
+    last: IntArray
+    real: Any
+    has_holes: bool
+
+
+def _build_seen(bounds: Bounds, place: Place, keys: Keys) -> _Seen:
+    queries = place.layout.positions(place.rank).numpy()
+    first, last = bounds.first[:, queries], bounds.last[:, queries]
+    num_real = np.take_along_axis(bounds.real_before, last, 1)
+    num_real -= np.take_along_axis(bounds.real_before, first, 1)
+    # What a query sees is an interval of the row, and lies in the buffer without a gap.
+    at_first, at_last = (np.searchsorted(keys.positions, end) for end in (first, last))
+    is_gapless = (at_last - at_first == last - first).all()
+    assert is_gapless, "the key buffer misses a key, or is not sorted"  # noqa: S101
+    real = np.zeros((bounds.num_rows, keys.buffer_len), np.bool_)
+    real[:, : len(keys.positions)] = (np.diff(bounds.real_before) > 0)[:, keys.positions]
+    return _Seen(at_first, at_last, real, bool((num_real != last - first).any()))
+
+
+def _block_states(seen: _Seen, sizes: Sequence[int]) -> Any:
     """Return uint8 [R, blocks of queries, blocks of keys]: 0 empty, 1 ask, 2 full.
 
     From the ends of what the neighbours in a block see, not from their pairs: keys in between that
     none of them sees count as keys to ask about.
+
+    Args:
+        seen: what each query sees.
+        sizes: of the ranges of neighbours that the queries are made of.
     """
-    seq_len, length = place.layout.seq_len, place.layout.local_len
-    start = np.arange(0, seq_len, BLOCK_SIZE)
-    stop = np.minimum(start + BLOCK_SIZE, seq_len)
-    shape = (bounds.num_rows, -(-length // BLOCK_SIZE), BLOCK_SIZE)
-    seen = np.zeros((*shape[:2], len(start)), np.bool_)
+    (num_rows, length), num_keys = seen.first.shape, seen.real.shape[1]
+    start = np.arange(0, num_keys, BLOCK_SIZE)
+    stop = np.minimum(start + BLOCK_SIZE, num_keys)
+    shape = (num_rows, -(-length // BLOCK_SIZE), BLOCK_SIZE)
+    any_seen = np.zeros((*shape[:2], len(start)), np.bool_)
     latest_first = np.full(shape[:2], -1)
-    earliest_last = np.full(shape[:2], seq_len + 1)
+    earliest_last = np.full(shape[:2], num_keys + 1)
     offset = 0
     # Range by range: what lies between two ranges of one rank is seen by neither.
-    for part in place.layout.ranges(place.rank):
-        queries, rows = slice(part.start, part.stop), slice(offset, offset + part.size)
-        offset += part.size
-        first, last = bounds.first[:, queries], bounds.last[:, queries]
+    for size in sizes:
+        rows = slice(offset, offset + size)
+        offset += size
+        first, last = seen.first[:, rows], seen.last[:, rows]
         blind = first >= last
 
         def of_blocks(x: Any, fill: int, rows: slice = rows) -> Any:
@@ -385,17 +478,16 @@ def _bounds_states(bounds: Bounds, place: Place) -> Any:
             blocks[:, rows] = x
             return blocks.reshape(shape)
 
-        lowest = of_blocks(np.where(blind, seq_len, first), seq_len).min(-1)[..., None]
+        lowest = of_blocks(np.where(blind, num_keys, first), num_keys).min(-1)[..., None]
         highest = of_blocks(np.where(blind, 0, last), 0).max(-1)[..., None]
-        seen |= (lowest < stop) & (highest > start)
+        any_seen |= (lowest < stop) & (highest > start)
         latest_first = np.maximum(latest_first, of_blocks(first, -1).max(-1))
-        earliest_last = np.minimum(earliest_last, of_blocks(last, seq_len + 1).min(-1))
-    num_real = bounds.real_before[:, stop] - bounds.real_before[:, start]
+        earliest_last = np.minimum(earliest_last, of_blocks(last, num_keys + 1).min(-1))
     full = (latest_first[..., None] <= start) & (earliest_last[..., None] >= start + BLOCK_SIZE)
-    full &= (num_real == BLOCK_SIZE)[:, None]
+    full &= (np.add.reduceat(seen.real, start, axis=1, dtype=np.int64) == BLOCK_SIZE)[:, None]
     if length % BLOCK_SIZE:
         full[:, -1] = False
-    return seen.astype(np.uint8) + full.astype(np.uint8)
+    return any_seen.astype(np.uint8) + full.astype(np.uint8)
 
 
 def _listed(dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -414,46 +506,66 @@ def _softcap(cap: float | None) -> ScoreMod | None:
     return bend
 
 
-def add_bias(mods: Mods, bias: Tensor, shape: tuple[int, ...]) -> Mods:
+def add_bias(mods: Mods, bias: Tensor, shape: tuple[int, ...], keys: Keys, *, fused: bool) -> Mods:
     """Return the functions with a bias that is added to the scores.
 
     Args:
         mods: the functions.
-        bias: [B or 1, H or 1, L or 1, S], for this rank's queries.
+        bias: [B or 1, H or 1, L or 1, S], for this rank's queries and the keys of the row.
         shape: [B, H, L, S].
+        keys: what the queries meet.
+        fused: whether a fused kernel calls them.
     """
-    numbers, before = bias.expand(shape), mods.score_mod
+    numbers = bias.expand(shape)
+    if keys.is_row:
 
-    def plus(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + numbers[b, h, q, k]
+        def plus(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + numbers[b, h, q, k]
 
-    def bent_plus(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        assert before is not None  # noqa: S101  for the types
-        return before(score, b, h, q, k) + numbers[b, h, q, k]
+        return _then(mods, plus)
+    at = keys.there(bias.device, fused=fused)
 
-    return replace(mods, score_mod=plus if before is None else bent_plus)
+    def plus_at(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + numbers[b, h, q, at[k]]
+
+    return _then(mods, plus_at)
 
 
-def add_slopes(mods: Mods, slopes: Tensor, place: Place, *, fused: bool) -> Mods:
+def add_slopes(mods: Mods, slopes: Tensor, place: Place, keys: Keys, *, fused: bool) -> Mods:
     """Return the functions with scores that fall with the distance of query and key.
 
     Args:
         mods: the functions.
         slopes: [H], of the heads that are computed here.
         place: whose queries.
+        keys: what they meet.
         fused: whether a fused kernel calls them.
     """
     positions, _ = place.positions(slopes.device, fused=fused)
+    if keys.is_row:
+
+        def falling(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score - slopes[h] * (positions[q] - k).abs()
+
+        return _then(mods, falling)
+    at = keys.there(slopes.device, fused=fused)
+
+    def falling_at(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score - slopes[h] * (positions[q] - at[k]).abs()
+
+    return _then(mods, falling_at)
+
+
+def _then(mods: Mods, score_mod: ScoreMod) -> Mods:
+    """Return the functions with one more, which takes the score that the others have made."""
     before = mods.score_mod
 
-    def falling(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score - slopes[h] * (positions[q] - k).abs()
-
-    def bent_falling(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def both(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert before is not None  # noqa: S101  for the types
-        return before(score, b, h, q, k) - slopes[h] * (positions[q] - k).abs()
+        return score_mod(before(score, b, h, q, k), b, h, q, k)
 
-    return replace(mods, score_mod=falling if before is None else bent_falling)
+    kind = kind_of(mods.mask_mod, before, score_mod)
+    return replace(mods, score_mod=score_mod if before is None else both, kind=kind)
 
 
 class _Traced(Tensor):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine import exchange, mods
-from lightning_cp.engine import flex as flex_module
-from lightning_cp.engine.flex import _Way, _whole_row, flex_attend
+from lightning_cp.engine import exchange, gathered, mods
+from lightning_cp.engine.flex import flex_attend
+from lightning_cp.engine.gathered import Way, whole_row
 from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.flex import Mods
 from lightning_cp.engine.mods import Place, RowMask
@@ -153,9 +153,9 @@ def row_there_and_back(transport, layout, dtype):
     k, v = (
         torch.randn(2, 3, layout.local_len, dim, generator=generator).to(dtype) for dim in (4, 5)
     )
-    way = _Way(Place(layout, transport.rank), transport, 0)
+    way = Way(layout, transport, 0)
     k.requires_grad_(), v.requires_grad_()
-    whole = _whole_row(k, v, way)
+    whole = whole_row(k, v, way)
     grads = [torch.full_like(x, transport.rank + 1.0) for x in whole]
     found = torch.autograd.grad(whole, [k, v], grads)
     assert dtypes == [torch.promote_types(dtype, torch.float32)]  # one sum, never lower
@@ -231,10 +231,10 @@ def test_parity_notices_padding_that_is_a_key(monkeypatch):
 
     gather, scatter = exchange.gather_row, exchange.scatter_row
     monkeypatch.setattr(
-        flex_module, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
+        gathered, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
     )
     monkeypatch.setattr(
-        flex_module, "scatter_row", lambda kv, layout, t: scatter(kv, with_padding(layout), t)
+        gathered, "scatter_row", lambda kv, layout, t: scatter(kv, with_padding(layout), t)
     )
     assert broken(monkeypatch, make_flex_case("none")) > 1e-3
 

@@ -11,7 +11,10 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_cp import ContextParallel, context
+from lightning_cp import ContextParallel, Mask, attention, context
+from lightning_cp.engine import attention as attention_module
+from lightning_cp.engine import row
+from lightning_cp.engine.row import RowCall
 from lightning_cp.sequence import shard
 from tests.engine import cases
 from tests.engine.flex_cases import flex_whole, make_flex_case
@@ -156,6 +159,125 @@ def test_masks_softcap_and_sinks_by_the_flex_kernel(nccl, dtype):
                 assert errors(sinks, {"dsinks": exact["dsinks"]})["dsinks"] < 5e-6
             kept = [{name: x[name] for name in found} for x in (same, exact)]
             assert_earned(found, *kept, dtype)
+
+
+def written_out(case, dtype):
+    bias = case.whole_bias
+    return attend_whole(
+        case.inputs.to(dtype),
+        case.mask,
+        softcap=case.softcap,
+        bias=None if bias is None else bias.to(dtype),
+    )
+
+
+def run_trimmed(jobs, num_groups):
+    """Run kernels with the ladder of long rows, and so many groups of heads."""
+    built, build = [], row.build_row_call
+
+    def recording(*args, **kwargs):
+        built.append(build(*args, **kwargs))
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row, "SHORT_ROW", 0)
+        patch.setattr(attention_module, "build_row_call", recording)
+        if num_groups > 1:
+            patch.setattr(row, "group_budget", lambda _: 1)
+        found = run_kernels(jobs)
+    lengths = [(len(call.keys.positions), call.keys.buffer_len) for call in built]
+    return found, lengths, [len(call.stages) for call in built]
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_trimmed_keys_by_the_flex_kernel(nccl, num_groups):
+    """What a mask needs, in buffers of the ladder; slopes and sinks of the right heads."""
+    dtype, jobs, length = torch.bfloat16, [], 2001
+    masks = {
+        "window": Mask(causal=True, window=100),
+        "documents": Mask(causal=True, documents=cases.documents(2, length)),
+        "hole": Mask(causal=True, window=300, padding=torch.arange(length) % 500 == 77),
+    }
+    for name, mask in masks.items():
+        inputs = make_inputs(
+            batch=2, heads=(4, 2), length=length, dims=(64, 64), sinks=True, seed=5
+        ).to(dtype)
+        slopes = torch.tensor([0.0, 0.03, 0.01, 0.07]) if name == "window" else None
+        softcap = 4.0 if name == "hole" else None
+        case = cases.Case(mask, inputs, softcap=softcap, bias=slopes)
+        jobs.append({"case": case, "options": {"layout": "contiguous"}})
+    results = nccl(3).run(run_trimmed, jobs, num_groups, timeout=MINUTES)
+    for found, lengths, groups in results:
+        assert groups == [num_groups] * len(jobs)
+        assert all(needed <= held < length for needed, held in lengths)
+        for each, part in zip(jobs, found, strict=True):
+            case = each["case"]
+            same, exact = (written_out(case, kind) for kind in (dtype, torch.float64))
+            assert_earned(part, same, exact, dtype)
+
+
+# What auto takes for rows of 1,024 tokens in bfloat16, and why.
+CHOICES = {
+    "causal": (Mask(causal=True), {}, 64, False),
+    "full": (Mask(), {}, 64, False),
+    "window": (Mask(causal=True, window=100), {}, 64, True),
+    "documents": (Mask(causal=True, documents=torch.arange(1024) // 300), {}, 64, True),
+    "softcap": (Mask(causal=True), {"softcap": 20.0}, 64, True),
+    "alibi": (Mask(causal=True), {"alibi": torch.full((2,), 0.1)}, 64, True),
+    "large head dim": (Mask(causal=True), {}, 320, True),
+    "larger head dim": (Mask(causal=True, window=99), {}, 512, True),
+    "small head dim": (Mask(causal=True, window=99), {}, 8, False),
+}
+
+
+def kernel_of(name, how):
+    """Return whether a call went to FlexAttention, and its error over that of bfloat16."""
+    mask, added, dim, _ = CHOICES[name]
+    cp = ContextParallel(dist.group.WORLD, algorithm="ring" if how == "ring" else "auto")
+    inputs = make_inputs(
+        batch=1, heads=(2, 2), length=1024, dims=(dim, dim), sinks=False, seed=3
+    ).to(torch.bfloat16)
+    inputs = inputs.on(torch.device("cuda"))
+    added = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in added.items()}
+    taken, attend = [], attention_module._attend
+
+    def recording(*args):
+        taken.append(isinstance(args[-1], RowCall))
+        return attend(*args)
+
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "_attend", recording)
+        if how == "alone":
+            out = attention(*leaves, mask=mask, **added)
+            grads = torch.autograd.grad(out, leaves, inputs.dout)
+        else:
+            with cp.step({"inputs_embeds": torch.zeros(1, 1024, 1, device="cuda")}):
+                layout = context.current().layout
+                local = [
+                    shard(x.detach(), 2, layout=layout, rank=cp.cp_rank).requires_grad_()
+                    for x in leaves
+                ]
+                dout = shard(inputs.dout, 2, layout=layout, rank=cp.cp_rank)
+                out = attention(*local, mask=mask, **added)
+                grads = torch.autograd.grad(out, local, dout)
+                out, *grads = (cp.unshard(x.detach(), dim=2) for x in (out, *grads))
+    names = ("out", "dq", "dk", "dv")
+    return taken[0], {n: x.cpu() for n, x in zip(names, (out.detach(), *grads), strict=True)}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("how", ["gather", "ring", "alone"])
+def test_auto_takes_flex_where_dense_kernels_are_bad(nccl, name, how):
+    mask, added, dim, takes_flex = CHOICES[name]
+    inputs = make_inputs(
+        batch=1, heads=(2, 2), length=1024, dims=(dim, dim), sinks=False, seed=3
+    ).to(torch.bfloat16)
+    case = cases.Case(mask, inputs, softcap=added.get("softcap"), bias=added.get("alibi"))
+    same, exact = (written_out(case, kind) for kind in (torch.bfloat16, torch.float64))
+    for taken, found in nccl(2).run(kernel_of, name, how, timeout=MINUTES):
+        assert taken == (takes_flex and how != "ring")
+        assert_earned(found, same, exact, torch.bfloat16)
 
 
 def peak_memory():

@@ -273,7 +273,7 @@ def test_a_block_mask_that_is_not_of_the_row_is_refused(ranks, lengths):
         assert "cp.block_mask(mask_mod)" in message
 
 
-def run_kernel(case, options, device="cpu"):
+def run_kernel(case, options, device="cpu", recompute=False):
     """Return whole rows of `attention()` and its gradients by the flex kernel."""
     cp = ContextParallel(dist.group.WORLD, kernel="flex", **options)
     inputs = case.inputs.on(torch.device(device))
@@ -291,9 +291,18 @@ def run_kernel(case, options, device="cpu"):
             added["alibi"] = case.bias.to(device)
         elif case.bias is not None:
             added["bias"] = local(case.bias).to(device)
-        out = attention(
-            *leaves, mask=case.mask, softcap=case.softcap, sinks=sinks, scale=case.scale, **added
-        )
+
+        def attend(*leaves):
+            return attention(
+                *leaves,
+                mask=case.mask,
+                softcap=case.softcap,
+                sinks=sinks,
+                scale=case.scale,
+                **added,
+            )
+
+        out = checkpoint(attend, *leaves, use_reentrant=False) if recompute else attend(*leaves)
         wanted = leaves if sinks is None else [*leaves, sinks]
         grads = torch.autograd.grad(out, wanted, local(inputs.dout))
         names = ("dq", "dk", "dv", "dsinks")
@@ -330,6 +339,7 @@ def test_masks_softcap_sinks_and_bias_by_the_flex_kernel(ranks, cp_size):
     ):
         case = cases.make_case(mask, softcap=softcap, bias=slopes)
         jobs.append({"case": case, "options": {"algorithm": algorithm}})
+        jobs.append({"case": case, "options": {"algorithm": algorithm}, "recompute": True})
     for found in ranks(cp_size).run(run_kernels, jobs, timeout=300):
         for job, part in zip(jobs, found, strict=True):
             case = job["case"]

@@ -35,6 +35,12 @@ flex_attention_of_torch = copy_function(torch_flex.flex_attention)
 # Scores that are written out at once, over all rows and heads: 16 MB in float32, some five times.
 TILE_SCORES = 2**22
 
+MIN_QUERIES = 128
+"""For fewer, torch takes its kernel for decoding, which did not compile on an H200."""
+
+MIN_HEAD_DIM = 16
+"""torch refuses to compile smaller ones."""
+
 _backend = "inductor"
 
 

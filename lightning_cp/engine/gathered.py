@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of other ranks as differentiable tensors: of whole rows, or what is needed.
+
+Both travel in forward; their gradients travel back in backward, summed in at least float32. Who
+attends to them, and how, is the caller's business: `flex.py`, `row.py`.
+
+Shapes: B batch, K key/value heads, L local tokens, S tokens of the row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.collectives import Transport
+from lightning_cp.compat import plain_functions
+from lightning_cp.context import check_mark, enter_backward_of
+from lightning_cp.engine.exchange import KeyValues, fetch, gather_row, give_back, scatter_row
+from lightning_cp.engine.merge import accumulation_dtype
+from lightning_cp.engine.plan import Stage
+from lightning_cp.layout import Layout
+from lightning_cp.mask import Range
+from lightning_cp.sequence import pad_end
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """Between whom keys travel, and for which step.
+
+    Args:
+        layout: who owns what.
+        transport: the ranks that share the row.
+        uid: the step; 0 for none.
+    """
+
+    layout: Layout
+    transport: Transport
+    uid: int
+
+
+def whole_row(k: Tensor, v: Tensor, way: Way) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the whole row, [B, K, S, ...], in their order."""
+    if way.layout.owned == ((Range(0, way.layout.seq_len),),):
+        return k, v
+    whole: tuple[Tensor, Tensor] = _WholeRow.apply(k, v, way)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def refuse_second_derivative() -> None:
+    """Refuse a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Context-parallel attention has no second derivative: call backward() or "
+            "autograd.grad() without create_graph=True."
+        )
+
+
+class _WholeRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, way: Way) -> tuple[Tensor, Tensor]:
+        ctx.way = way
+        # Checkpointing replaces saved tensors by recomputed ones: this one tells in which step.
+        ctx.save_for_backward(torch.tensor(way.uid))
+        with plain_functions():
+            whole = gather_row(KeyValues(k, v), way.layout, way.transport)
+        return whole.keys, whole.values
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        way, dtype = ctx.way, accumulation_dtype(dk.dtype)
+        with plain_functions():
+            check_mark(ctx.saved_tensors[0], way.uid)
+            enter_backward_of(way.uid)
+            found = KeyValues(dk.to(dtype), dv.to(dtype))
+            local = scatter_row(found, way.layout, way.transport)
+            return local.keys.to(dk.dtype), local.values.to(dv.dtype), None
+
+
+Arriving = Callable[[], tuple[Tensor, Tensor]]
+"""Waits for keys and values, and returns them."""
+
+
+def bring(k: Tensor, v: Tensor, stage: Stage, way: Way, *, buffer_len: int) -> Arriving:
+    """Start bringing the keys and values of a stage here.
+
+    Args:
+        k: [B, K, L, D], the heads of the stage.
+        v: [B, K, L, Dv].
+        stage: what travels.
+        way: between whom.
+        buffer_len: tokens to return; zeros follow what is needed.
+
+    Returns:
+        A function that waits and returns the key buffer, differentiable in ``k`` and ``v``.
+    """
+    if stage.is_alone:
+        short = buffer_len - k.shape[2]
+        return lambda: (pad_end(k, 2, short), pad_end(v, 2, short))
+    with plain_functions(), torch.no_grad():
+        wait = fetch(stage, KeyValues(k, v), way.transport)
+
+    def finish() -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _Needed.apply(  # type: ignore[no-untyped-call]
+            k, v, wait, stage, way, buffer_len
+        )
+        return found
+
+    return finish
+
+
+class _Needed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        wait: Callable[[], KeyValues],
+        stage: Stage,
+        way: Way,
+        buffer_len: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.stage, ctx.way = stage, way
+        ctx.save_for_backward(torch.tensor(way.uid))
+        with plain_functions():
+            keys, values = wait()
+            short = buffer_len - keys.shape[2]
+            return pad_end(keys, 2, short), pad_end(values, 2, short)
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        way, dtype = ctx.way, accumulation_dtype(dk.dtype)
+        with plain_functions():
+            check_mark(ctx.saved_tensors[0], way.uid)
+            enter_backward_of(way.uid)
+            found = KeyValues(dk.to(dtype), dv.to(dtype))
+            local = found.zeros(way.layout.local_len)
+            give_back(ctx.stage, found, local, way.transport)()
+            return local.keys.to(dk.dtype), local.values.to(dv.dtype), None, None, None, None

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attention()` by FlexAttention: one call under any mask, with the keys that the mask needs.
+
+A `Mask` can be planned with, unlike a function: `plan.py` says which keys travel, and the mask is
+counted in places of the key buffer. Buffers of all key heads that would take too much memory are
+brought group by group. Read next: `gathered.py` for the traffic, `mods.py` for the functions.
+
+Shapes: B batch, H query heads, K key/value heads, L local tokens, S tokens of the row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+from lightning_cp.collectives import Transport
+from lightning_cp.compat import without_modes
+from lightning_cp.engine.flex import is_plain
+from lightning_cp.engine.gathered import Arriving, Way, bring, refuse_second_derivative, whole_row
+from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.kernels.flex import Mods, attend_compiled, attend_plain
+from lightning_cp.engine.merge import accumulation_dtype
+from lightning_cp.engine.mods import (
+    BLOCK_SIZE,
+    Keys,
+    Place,
+    add_bias,
+    add_slopes,
+    bounds_mods,
+    whole_row_keys,
+)
+from lightning_cp.engine.plan import Stage, build_plan
+from lightning_cp.layout import Layout
+from lightning_cp.mask import Bounds, IntArray, Range, union
+
+SHORT_ROW = 16384
+"""Rows of fewer tokens have one length of key buffers: another one is compiled for 10 to 40 s."""
+
+GROUP_BYTES = 2**30
+"""What keys, values and their gradients may always take; see `group_budget`."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowCall:
+    """Everything about a call of `attention()` by FlexAttention that is no tensor.
+
+    Args:
+        mods: the mask, and the softcap.
+        place: this rank.
+        keys: what its queries meet.
+        stages: what travels, a group of key heads after the other, counted from 0 in each; empty
+            where keys of whole rows travel.
+        way: between whom.
+        scale: factor on q.k.
+        plain: whether functions are evaluated in plain torch.
+    """
+
+    mods: Mods
+    place: Place
+    keys: Keys
+    stages: tuple[Stage, ...]
+    way: Way
+    scale: float
+    plain: bool
+
+
+def build_row_call(
+    q: Tensor,
+    v: Tensor,
+    bounds: Bounds,
+    scores: Scores,
+    place: Place,
+    transport: Transport,
+    *,
+    num_heads: tuple[int, int],
+    kernel: str = "flex",
+    uid: int = 0,
+    budget: int | None = None,
+) -> RowCall:
+    """Make functions of a mask that was worked out, and plan what travels.
+
+    Args:
+        q: queries, for dtype, head dim, rows and device.
+        v: values, for their head dim.
+        bounds: who sees whom.
+        scores: how a score is made.
+        place: whose queries, once tokens are swapped for heads.
+        transport: the ranks that share the row then.
+        num_heads: query and key heads that this rank computes.
+        kernel: the step's.
+        uid: the step.
+        budget: bytes for the buffers of a group of heads; `group_budget` when None.
+    """
+    layout = place.layout
+    plain = is_plain(q, kernel, layout.local_len)
+    if all(_rises(layout.ranges(rank)) for rank in range(layout.cp_size)):
+        size = sum(x.shape[-1] for x in (q, v)) * q.shape[0]
+        kinds = (q.dtype, accumulation_dtype(q.dtype))  # of keys, and of their gradients
+        num_bytes = size * sum(dtype.itemsize for dtype in kinds)
+        # The same on all ranks, though the length of buffers is not: messages pair up.
+        longest = max(
+            _buffer_len(_num_needed(layout, bounds, rank), layout, fused=not plain)
+            for rank in range(layout.cp_size)
+        )
+        queries = q.shape[0] * num_heads[0] * layout.local_len * q.shape[-1] * q.dtype.itemsize
+        budget = group_budget(queries) if budget is None else budget
+        num_groups = _num_groups(num_heads[1], num_bytes * longest, budget)
+        (stage,) = build_plan(
+            "gather",
+            layout=layout,
+            bounds=bounds,
+            rank=place.rank,
+            num_kv_heads=num_heads[1],
+            num_groups=1,
+        ).stages
+        stage = replace(stage, heads=Range(0, num_heads[1] // num_groups))
+        keys = _keys_of(stage, place, fused=not plain)
+        stages = (stage,) * num_groups
+    else:  # no builder makes such a layout; an own shard would not lie in the buffer's order
+        keys, stages = whole_row_keys(layout), ()
+    mods = bounds_mods(
+        bounds,
+        scores,
+        place,
+        keys=keys,
+        batch=q.shape[0],
+        device=q.device,
+        fused=not plain,
+    )
+    way = Way(layout, transport, uid)
+    return RowCall(mods, place, keys, stages, way, scores.scale, plain)
+
+
+def group_budget(query_bytes: int) -> int:
+    """Return how many bytes keys, values and their gradients of a group of heads may take.
+
+    Fewer and larger kernels are faster, so it is large: a few times what a layer holds for each of
+    its activations, which many of them exceed together, and always 1 GiB. 131,072 tokens over 8
+    ranks with 8 key heads of 128 take 1.6 GB under a mask that needs them all: two groups.
+
+    Args:
+        query_bytes: bytes of this rank's queries.
+    """
+    return max(4 * query_bytes, GROUP_BYTES)
+
+
+def _num_groups(num_kv_heads: int, head_bytes: int, budget: int) -> int:
+    """Return the fewest groups within the budget; of one size, so that one kernel serves all."""
+    counts = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    fitting = [n for n in counts if num_kv_heads // n * head_bytes <= budget]
+    return fitting[0] if fitting else counts[-1]
+
+
+def _rises(ranges: tuple[Range, ...]) -> bool:
+    return all(a.stop <= b.start for a, b in pairwise(ranges))
+
+
+def _num_needed(layout: Layout, bounds: Bounds, rank: int) -> int:
+    needed = union(keys for query in layout.ranges(rank) for keys in bounds.hull(query))
+    return sum(part.size for part in needed)
+
+
+def _buffer_len(num_needed: int, layout: Layout, *, fused: bool) -> int:
+    """Return how long a buffer for so many keys is.
+
+    Fused kernels are compiled for one length. Under documents what is needed changes with every
+    batch, so lengths are those of a short ladder: the row, 3/4, 1/2, 3/8, 1/4 of it, and so on down
+    to what a rank holds itself. What is empty costs memory, but no time.
+
+    Args:
+        num_needed: keys.
+        layout: who owns what.
+        fused: whether a fused kernel is compiled for it.
+    """
+    if not fused:
+        return max(1, num_needed)
+    row_len = layout.seq_len
+    if row_len < SHORT_ROW:
+        return row_len
+    least = max(num_needed, layout.local_len)
+    halvings = range(layout.cp_size.bit_length())
+    quarters = [(part, (4 << n) * BLOCK_SIZE) for n in halvings for part in (4, 3)]
+    rungs = [-(-row_len * part // size) * BLOCK_SIZE for part, size in quarters]
+    return min(row_len, *(rung for rung in rungs if rung >= least))
+
+
+def _keys_of(stage: Stage, place: Place, *, fused: bool) -> Keys:
+    layout, positions = place.layout, _positions_of(stage, place)
+    num_keys = len(positions)
+    # What a rank holds may be all that it needs, and reach into our padding.
+    buffer_len = max(num_keys, _buffer_len(num_keys, layout, fused=fused))
+    return Keys(positions, buffer_len, layout.seq_len)
+
+
+def _positions_of(stage: Stage, place: Place) -> IntArray:
+    """Return the position of each key that a stage brings, in the order of its buffer."""
+    layout, rank = place.layout, place.rank
+    if stage.is_local:  # the shard itself is the buffer
+        own: IntArray = layout.positions(rank).numpy()
+        return own
+    positions = np.empty(stage.buffer_len, np.int64)
+    for owner, runs in ((rank, stage.own), *stage.receives):
+        held = layout.positions(owner).numpy()
+        for run in runs:
+            part = held[run.shard : run.shard + run.size]
+            positions[run.buffer : run.buffer + run.size] = part
+    return positions
+
+
+def attend_row(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: RowCall
+) -> Tensor:
+    """Do what `attend.attend` does, by functions of positions; the same arguments."""
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    # As in `attend.py`: what autocast would lower are sums.
+    with without_modes(), torch.autocast(q.device.type, enabled=False):
+        num_groups = max(1, len(call.stages))
+        size = q.shape[1] // num_groups
+        heads = (slice(size * group, size * (group + 1)) for group in range(num_groups))
+        parts = [
+            _attend_group(
+                queries,
+                *arriving(),
+                None if sinks is None else sinks[group],
+                None if bias is None else _bias_of(bias, group),
+                call,
+            )
+            for queries, arriving, group in zip(
+                q.chunk(num_groups, 1), _bring_groups(k, v, call), heads, strict=True
+            )
+        ]
+        return parts[0] if num_groups == 1 else torch.cat(parts, 1)
+
+
+def _bring_groups(k: Tensor, v: Tensor, call: RowCall) -> Iterator[Arriving]:
+    """Yield what waits for each group's keys; those of the next one are already on their way."""
+    if not call.stages:
+        yield lambda: whole_row(k, v, call.way)
+        return
+    num_groups = len(call.stages)
+    # By `chunk`, whose gradient is put together once.
+    shards = zip(k.chunk(num_groups, 1), v.chunk(num_groups, 1), call.stages, strict=True)
+    before: Arriving | None = None
+    for keys, values, stage in shards:
+        following = bring(keys, values, stage, call.way, buffer_len=call.keys.buffer_len)
+        if before is not None:
+            yield before
+        before = following
+    assert before is not None  # noqa: S101  for the types
+    yield before
+
+
+def _bias_of(bias: Tensor, heads: slice) -> Tensor:
+    """Return the bias, or the slopes, of some heads."""
+    if bias.dim() == 1:
+        return bias[heads]
+    return bias if bias.shape[1] == 1 else bias[:, heads]
+
+
+def _attend_group(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: RowCall
+) -> Tensor:
+    """Attend with some heads to the keys that were brought here."""
+    mods, fused = call.mods, not call.plain
+    if bias is not None and bias.dim() == 1:
+        mods = add_slopes(mods, bias, call.place, call.keys, fused=fused)
+    elif bias is not None:
+        shape = (*q.shape[:3], call.keys.row_len)
+        mods = add_bias(mods, bias, shape, call.keys, fused=fused)
+    if call.plain:
+        out, lse, _ = attend_plain(q, k, v, mods, scale=call.scale)
+    else:
+        wants = AuxRequest(lse=sinks is not None)
+        out, lse, _ = attend_compiled(q, k, v, mods, scale=call.scale, wants=wants)
+    if sinks is None or lse is None:
+        return out
+    shared: Tensor = _Sinks.apply(out, lse, sinks)  # type: ignore[no-untyped-call]
+    return shared
+
+
+class _Sinks(torch.autograd.Function):
+    """Let each head's sink, a key whose value is 0, take its share of the softmax.
+
+    ``out * e^lse / (e^lse + e^sink)``, in the precision of lse, which is float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(out, lse, sinks)
+        _, share = _shares(lse, sinks)
+        # One pass: multiplied in the higher precision, and rounded when it is written.
+        return torch.mul(out, share.unsqueeze(-1), out=torch.empty_like(out))
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_second_derivative()
+        out, lse, sinks = ctx.saved_tensors
+        sink_share, share = _shares(lse, sinks)
+        dot = (dout.to(lse.dtype) * out).sum(-1)
+        # share = 1 - sink_share is a sigmoid of lse - sink: its derivative is their product.
+        dlse = dot * share * sink_share
+        dsinks = -dlse.sum((0, 2)).to(sinks.dtype)
+        return torch.mul(dout, share.unsqueeze(-1), out=torch.empty_like(dout)), dlse, dsinks
+
+
+def _shares(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sink's share of each query's softmax, and that of the keys.
+
+    Each by the sum: 1 - sigmoid, the share of a small sink, would be rounding.
+    """
+    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    total = torch.logaddexp(lse, logits)
+    return torch.exp(logits - total), torch.exp(lse - total)

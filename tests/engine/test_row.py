@@ -1,0 +1,487 @@
+"""`attention()` by FlexAttention over several ranks: only the keys that are needed travel."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as torch_flex
+
+from lightning_cp.collectives import LoneTransport
+from lightning_cp.engine import exchange, gathered, mods, row
+from lightning_cp.engine.kernels import flex as kernel
+from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.mods import Place
+from lightning_cp.engine.row import _Sinks, attend_row, build_row_call
+from lightning_cp.engine.ulysses import SwappedCall, build_swap
+from lightning_cp.layout import Layout, build_layout
+from lightning_cp.mask import Mask, Range
+from lightning_cp.sequence import shard
+from tests.engine import cases
+from tests.engine.cases import MASKS, make_case
+from tests.oracle import Inputs, assert_earned, attend_whole, errors, put_back
+from tests.ranks import run_threads
+
+LAYOUTS = ("zigzag", "contiguous", "balanced")
+
+
+def build_call(case, transport, budget=None):
+    """Build this rank's call; neighbours that swap heads count as one rank."""
+    inputs, layout = case.inputs, case.build_layout(transport.size)
+    heads = inputs.q.shape[1], inputs.k.shape[1]
+    place, swap, inside = Place(layout, transport.rank), None, None
+    if case.ulysses > 1:
+        rank, size = transport.rank, case.ulysses
+        swap = build_swap(layout, rank=rank, size=size, num_heads=heads[0], num_key_heads=heads[1])
+        start = rank - rank % size
+        inside = transport.part(range(start, start + size))
+        transport = transport.part(range(rank % size, transport.size, size))
+        heads = swap.query_heads[inside.rank].size, swap.num_local_keys(inside.rank)
+        place = Place(swap.layout, swap.rank, swap.query_heads[inside.rank].start)
+    bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
+    scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
+    call = build_row_call(
+        inputs.q,
+        inputs.v,
+        bounds,
+        Scores(scale, case.softcap),
+        place,
+        transport,
+        num_heads=heads,
+        budget=budget,
+    )
+    return call, (None if swap is None else SwappedCall(swap, inside, call))
+
+
+def row_rank(transport, case, budget=None):
+    """Return a rank's part of out and gradients, its key buffer's length, and its groups."""
+    inputs, layout = case.inputs, case.build_layout(transport.size)
+
+    def cut(x):
+        return shard(x, 2, layout=layout, rank=transport.rank)
+
+    call, swapped = build_call(case, transport, budget)
+    leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    if inputs.sinks is not None:
+        leaves.append(inputs.sinks.clone().requires_grad_())
+    bias = case.bias
+    if bias is not None and bias.dim() > 1 and bias.shape[2] > 1:
+        bias = cut(bias)
+    sinks = None if inputs.sinks is None else leaves[3]
+
+    def attend(*args):
+        return attend_row(*args, call)
+
+    args = (*leaves[:3], sinks, bias)
+    out = attend(*args) if swapped is None else swapped.attend(*args, attend)
+    grads = torch.autograd.grad(out, leaves, cut(inputs.dout))
+    names = ("dq", "dk", "dv", "dsinks")
+    found = {"out": out.detach(), **dict(zip(names, grads, strict=False))}
+    return found, call.keys, len(call.stages), transport.numbers_sent
+
+
+def run_row(case, cp_size, budget=None):
+    results = run_threads(cp_size, row_rank, case, budget)
+    parts, order = [found for found, *_ in results], case.build_layout(cp_size).order
+    whole = {
+        name: sum(part[name] for part in parts)
+        if name == "dsinks"
+        else put_back([part[name] for part in parts], order, 2)
+        for name in parts[0]
+    }
+    return whole, results
+
+
+def exact(case, dtype=torch.float64):
+    return attend_whole(
+        case.inputs.to(dtype),
+        case.mask,
+        scale=case.scale,
+        softcap=case.softcap,
+        bias=case.whole_bias,
+    )
+
+
+def worst_error(case, cp_size, budget=None):
+    return max(errors(run_row(case, cp_size, budget)[0], exact(case)).values())
+
+
+SLOPES = torch.tensor([0.0, 0.3, 0.1, 0.7], dtype=torch.float64)
+
+
+def numbers(heads=1):
+    generator = torch.Generator().manual_seed(2)
+    bias = torch.randn(2, heads, 37, 37, generator=generator, dtype=torch.float64)
+    bias[:, :, :, 5] = float("-inf")
+    return bias
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_out_and_gradients_are_those_of_one_device(mask, cp_size):
+    """Each mask with softcap, slopes, a bias, sinks, in one of the layouts each."""
+    added = [{"softcap": 2.0}, {"bias": SLOPES}, {"bias": numbers(4)}, {"heads": "mha"}]
+    layouts = itertools.cycle(LAYOUTS)
+    for _ in range(list(MASKS).index(mask) + cp_size):
+        next(layouts)
+    for options, layout in zip(added, layouts, strict=False):
+        case = make_case(mask, **{"layout": layout, **options})
+        assert worst_error(case, cp_size) < 1e-10, (options, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 5])
+def test_all_masks_heads_and_layouts_go_together(cp_size):
+    choices = itertools.product(MASKS, LAYOUTS, cases.HEADS)
+    added = itertools.cycle([None, SLOPES, numbers(), None])
+    for (mask, layout, heads), bias in zip(choices, added, strict=False):
+        case = make_case(mask, layout=layout, heads=heads, bias=bias, softcap=3.0)
+        assert worst_error(case, cp_size) < 1e-10, (layout, heads)
+        assert worst_error(case, cp_size, budget=1) < 1e-10, (layout, heads)
+
+
+@pytest.mark.parametrize("heads", cases.HEADS)
+def test_groups_of_heads_are_brought_one_after_the_other(heads):
+    """One head at a time, where there is no room for two; slopes, biases and sinks are theirs."""
+    for bias in (None, SLOPES, numbers(4), numbers(1)):
+        case = make_case("documents+window", heads=heads, bias=bias, softcap=2.0)
+        whole, results = run_row(case, 3, budget=1)
+        assert [groups for _, _, groups, _ in results] == [case.inputs.k.shape[1]] * 3
+        assert max(errors(whole, exact(case)).values()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_bytes", "groups"),
+    [(8, 100, 1), (8, 101, 2), (8, 200, 2), (8, 201, 4), (8, 900, 8), (6, 150, 2), (7, 120, 7)],
+)
+def test_groups_are_as_few_as_the_budget_allows_and_of_one_size(num_heads, num_bytes, groups):
+    assert row._num_groups(num_heads, num_bytes, budget=800) == groups
+
+
+def test_the_budget_is_that_of_the_queries_and_never_small():
+    assert row.group_budget(1) == 2**30
+    assert row.group_budget(2**30) == 2**32
+
+
+def test_neighbours_swap_heads_and_needed_keys_travel_between_them():
+    for mask, layout in itertools.product(["documents+window", "prefix"], LAYOUTS):
+        for bias in (None, SLOPES):
+            case = make_case(mask, layout=layout, ulysses=2, bias=bias)
+            assert worst_error(case, 4) < 1e-10, (mask, layout)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
+def test_ranks_that_hold_only_padding_take_part(length):
+    for layout, mask in itertools.product(["zigzag", "contiguous"], ["causal", "documents"]):
+        for bias in (None, SLOPES, numbers()[..., :length, :length]):
+            case = make_case(mask, length=length, layout=layout, bias=bias)
+            assert worst_error(case, 4) < 1e-10, (layout, mask)
+
+
+def test_a_rank_whose_queries_see_nothing_takes_part():
+    """Rows padded from the left by more than a rank holds: nobody needs its keys."""
+    padding = torch.arange(36).expand(2, -1) < torch.tensor([[30], [25]])
+    for layout in ("contiguous", "zigzag"):
+        case = make_case("causal", length=36, layout=layout)
+        case.mask = Mask(causal=True, padding=padding)
+        whole, results = run_row(case, 3)
+        assert max(errors(whole, exact(case)).values()) < 1e-10
+        needed = [len(keys.positions) for _, keys, *_ in results]
+        assert max(needed) <= 12
+
+
+def test_any_ownership_is_exact():
+    """Shards that are not in the order of the row: keys of whole rows travel."""
+    blocks = [Range(i * 4, (i + 1) * 4) for i in range(9)]
+    random.Random(5).shuffle(blocks)
+    layout = Layout("by hand", 34, tuple(tuple(blocks[r::3]) for r in range(3)))
+    for bias in (None, SLOPES):
+        case = make_case("documents", length=34, layout=layout, bias=bias)
+        assert worst_error(case, 3) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_precisions_earn_their_tolerance(dtype):
+    for mask in ("documents", "window"):
+        case = make_case(mask, length=101)
+        case.inputs = case.inputs.to(dtype)
+        found, _ = run_row(case, 4)
+        assert_earned(found, exact(case, dtype), exact(case), dtype)
+
+
+def test_only_what_is_needed_travels():
+    case = make_case("window", length=96, layout="contiguous", heads="mha")
+    _, results = run_row(case, 4)
+    # Its own 24 and the 5 before them.
+    assert [len(keys.positions) for _, keys, *_ in results] == [24, 29, 29, 29]
+    assert [keys.buffer_len for _, keys, *_ in results] == [24, 29, 29, 29]
+    # Forward 5 keys and values, and their gradients back, from either end: 2 rows, 4 heads, 8 + 6.
+    assert [sent for *_, sent in results] == [5 * 2 * 4 * 14 * n for n in (1, 2, 2, 1)]
+
+
+def test_keys_of_a_zigzag_lie_end_to_end():
+    case = make_case("window", length=48, layout="zigzag")
+    _, results = run_row(case, 2)
+    assert results[0][1].positions.tolist() == [*range(12), *range(31, 48)]
+    assert results[1][1].positions.tolist() == [*range(7, 36)]
+
+
+def buffer_len(num_needed, row_len, cp_size):
+    layout = build_layout("contiguous", seq_len=row_len, cp_size=cp_size)
+    return row._buffer_len(num_needed, layout, fused=True)
+
+
+def test_buffers_of_fused_kernels_have_few_lengths():
+    k = 1024
+    ladder = [16 * k, 24 * k, 32 * k, 48 * k, 64 * k, 96 * k, 128 * k]
+    assert sorted({buffer_len(n, 128 * k, 8) for n in range(0, 128 * k + 1, 999)}) == ladder
+    for length in ladder:
+        assert buffer_len(length, 128 * k, 8) == length
+        assert buffer_len(length - 1, 128 * k, 8) == length
+    assert buffer_len(1, 128 * k, 2) == 64 * k  # never less than a rank holds
+    assert buffer_len(1, 16383, 8) == 16383  # nothing to win
+    odd = {buffer_len(n, 100_001, 3) for n in range(100_002)}
+    assert sorted(odd) == [37504, 50048, 75008, 100_001]
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Let the road of fused kernels run on a CPU, and count what is compiled."""
+    backend = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(kernel, "_backend", backend)
+    monkeypatch.setattr(row, "is_plain", lambda *_: False)
+    monkeypatch.setattr(row, "SHORT_ROW", 0)
+    yield backend
+    torch._dynamo.reset()
+
+
+class Replay:
+    """A transport of one rank, which is told what the others send: zeros."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends, receives):
+        for _, x in receives:
+            x.zero_()
+        return lambda: None
+
+    def all_gather(self, out, x):
+        out.zero_()
+        return lambda: None
+
+    def reduce_scatter(self, out, x):
+        out.zero_()
+        return lambda: None
+
+
+def draw_documents(seed, length):
+    starts = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) < 0.005
+    return Mask(causal=True, documents=starts.cumsum(1))
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
+    """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
+    monkeypatch.setattr(row, "SHORT_ROW", 16384 if is_short else 0)
+    lengths, needs = set(), set()
+    case = make_case("causal", length=1024, heads="mqa")
+    layout = case.layout = build_layout("contiguous", seq_len=1024, cp_size=4)
+    alone = Mask(causal=True, documents=torch.arange(1024) // 128)
+    for mask in [alone, *(draw_documents(seed, 1024) for seed in range(4))]:
+        case.mask, inputs = mask, case.inputs
+        call, _ = build_call(case, Replay(3, 4))
+        assert call.stages[0].is_alone == (mask is alone)
+        leaves = [
+            shard(x, 2, layout=layout, rank=3).requires_grad_()
+            for x in (inputs.q, inputs.k, inputs.v)
+        ]
+        attend_row(*leaves, None, None, call).sum().backward()
+        lengths.add(call.keys.buffer_len)
+        needs.add(len(call.keys.positions))
+    assert len(needs) > 3
+    assert lengths <= ({1024} if is_short else {256, 384, 512, 768, 1024})
+    assert counter.frame_count == len(lengths)
+
+
+def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
+    """Queries that are padding see keys of the first rank, and none of their own."""
+    case = make_case("causal", length=1024, heads="mqa", layout="contiguous")
+    case.mask = Mask(causal=True, padding=torch.arange(1024) >= 200)
+    call, _ = build_call(case, Replay(3, 4))
+    assert call.stages[0].is_one_parcel
+    assert (len(call.keys.positions), call.keys.buffer_len) == (200, 256)
+    layout, inputs = case.build_layout(4), case.inputs
+    q, k, v = (
+        shard(x, 2, layout=layout, rank=3).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
+    )
+    out = attend_row(q, k, v, None, None, call)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert not out.any()  # the values that came are 0
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("added", [{}, {"bias": SLOPES}])
+def test_the_fused_road_is_exact(counter, monkeypatch, added):
+    """Ranks in turn, with the keys that a stage would bring; groups of one key head."""
+    case = make_case("documents+window", length=520, layout="zigzag", softcap=2.0, **added)
+    layout, inputs = case.build_layout(2), case.inputs
+    monkeypatch.setattr(gathered, "fetch", lambda stage, shard, transport: lambda: brought())
+    outs = []
+    for rank in range(2):
+        call, _ = build_call(case, Replay(rank, 2), budget=1)
+        assert len(call.stages) == 2
+        assert len(call.keys.positions) < call.keys.buffer_len < 520
+        places = torch.from_numpy(call.keys.positions)
+        heads = itertools.cycle([0, 1])
+
+        def brought(places=places, heads=heads):
+            group = slice(at := next(heads), at + 1)
+            return exchange.KeyValues(*(x[:, group, places] for x in (inputs.k, inputs.v)))
+
+        q, k, v = (shard(x, 2, layout=layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v))
+        outs.append(attend_row(q, k, v, inputs.sinks, case.bias, call))
+    found = put_back(outs, layout.order, 2)
+    assert float((found - exact(case)["out"]).abs().max()) < 1e-10
+
+
+def test_blocks_of_a_trimmed_mask_are_those_of_its_pairs(counter):
+    """Full blocks are full, empty ones are empty, in places of the buffer."""
+    for name, (layout_name, rank) in itertools.product(
+        ["window", "documents", "prefix", "left padding"], [("zigzag", 0), ("contiguous", 2)]
+    ):
+        case = make_case(name, length=1500, layout=layout_name)
+        call, _ = build_call(case, Replay(rank, 3))
+        lengths = case.build_layout(3).local_len, call.keys.buffer_len
+        table = call.mods.build_table()
+        pairs = mods._states(
+            torch_flex.create_block_mask(call.mods.mask_mod, 2, 1, *lengths, device="cpu")
+        )
+        states = mods._states(table)
+        assert table.seq_lengths == lengths
+        assert torch.equal(states == 2, pairs == 2)
+        assert not ((states == 0) & (pairs > 0)).any()
+
+
+def test_padding_is_looked_up_only_where_it_lies_between_keys():
+    hole = torch.zeros(2, 37).bool()
+    hole[1, 20] = True
+    codes = []
+    for padding in (cases._ends(2, 37, left=True), cases._ends(2, 37, left=False), False, hole):
+        case = make_case("causal")
+        case.mask = Mask(causal=True, padding=padding)
+        assert worst_error(case, 2) < 1e-10
+        call, _ = build_call(case, Replay(1, 2))
+        codes.append(call.mods.mask_mod.__name__)
+        assert call.mods.kind[0] is call.mods.mask_mod.__code__
+    assert codes == ["mask_mod"] * 3 + ["mask_mod_of_real"]
+
+
+def test_functions_of_another_kind_are_told_apart():
+    case = make_case("window")
+    call, _ = build_call(case, Replay(1, 2))
+    slopes = mods.add_slopes(call.mods, SLOPES, call.place, call.keys, fused=False)
+    whole = mods.add_slopes(
+        call.mods, SLOPES, call.place, mods.whole_row_keys(call.place.layout), fused=False
+    )
+    assert len({call.mods.kind, slopes.kind, whole.kind}) == 3
+
+
+def test_sinks_are_differentiated_exactly():
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
+    lse = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64) * 3
+    sinks = torch.tensor([-2.0, 0.5, 4.0], dtype=torch.float64)
+    args = [x.requires_grad_() for x in (out, lse, sinks)]
+    assert torch.autograd.gradcheck(_Sinks.apply, args)
+
+
+def test_small_sinks_keep_their_gradient_in_float32():
+    """1 - sigmoid would be rounding; blind queries have no share, and no NaN."""
+    lse = torch.tensor([[[5.0, 30.0, float("-inf")]]])
+    out, sinks = torch.tensor([1.0, 1.0, 0.0])[None, None, :, None], torch.tensor([-10.0])
+    args = [x.requires_grad_() for x in (out, lse, sinks)]
+    dout, dlse, dsinks = torch.autograd.grad(_Sinks.apply(*args).sum(), args)
+    assert torch.isfinite(torch.cat([dout.flatten(), dlse.flatten(), dsinks])).all()
+    share = torch.tensor(-15.0, dtype=torch.float64).exp()
+    assert abs(float(dlse[0, 0, 0]) / float(share / (1 + share)) - 1) < 1e-5
+    assert dlse[0, 0, 2] == 0
+
+
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_second_derivatives_are_refused(with_sinks):
+    def run(transport):
+        case = make_case("window")
+        call, _ = build_call(case, transport)
+        layout = case.build_layout(2)
+        q, k, v = (
+            shard(x, 2, layout=layout, rank=transport.rank).requires_grad_()
+            for x in (case.inputs.q, case.inputs.k, case.inputs.v)
+        )
+        out = attend_row(q, k, v, case.inputs.sinks if with_sinks else None, None, call)
+        (grad,) = torch.autograd.grad(out.sum(), k, create_graph=True)
+        grad.sum().backward()
+
+    with pytest.raises(RuntimeError, match="no second derivative.*without create_graph"):
+        run_threads(2, run)
+
+
+# A test that cannot fail proves nothing: each of these breaks one thing, and parity must notice.
+
+
+def broken(monkeypatch, case, cp_size=3):
+    error = worst_error(case, cp_size)
+    monkeypatch.undo()
+    assert worst_error(case, cp_size) < 1e-10
+    return error
+
+
+def test_parity_notices_bounds_that_are_off_by_one(monkeypatch):
+    build = mods._build_seen
+
+    def shifted(*args):
+        seen = build(*args)
+        return mods._Seen(seen.first, seen.last - 1, seen.real, seen.has_holes)
+
+    monkeypatch.setattr(mods, "_build_seen", shifted)
+    assert broken(monkeypatch, make_case("documents")) > 1e-3
+
+
+def test_parity_notices_distances_in_the_buffer(monkeypatch):
+    monkeypatch.setattr(mods.Keys, "is_row", True)
+    assert broken(monkeypatch, make_case("window", bias=SLOPES)) > 1e-3
+
+
+def test_parity_notices_gradients_that_are_not_given_back(monkeypatch):
+    monkeypatch.setattr(gathered, "give_back", lambda *_: lambda: None)
+    assert broken(monkeypatch, make_case("window")) > 1e-3
+
+
+def test_parity_notices_slopes_of_other_heads(monkeypatch):
+    monkeypatch.setattr(row, "_bias_of", lambda bias, heads: bias[: heads.stop - heads.start])
+    case = make_case("window", bias=SLOPES)
+    assert worst_error(case, 2, budget=1) > 1e-3
+
+
+def test_a_buffer_that_is_not_sorted_is_noticed(monkeypatch):
+    keys_of = row._keys_of
+
+    def reversed_(*args, **kwargs):
+        keys = keys_of(*args, **kwargs)
+        return mods.Keys(keys.positions[::-1], keys.buffer_len, keys.row_len)
+
+    monkeypatch.setattr(row, "_keys_of", reversed_)
+    with pytest.raises(AssertionError, match="the key buffer misses a key, or is not sorted"):
+        run_row(make_case("window"), 2)
+
+
+def test_one_device_brings_nothing():
+    case = make_case("documents")
+    call, _ = build_call(case, LoneTransport())
+    inputs = case.inputs
+    found = attend_row(inputs.q, inputs.k, inputs.v, inputs.sinks, None, call)
+    assert isinstance(inputs, Inputs)
+    assert float((found - exact(case)["out"]).abs().max()) < 1e-10
