@@ -17,8 +17,15 @@ from torch import Tensor
 from lightning_cp.collectives import Transport
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of
-from lightning_cp.engine.exchange import KeyValues, fetch, gather_row, give_back, scatter_row
-from lightning_cp.engine.merge import accumulation_dtype
+from lightning_cp.engine.exchange import (
+    Found,
+    KeyValues,
+    fetch,
+    gather_row,
+    give_back,
+    scatter_row,
+)
+from lightning_cp.engine.merge import Sum, accumulation_dtype
 from lightning_cp.engine.plan import Stage
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range
@@ -126,6 +133,7 @@ class _Needed(torch.autograd.Function):
         ctx.save_for_backward(torch.tensor(way.uid))
         with plain_functions():
             keys, values = wait()
+            ctx.num_tokens = keys.shape[2]
             short = buffer_len - keys.shape[2]
             return pad_end(keys, 2, short), pad_end(values, 2, short)
 
@@ -136,7 +144,10 @@ class _Needed(torch.autograd.Function):
         with plain_functions():
             check_mark(ctx.saved_tensors[0], way.uid)
             enter_backward_of(way.uid)
-            found = KeyValues(dk.to(dtype), dv.to(dtype))
-            local = found.zeros(way.layout.local_len)
-            give_back(ctx.stage, found, local, way.transport)()
-            return local.keys.to(dk.dtype), local.values.to(dv.dtype), None, None, None, None
+            given = KeyValues(dk, dv).tokens(0, ctx.num_tokens)
+            found = Found(ctx.stage, given, dtype)
+            found.add(slice(None), slice(0, ctx.num_tokens), given)
+            keys, values = (Sum(x) for x in given.empty(way.layout.local_len, dk.dtype))
+            wire = dtype if ctx.stage.collective else dk.dtype
+            give_back(ctx.stage, found, (keys, values), way.transport, wire)()
+            return keys.result(), values.result(), None, None, None, None

@@ -116,7 +116,7 @@ def build_row_call(
             bounds=bounds,
             rank=place.rank,
             num_kv_heads=num_heads[1],
-            num_groups=1,
+            sorted_keys=True,
         ).stages
         stage = replace(stage, heads=Range(0, num_heads[1] // num_groups))
         keys = _keys_of(stage, place, fused=not plain)
