@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.balance_gpu`: time of each rank's attention in packed rows, by layout.
 
-One GPU plays one rank after the other: its queries with the keys of the whole row, forward and
+One GPU plays one rank after the other: its queries with the keys that it needs, forward and
 backward, by FlexAttention. No bytes move. The ideal is the whole row by the same kernel, divided by
 the number of ranks.
 """
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 from benchmarks.balance import CASES, Rows
+from lightning_cp.collectives import LoneTransport
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import Mods, attend_compiled
-from lightning_cp.engine.mods import Place, bounds_mods
+from lightning_cp.engine.mods import Place
+from lightning_cp.engine.row import build_row_call
 from lightning_cp.layout import build_layout
 
 HEADS, KEY_HEADS, DIM = 32, 8, 128
@@ -59,11 +61,14 @@ def both_passes(q: Tensor, k: Tensor, v: Tensor, mods: Mods) -> float:
 def compare(rows: Rows, seed: int) -> list[str]:
     """Return a line of the table for each layout."""
     bounds = rows.bounds(rows.draw(seed))
-    k, v = draw(KEY_HEADS, rows.seq_len), draw(KEY_HEADS, rows.seq_len)
 
     def time_of(place: Place) -> float:
-        mods = bounds_mods(bounds, Scores(1.0), place, batch=1, device=k.device, fused=True)
-        return both_passes(draw(HEADS, place.layout.local_len), k, v, mods)
+        q, heads = draw(HEADS, place.layout.local_len), (HEADS, KEY_HEADS)
+        call = build_row_call(
+            q, q, bounds, Scores(1.0), place, LoneTransport(), num_heads=heads, budget=2**40
+        )
+        k, v = (draw(KEY_HEADS, call.keys.buffer_len) for _ in range(2))
+        return both_passes(q, k, v, call.mods)
 
     whole = time_of(Place(build_layout("contiguous", seq_len=rows.seq_len, cp_size=1), 0))
     lines = []
