@@ -58,6 +58,8 @@ class Step:
         training: whether the loss is averaged over the data axis too.
         algorithm: how keys travel: ``auto`` or a name.
         kernel: what computes a block: ``auto`` or a name.
+        attention_memory: GiB that attention may take on a GPU beside what it is given; None to
+            leave it open.
         has_position_ids: whether the batch brought them, or we counted.
         is_checked: whether the ranks compare what they hold in this step.
         is_stock: on whole rows, with models as they are without us: what others are compared with.
@@ -73,6 +75,7 @@ class Step:
     training: bool
     algorithm: str
     kernel: str
+    attention_memory: float | None = None
     has_position_ids: bool = False
     is_checked: bool = False
     is_stock: bool = False

@@ -396,6 +396,7 @@ def _build_step(
         "training": training,
         "algorithm": _algorithm,
         "kernel": cp.kernel,
+        "attention_memory": cp.attention_memory,
         "is_checked": checked,
     }
     if not buffers:

@@ -69,6 +69,15 @@ def _check_balance(balance: Mask | None) -> None:
         )
 
 
+def check_memory(attention_memory: float | None) -> None:
+    """Refuse a budget that holds nothing."""
+    if attention_memory is not None and not attention_memory > 0:
+        raise ValueError(
+            f"attention_memory={attention_memory}: give the GiB that an attention call may take, "
+            "above 0, or None to leave it open."
+        )
+
+
 class ContextParallel:
     """Share every row of a batch among the ranks of a group.
 
@@ -82,11 +91,14 @@ class ContextParallel:
         data: the ranks that hold other rows, if there are any; the loss is a mean over both.
         layout: who owns which tokens. ``auto`` is ``zigzag``, or ``balanced`` where documents and
             padding would give some ranks more work than others.
-        algorithm: how keys travel. ``auto`` is ``gather``; ``ulysses`` swaps tokens for heads among
-            all ranks.
+        algorithm: how keys travel. ``auto`` is ``gather``, or ``ring`` where that takes too much of
+            a GPU's memory; ``ulysses`` swaps tokens for heads among all ranks.
         ulysses_size: how many neighbouring ranks swap tokens for heads first, so that keys travel
             by the algorithm only between such neighbourhoods: the devices of a node, say.
         kernel: what computes attention. ``auto`` takes the fastest that can.
+        attention_memory: GiB that an attention call may take on a GPU beside what it is given:
+            keys then travel in more groups of heads, or by ring. By default six times the local
+            queries, and at least 0.75.
         sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
             dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
         balance: the mask under which ranks shall have equal work, by default ``Mask(causal=True)``;
@@ -110,6 +122,7 @@ class ContextParallel:
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
+        attention_memory: float | None = None,
         ulysses_size: int | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
         balance: Mask | None = None,
@@ -121,6 +134,7 @@ class ContextParallel:
         check_algorithm(algorithm)
         check_kernel(kernel)
         check_pair(kernel, algorithm)
+        check_memory(attention_memory)
         if algorithm == "ulysses" and ulysses_size is not None:
             raise ValueError(
                 f"algorithm='ulysses' swaps tokens for heads among all ranks, but ulysses_size="
@@ -130,6 +144,7 @@ class ContextParallel:
         self.layout = layout
         self.algorithm = algorithm
         self.kernel = kernel
+        self.attention_memory = attention_memory
         self.sequence_dims = dict(sequence_dims or {})
         self.balance = balance
         self.check_batches = check_batches
@@ -299,6 +314,7 @@ class ContextParallel:
             training=training,
             algorithm=self.algorithm,
             kernel="reference" if groups is self._alone else self.kernel,
+            attention_memory=self.attention_memory,
             has_position_ids=isinstance(batch.get("position_ids"), Tensor),
             is_checked=checked,
             is_stock=stock,

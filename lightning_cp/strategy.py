@@ -58,7 +58,7 @@ from lightning_cp.mesh import (
     gather_objects,
     resolve_sizes,
 )
-from lightning_cp.parallel import ContextParallel, reenter
+from lightning_cp.parallel import ContextParallel, check_memory, reenter
 from lightning_cp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -92,6 +92,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         layout: who owns which tokens: ``zigzag``, ``balanced``, ``contiguous``, or ``auto``.
         algorithm: how keys travel: ``gather``, ``ring``, ``ulysses``, or ``auto``.
         kernel: what computes attention; ``auto`` takes the fastest that can.
+        attention_memory: GiB that an attention call may take on a GPU beside what it is given; by
+            default six times the local queries, and at least 0.75.
         sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
             to keep one whole.
         balance_window: ranks shall have equal work under a causal mask with this window, where
@@ -125,6 +127,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
+        attention_memory: float | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
@@ -148,6 +151,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         check_algorithm(algorithm)
         check_kernel(kernel)
         check_pair(kernel, algorithm)
+        check_memory(attention_memory)
         check_parameter_sharding(parameter_sharding)
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -161,6 +165,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             "layout": layout,
             "algorithm": algorithm,
             "kernel": kernel,
+            "attention_memory": attention_memory,
             "sequence_dims": sequence_dims,
             "balance": None if balance_window is None else Mask(True, balance_window),
             "check_batches": check_batches,

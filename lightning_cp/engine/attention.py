@@ -8,12 +8,21 @@ the row is what it is given.
 import logging
 from functools import lru_cache, partial
 
+import torch
 from torch import Tensor
 
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
 from lightning_cp.context import Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
+from lightning_cp.engine.cost import (
+    Choice,
+    Problem,
+    TravelName,
+    chip_of,
+    choose,
+    memory_budget,
+)
 from lightning_cp.engine.flex import place_of, swap_of
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import (
@@ -169,6 +178,7 @@ def _call(
     num_kv_heads = max(1, num_heads[1])
     check_pair(step.kernel, step.algorithm)
     algorithm = resolve_algorithm(step.algorithm)
+    budget = None if step.attention_memory is None else int(step.attention_memory * 2**30)
     if _takes_flex(step.kernel, algorithm, request, bounds, place, q, v, bias):
         call: Call | RowCall = build_row_call(
             q,
@@ -180,22 +190,60 @@ def _call(
             num_heads=(num_heads[0], num_kv_heads),
             kernel=step.kernel,
             uid=step.uid,
+            budget=budget,
         )
         kernel = "flex"
     else:
         selected = select_kernel(step.kernel, request)
+        choice = _choose_way(step, bounds, q, k, v, budget)
+        algorithm = choice.algorithm
         plan = build_plan(
             algorithm,
             layout=place.layout,
             bounds=bounds,
             rank=place.rank,
             num_kv_heads=num_kv_heads,
+            num_groups=choice.num_groups_forward,
+            num_backward_groups=choice.num_groups_backward,
         )
         call = Call(plan, step.groups.attend, selected, request.scores, step.uid)
         kernel = selected.name
     if step.cp_rank == 0:
-        _say(name_algorithm(step.algorithm, step.groups), step.layout.name, kernel, step.cp_size)
+        _say(name_algorithm(algorithm, step.groups), step.layout.name, kernel, step.cp_size)
     return call if swap is None else SwappedCall(swap, step.groups.inside, call)
+
+
+def _choose_way(
+    step: Step, bounds: Bounds, q: Tensor, k: Tensor, v: Tensor, budget: int | None
+) -> Choice:
+    """Choose how keys travel, and in how many groups of heads; the same on all ranks."""
+    named = resolve_algorithm(step.algorithm)
+    if q.device.type != "cuda":
+        # Two groups let the second one travel while the first is computed.
+        return Choice("ring", 1, 1, "") if named == "ring" else Choice("gather", 2, 2, "")
+    seq_len = step.layout.seq_len
+    problem = Problem(
+        seq_len=seq_len,
+        cp_size=step.cp_size,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        itemsize=q.dtype.itemsize,
+        batch_size=q.shape[0],
+        kind="full" if (bounds.last[:, 0] >= seq_len).all() else "causal",
+        ulysses_size=step.groups.inside.size,
+    )
+    return choose(
+        problem,
+        memory_budget=memory_budget(problem) if budget is None else budget,
+        chip=chip_of(torch.cuda.get_device_capability(q.device)),
+        algorithms=("gather", "ring") if step.algorithm == "auto" else (_way_of(named),),
+    )
+
+
+def _way_of(algorithm: str) -> TravelName:
+    return "ring" if algorithm == "ring" else "gather"
 
 
 def name_algorithm(algorithm: str, groups: Groups) -> str:

@@ -89,6 +89,11 @@ A100 = Chip(
 """FA2 on an A100, from its public numbers, not measured here: stands for chips that are unknown."""
 
 
+def chip_of(capability: tuple[int, int]) -> Chip:
+    """Return what stands for a GPU of a compute capability: Hopper and newer, or older."""
+    return H200 if capability >= (9, 0) else A100
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """How fast ranks reach each other.
@@ -324,19 +329,23 @@ def estimate_gather(
     """
     passes = []
     size = problem.cp_size
-    # What serves as one rank's row of keys, and what is copied to make it so, read and written.
     row = problem.seq_len * (problem.reach if size > 1 else 1.0)
     for backward, num_groups in enumerate(groups):
         tiles = gather_tiles(problem)
         computed = compute_times(tiles, problem, num_groups, chip, backward=bool(backward))
         keys = problem.key_bytes(row) / num_groups if size > 1 else 0.0
         sums = problem.key_bytes(row, _SUM_BYTES) / num_groups if size > 1 else 0.0
-        moved = keys * (size - 1) / size
-        fetch = links.collective(moved, size, stride)
-        copied = 2 * keys + (2 * sums if backward else 0.0)
-        compute = sum(computed) + copied / (chip.memory_gbs * 1e9)
+        fetch = links.collective(keys * (size - 1) / size, size, stride)
         give = links.collective(sums * (size - 1) / size, size, stride) if backward else 0.0
-        time = fetch + give
+        # Keys are used as they arrive; their gradients are written once more, to be sent.
+        copied = keys + sums if backward else 0.0
+        compute = sum(computed) + copied / (chip.memory_gbs * 1e9)
+        # A rank's own tokens are computed while the first keys arrive, in backward while the last
+        # gradients leave.
+        own = sum(time for time, tile in zip(computed, tiles, strict=True) if tile.kind == "causal")
+        own = min(own, compute) if size > 1 else 0.0
+        exposed = fetch + max(0.0, give - own) if backward else max(0.0, fetch - own)
+        time = exposed
         for group in range(num_groups):
             traffic = (fetch if group < num_groups - 1 else 0.0) + (give if group else 0.0)
             time += max(compute, traffic)
@@ -345,7 +354,8 @@ def estimate_gather(
         held = keys * (2 if num_groups > 1 else 1)
         rows = max(tile.queries for tile in tiles) / problem.local_len
         held += _held(problem, chip, num_groups, rows, is_merged=size > 1, backward=bool(backward))
-        passes.append(Cost(time, held + (2 * sums if backward else 0.0)))
+        # Beside the sums, what a kernel found for them.
+        passes.append(Cost(time, held + (sums + keys if backward else 0.0)))
     return Estimate(*passes)
 
 
@@ -361,14 +371,15 @@ def estimate_ring(
         keys = problem.key_bytes(problem.local_len) / num_groups if travels else 0.0
         sums = problem.key_bytes(problem.local_len, _SUM_BYTES) / num_groups if travels else 0.0
         fetch = links.message(keys * problem.reach, problem.cp_size, stride)
-        give = links.message(sums * problem.reach, problem.cp_size, stride) if backward else 0.0
+        give = links.message(keys * problem.reach, problem.cp_size, stride) if backward else 0.0
         time = give  # of the last stage, which nothing hides
         for stage, compute in enumerate(computed):
             traffic = (fetch if stage < len(computed) - 1 else 0.0) + (give if stage > 1 else 0.0)
             time += max(compute, traffic)
         speed = chip.backward if backward else chip.forward
         time = num_groups * max(time, len(tiles) * speed.host_us / 1e6)
-        held = 2 * keys + (3 * sums if backward else 0.0)
+        # Gradients travel in the precision of the keys, and are summed by their owner.
+        held = 2 * keys + (sums + 3 * keys if backward else 0.0)
         held += _held(problem, chip, num_groups, 1.0, is_merged=travels, backward=bool(backward))
         passes.append(Cost(time, held))
     return Estimate(*passes)
@@ -388,10 +399,11 @@ def _held(
     ``rows`` is the share of the queries that the largest call has.
     """
     queries, shard = problem.query_bytes, problem.key_bytes(problem.local_len)
-    sums = queries / problem.itemsize * _SUM_BYTES if is_merged else 0.0
+    parts = queries / num_groups * (2 if is_merged else 1)
     if not backward:
-        return queries + sums
-    return queries + shard + sums + chip.workspace * queries * rows / num_groups
+        return queries + parts
+    # Backward keeps the output, too.
+    return 2 * queries + shard + parts + chip.workspace * queries * rows / num_groups
 
 
 def estimate(
@@ -458,6 +470,20 @@ class _Way(NamedTuple):
 
     num_groups: int
     cost: Cost
+
+
+def memory_budget(problem: Problem) -> float:
+    """Return the bytes that attention may take beside what it is given, if nobody says.
+
+    A few times what a layer holds for each of its activations, of which it has more; short rows
+    may take what hardly counts on a GPU, for their kernels are slow in groups.
+
+    Example:
+        >>> problem = Problem(131072, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> memory_budget(problem) / problem.query_bytes
+        6.0
+    """
+    return max(6 * problem.query_bytes, 768 * 2**20)
 
 
 def choose(
