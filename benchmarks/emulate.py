@@ -30,7 +30,7 @@ class EmulatedTransport:
         rank: who we are.
         size: of how many.
         link_gbs: gigabytes that a rank receives per second, while it sends as many; None for links
-            that take no time.
+            that take no time; without ``fill`` nothing is moved then, the own part neither.
         fill: whether what other ranks would send becomes a copy of what this one sends. Costs
             memory bandwidth beside the computation; without, the memory is left as it is, only
             this rank's own part being right.
@@ -123,6 +123,8 @@ class EmulatedTransport:
         if device.type != "cuda":
             work()
             return nothing
+        if self.link_gbs is None and not self.fill:
+            return nothing  # nothing moves, nobody waits: not even the host pays
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # of normal priority, as torch gives NCCL
         self._stream.wait_stream(torch.cuda.current_stream(device))

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_cp.collectives import Transport, nothing
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of
-from lightning_cp.engine.exchange import Found, KeyValues, fetch, give_back
+from lightning_cp.engine.exchange import Found, KeyValues, Shard, fetch, give_back
 from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Scores
 from lightning_cp.engine.merge import (
     NEVER,
@@ -153,7 +153,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
     found = _Heads(call.plan.stages, k, lambda: empty_softmaxed(q, v.shape[-1]))
-    for turn in _visit(KeyValues(k, v), call.plan.stages, call.transport):
+    for turn in _visit(Shard(k, v), call.plan.stages, call.transport):
         heads = _query_heads(turn.stage, q, k)
         if turn.is_first:
             softmax = Softmax(_of(q, heads), v.shape[-1])
@@ -182,7 +182,7 @@ def _backward(
     dq, dk, dv = (_Heads(stages, k, partial(torch.empty_like, x)) for x in (q, k, v))
     dtype = accumulation_dtype(q.dtype)
     finish = nothing
-    for turn in _visit(KeyValues(k, v), stages, call.transport):
+    for turn in _visit(Shard(k, v), stages, call.transport):
         stage, block = turn.stage, turn.stage.block
         heads, own = _query_heads(stage, q, k), slice(*stage.heads)
         if turn.is_first:
@@ -309,7 +309,7 @@ class _Turn(NamedTuple):
     is_last: bool
 
 
-def _visit(shard: KeyValues, stages: tuple[Stage, ...], transport: Transport) -> Iterator[_Turn]:
+def _visit(shard: Shard, stages: tuple[Stage, ...], transport: Transport) -> Iterator[_Turn]:
     """Yield each stage with its key buffer; what travels next is already on its way."""
     # Taken out before it is called: it holds what came over the wire, which would otherwise stay
     # in memory beside the kernel.

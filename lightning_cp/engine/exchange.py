@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring the keys and values of one stage here, and give their gradients back.
 
-Keys and values travel together, as one flat tensor per peer. `fetch` and `give_back` start the
-traffic and return a function that waits for it, so that the caller can compute in between.
-`gather_row` and `scatter_row` move whole rows, for attention whose mask nobody can plan with.
+They travel token by token: a *row* holds the key and the value of one token, of all rows of the
+batch and some heads, so that what arrives is a key buffer as it is. `fetch` and `give_back` start
+the traffic and return a function that waits for it, so that the caller can compute in between.
+`gather_row` and `scatter_row` move whole rows of the batch, for attention whose mask nobody can
+plan with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport, nothing
 from lightning_cp.engine.merge import Sum, Where
-from lightning_cp.engine.plan import Parcel, Run, Stage
+from lightning_cp.engine.plan import Run, Stage
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range, union
 
@@ -31,63 +33,72 @@ class KeyValues(NamedTuple):
         """Return n."""
         return self.keys.shape[2]
 
-    def heads(self, heads: Range) -> "KeyValues":
-        """Return some of the heads, as a view."""
-        if heads.size == self.keys.shape[1]:
-            return self
-        return KeyValues(*(x[:, heads.start : heads.stop] for x in self))
-
-    def zeros(self, num_tokens: int, dtype: torch.dtype | None = None) -> "KeyValues":
-        """Return zeros of the same kind for so many tokens."""
-        return KeyValues(
-            *(x.new_zeros(*x.shape[:2], num_tokens, x.shape[3], dtype=dtype) for x in self)
-        )
-
-    def empty(self, num_tokens: int, dtype: torch.dtype) -> "KeyValues":
-        """Return memory of the same kind for so many tokens."""
-        return KeyValues(
-            *(x.new_empty(*x.shape[:2], num_tokens, x.shape[3], dtype=dtype) for x in self)
-        )
-
     def tokens(self, start: int, stop: int) -> "KeyValues":
         """Return some of the tokens, as a view."""
-        return KeyValues(*(x[:, :, start:stop] for x in self))
+        if stop - start == self.num_tokens:
+            return self
+        return KeyValues(self.keys[:, :, start:stop], self.values[:, :, start:stop])
+
+    def empty(self, num_tokens: int, dtype: torch.dtype) -> "KeyValues":
+        """Return memory for so many tokens, each of which lies in one piece."""
+        batch, heads = self.keys.shape[:2]
+        keys, values = (
+            x.new_empty(num_tokens, batch, heads, x.shape[3], dtype=dtype).permute(1, 2, 0, 3)
+            for x in self
+        )
+        return KeyValues(keys, values)
 
     def empty_rows(self, num_tokens: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for so many tokens, [n, B, K, D + Dv]: each lies in one piece."""
+        """Return memory for so many rows, [n, B, K, D + Dv]."""
         batch, heads, _, dim = self.keys.shape
         width = dim + self.values.shape[3]
         return self.keys.new_empty(num_tokens, batch, heads, width, dtype=dtype)
 
     def open_rows(self, rows: Tensor) -> "KeyValues":
-        """Return such memory seen as keys and values of the same kind."""
-        return KeyValues(*torch.split(rows.permute(1, 2, 0, 3), [x.shape[3] for x in self], -1))
-
-    def wire_len(self, num_tokens: int) -> int:
-        """Return how many numbers so many tokens are."""
-        return num_tokens * sum(x.shape[0] * x.shape[1] * x.shape[3] for x in self)
-
-    def open(self, wire: Tensor, num_tokens: int) -> "KeyValues":
-        """Return a flat tensor seen as keys and values of the same kind."""
-        shapes = [(*x.shape[:2], num_tokens, x.shape[3]) for x in self]
-        parts = torch.split(wire, [torch.Size(shape).numel() for shape in shapes])
-        return KeyValues(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+        """Return rows seen as keys and values of the same kind."""
+        dim, rows = self.keys.shape[3], rows.permute(1, 2, 0, 3)
+        return KeyValues(rows[..., :dim], rows[..., dim:])
 
 
-class _Move(NamedTuple):
-    """Consecutive tokens and their way from one tensor to another."""
+class Shard:
+    """This rank's keys and values, and the same as rows, made when something travels.
 
-    source: int
-    target: int
-    size: int
+    Args:
+        keys: [B, K, L, D].
+        values: [B, K, L, Dv].
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._whole = KeyValues(keys, values)
+        self._rows: tuple[Range, Tensor] | None = None
+
+    def heads(self, heads: Range) -> KeyValues:
+        """Return some heads, as a view."""
+        whole = self._whole
+        if heads.size == whole.keys.shape[1]:
+            return whole
+        part = slice(*heads)
+        return KeyValues(whole.keys[:, part], whole.values[:, part])
+
+    def rows(self, heads: Range) -> Tensor:
+        """Return some heads as rows; stages of the same heads share them."""
+        if self._rows is None or self._rows[0] != heads:
+            self._rows = heads, as_rows(self.heads(heads))
+        return self._rows[1]
 
 
-def _copy(source: KeyValues, target: KeyValues, moves: Iterable[_Move]) -> None:
-    for move in moves:
-        part = source.tokens(move.source, move.source + move.size)
-        place = target.tokens(move.target, move.target + move.size)
-        for from_, to in zip(part, place, strict=True):
-            to.copy_(from_)
+def as_rows(part: KeyValues, dtype: torch.dtype | None = None) -> Tensor:
+    """Return keys and values as rows."""
+    rows = part.empty_rows(part.num_tokens, dtype)
+    for to, from_ in zip(part.open_rows(rows), part, strict=True):
+        to.copy_(from_)
+    return rows
+
+
+def _picked(rows: Tensor, runs: Iterable[tuple[int, int]]) -> Tensor:
+    """Return some runs of rows, (start, size) each, as one contiguous tensor."""
+    parts = [rows[start : start + size] for start, size in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _end_to_end(runs: Sequence[Run]) -> Iterable[int]:
@@ -95,20 +106,7 @@ def _end_to_end(runs: Sequence[Run]) -> Iterable[int]:
     return accumulate((run.size for run in runs[:-1]), initial=0)
 
 
-def _empty_wire(kind: KeyValues, parcel: Parcel) -> Tensor:
-    return kind.keys.new_empty(kind.wire_len(parcel.num_tokens))
-
-
-def _wrap(source: KeyValues, parcel: Parcel, starts: Iterable[int]) -> Tensor:
-    """Return a parcel's runs, which start there in ``source``, as one flat tensor."""
-    wire = _empty_wire(source, parcel)
-    places = zip(starts, _end_to_end(parcel.runs), parcel.runs, strict=True)
-    moves = (_Move(start, place, run.size) for start, place, run in places)
-    _copy(source, source.open(wire, parcel.num_tokens), moves)
-    return wire
-
-
-def fetch(stage: Stage, shard: KeyValues, transport: Transport) -> Callable[[], KeyValues]:
+def fetch(stage: Stage, shard: Shard, transport: Transport) -> Callable[[], KeyValues]:
     """Start bringing a stage's keys here.
 
     Args:
@@ -119,69 +117,53 @@ def fetch(stage: Stage, shard: KeyValues, transport: Transport) -> Callable[[], 
     Returns:
         A function that waits and returns the key buffer.
     """
-    shard = shard.heads(stage.heads)
+    own = shard.heads(stage.heads)
     if stage.is_alone:
-        return lambda: shard
+        return lambda: own
+    rows = shard.rows(stage.heads)
     if stage.slots:
-        return _fetch_slots(stage, shard, transport)
+        return _fetch_slots(stage, own, rows, transport)
     if stage.collective:
-        return _fetch_whole_shards(stage, shard, transport)
-    sends = [(p.peer, _wrap(shard, p, (r.shard for r in p.runs))) for p in stage.sends]
-    wires = [(parcel.peer, _empty_wire(shard, parcel)) for parcel in stage.receives]
-    wait = transport.exchange(sends, wires)
+        return _fetch_whole_shards(stage, own, rows, transport)
+    sends = [(p.peer, _picked(rows, ((r.shard, r.size) for r in p.runs))) for p in stage.sends]
+    arriving = [(p.peer, own.empty_rows(p.num_tokens)) for p in stage.receives]
+    wait = transport.exchange(sends, arriving)
 
     def finish() -> KeyValues:
         wait()
         if stage.is_local:
-            return shard
-        parcels = zip(stage.receives, wires, strict=True)
-        opened = [(p, shard.open(wire, p.num_tokens)) for p, (_, wire) in parcels]
+            return own
         if stage.is_one_parcel:
-            return opened[0][1]
-        buffer = shard.zeros(stage.buffer_len)
-        _copy(shard, buffer, (_Move(*run) for run in stage.own))
-        for parcel, part in opened:
-            places = zip(_end_to_end(parcel.runs), parcel.runs, strict=True)
-            _copy(part, buffer, (_Move(at, run.buffer, run.size) for at, run in places))
-        return buffer
+            return own.open_rows(arriving[0][1])
+        buffer = own.empty_rows(stage.buffer_len)
+        for run in stage.own:
+            _copy(rows, run.shard, buffer, run.buffer, run.size)
+        for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
+            for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
+                _copy(came, at, buffer, run.buffer, run.size)
+        return own.open_rows(buffer)
 
     return finish
 
 
-def _fetch_whole_shards(
-    stage: Stage, shard: KeyValues, transport: Transport
+def _copy(source: Tensor, start: int, target: Tensor, at: int, size: int) -> None:
+    target[at : at + size].copy_(source[start : start + size])
+
+
+def _fetch_slots(
+    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport
 ) -> Callable[[], KeyValues]:
-    wire = torch.cat([x.flatten() for x in shard])
-    gathered = wire.new_empty(transport.size, wire.numel())
-    wait = transport.all_gather(gathered, wire)
-
-    def finish() -> KeyValues:
-        wait()
-        buffer = shard.zeros(stage.buffer_len)
-        _copy(shard, buffer, (_Move(*run) for run in stage.own))
-        for parcel in stage.receives:
-            part = shard.open(gathered[parcel.peer], shard.num_tokens)
-            _copy(part, buffer, (_Move(*run) for run in parcel.runs))
-        return buffer
-
-    return finish
-
-
-def _fetch_slots(stage: Stage, shard: KeyValues, transport: Transport) -> Callable[[], KeyValues]:
-    """Gather shards token by token, so that what arrives is the key buffer."""
-    wire = shard.empty_rows(shard.num_tokens)
-    for part, mine in zip(shard.open_rows(wire), shard, strict=True):
-        part.copy_(mine)
-    gathered = shard.empty_rows(stage.buffer_len)
+    """Gather shards slot by slot: what arrives is the key buffer."""
+    gathered = own.empty_rows(stage.buffer_len)
     waits = [
-        transport.all_gather(place, wire[slice(*slot)])
+        transport.all_gather(place, _picked(rows, [(slot.start, slot.size)]))
         for slot, place in zip(stage.slots, _by_slot(gathered, stage, transport.size), strict=True)
     ]
 
     def finish() -> KeyValues:
         for wait in waits:
             wait()
-        return shard.open_rows(gathered)
+        return own.open_rows(gathered)
 
     return finish
 
@@ -193,6 +175,25 @@ def _by_slot(rows: Tensor, stage: Stage, num_ranks: int) -> list[Tensor]:
         part.view(num_ranks, slot.size, *rows.shape[1:])
         for part, slot in zip(parts, stage.slots, strict=True)
     ]
+
+
+def _fetch_whole_shards(
+    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport
+) -> Callable[[], KeyValues]:
+    gathered = rows.new_empty(transport.size, *rows.shape)
+    wait = transport.all_gather(gathered, rows)
+
+    def finish() -> KeyValues:
+        wait()
+        buffer = own.empty_rows(stage.buffer_len)
+        for run in stage.own:
+            _copy(rows, run.shard, buffer, run.buffer, run.size)
+        for parcel in stage.receives:
+            for run in parcel.runs:
+                _copy(gathered[parcel.peer], run.shard, buffer, run.buffer, run.size)
+        return own.open_rows(buffer)
+
+    return finish
 
 
 class Found:
@@ -252,7 +253,7 @@ class Found:
         return total
 
     def rows(self) -> Tensor:
-        """Return the sum token by token; for stages with slots."""
+        """Return the sum as rows; for stages with slots."""
         self.total()
         rows, _ = self._open()
         assert rows is not None  # noqa: S101
@@ -283,6 +284,10 @@ def _write(total: KeyValues, part: KeyValues, columns: Range, where: Range) -> N
 def _add(total: KeyValues, batch: slice, columns: Range, part: KeyValues) -> None:
     for to, from_ in zip(total.tokens(*columns), part, strict=True):
         to[batch] += from_
+
+
+Add = Callable[[KeyValues, int], None]
+"""Adds gradients to those of this rank's keys from some token on."""
 
 
 def give_back(
@@ -318,30 +323,43 @@ def give_back(
         return nothing
     if stage.slots:
         return _scatter_slots(stage, total, found.rows().to(dtype), transport, add)
-    # A kernel may return any precision, another one on each rank; the wire has one.
-    total = KeyValues(*(x.to(dtype) for x in total))
     if stage.collective:
-        return _scatter_whole_shards(stage, total, sums, transport, add)
-    sends = [(p.peer, _wrap(total, p, (r.buffer for r in p.runs))) for p in stage.receives]
-    receives = [(parcel.peer, _empty_wire(total, parcel)) for parcel in stage.sends]
-    wait = transport.exchange(sends, receives)
+        local_len = sums[0].whole.tokens.size
+        return _scatter_whole_shards(stage, total, local_len, transport, dtype, add)
+    # A kernel may return any precision, another one on each rank; the wire has one. Keys and
+    # values apart: as kernels return them, they are ready to be sent.
+    wires = [_ready(x, dtype) for x in total]
+    sends = [
+        (parcel.peer, _picked(wire, ((run.buffer, run.size) for run in parcel.runs)))
+        for parcel in stage.receives
+        for wire in wires
+    ]
+    arriving = [
+        (parcel.peer, wire.new_empty(parcel.num_tokens, *wire.shape[1:]))
+        for parcel in stage.sends
+        for wire in wires
+    ]
+    wait = transport.exchange(sends, arriving)
 
     def finish() -> None:
         wait()
-        for parcel, (_, wire) in zip(stage.sends, receives, strict=True):
-            part = total.open(wire, parcel.num_tokens)
+        came = iter(arriving)
+        for parcel in stage.sends:
+            keys, values = (next(came)[1].permute(1, 2, 0, 3) for _ in range(2))
+            part = KeyValues(keys, values)
             for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
                 add(part.tokens(at, at + run.size), run.shard)
 
     return finish
 
 
+def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [n, B, K, D], contiguous."""
+    return x.permute(2, 0, 1, 3).to(dtype).contiguous()
+
+
 def _scatter_slots(
-    stage: Stage,
-    like: KeyValues,
-    rows: Tensor,
-    transport: Transport,
-    add: Callable[[KeyValues, int], None],
+    stage: Stage, like: KeyValues, rows: Tensor, transport: Transport, add: Add
 ) -> Callable[[], None]:
     summed = [rows.new_empty(slot.size, *rows.shape[1:]) for slot in stage.slots]
     places = _by_slot(rows, stage, transport.size)
@@ -360,53 +378,57 @@ def _scatter_slots(
 def _scatter_whole_shards(
     stage: Stage,
     found: KeyValues,
-    sums: tuple[Sum, Sum],
+    local_len: int,
     transport: Transport,
-    add: Callable[[KeyValues, int], None],
+    dtype: torch.dtype,
+    add: Add,
 ) -> Callable[[], None]:
-    num_tokens = sums[0].whole.tokens.size
-    wires = found.keys.new_zeros(transport.size, found.wire_len(num_tokens))
-    mine = Parcel(transport.rank, stage.own)
-    for parcel in (mine, *stage.receives):
-        shard = found.open(wires[parcel.peer], num_tokens)
-        _copy(found, shard, (_Move(run.buffer, run.shard, run.size) for run in parcel.runs))
+    rows = as_rows(found, dtype)
+    wires = rows.new_zeros(transport.size, local_len, *rows.shape[1:])
+    for peer, runs in ((transport.rank, stage.own), *stage.receives):
+        for run in runs:
+            _copy(rows, run.buffer, wires[peer], run.shard, run.size)
     summed = torch.empty_like(wires[0])
     wait = transport.reduce_scatter(summed, wires)
 
     def finish() -> None:
         wait()
-        add(found.open(summed, num_tokens), 0)
+        add(found.open_rows(summed), 0)
 
     return finish
 
 
 def gather_row(shard: KeyValues, layout: Layout, transport: Transport) -> KeyValues:
     """Return the keys and values of whole rows, in their order, without padding."""
-    wire = torch.cat([x.flatten() for x in shard])
-    gathered = wire.new_empty(transport.size, wire.numel())
-    transport.all_gather(gathered, wire)()
-    whole = shard.zeros(layout.seq_len)
+    rows = as_rows(shard)
+    gathered = rows.new_empty(transport.size, *rows.shape)
+    transport.all_gather(gathered, rows)()
+    whole = rows.new_empty(layout.seq_len, *rows.shape[1:])
     for rank, part in enumerate(gathered):
-        _copy(shard.open(part, shard.num_tokens), whole, _row_moves(layout, rank))
-    return whole
+        for run in _row_runs(layout, rank):
+            _copy(part, run.shard, whole, run.buffer, run.size)
+    return shard.open_rows(whole)
 
 
-def scatter_row(found: KeyValues, layout: Layout, transport: Transport) -> KeyValues:
-    """Return, for this rank's keys, the sum of the gradients that all ranks found."""
-    wires = found.keys.new_zeros(transport.size, found.wire_len(layout.local_len))
+def scatter_row(
+    found: KeyValues, layout: Layout, transport: Transport, dtype: torch.dtype
+) -> KeyValues:
+    """Return, for this rank's keys, the sum in ``dtype`` of the gradients that all ranks found."""
+    rows = as_rows(found, dtype)
+    wires = rows.new_zeros(transport.size, layout.local_len, *rows.shape[1:])
     for rank, wire in enumerate(wires):
-        moves = (_Move(to, from_, size) for from_, to, size in _row_moves(layout, rank))
-        _copy(found, found.open(wire, layout.local_len), moves)
+        for run in _row_runs(layout, rank):
+            _copy(rows, run.buffer, wire, run.shard, run.size)
     summed = torch.empty_like(wires[0])
     transport.reduce_scatter(summed, wires)()
-    return found.open(summed, layout.local_len)
+    return found.open_rows(summed)
 
 
-def _row_moves(layout: Layout, rank: int) -> Iterable[_Move]:
+def _row_runs(layout: Layout, rank: int) -> Iterable[Run]:
     """Say where in the row each piece of a rank's shard goes; padding goes nowhere."""
     ranges = layout.ranges(rank)
     offsets = accumulate((part.size for part in ranges), initial=0)
     for held, offset in zip(ranges, offsets, strict=False):
         kept = held.meet(Range(0, layout.seq_len))
         if kept.size:
-            yield _Move(offset, kept.start, kept.size)
+            yield Run(offset, kept.start, kept.size)

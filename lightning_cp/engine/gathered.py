@@ -20,6 +20,7 @@ from lightning_cp.context import check_mark, enter_backward_of
 from lightning_cp.engine.exchange import (
     Found,
     KeyValues,
+    Shard,
     fetch,
     gather_row,
     give_back,
@@ -81,8 +82,7 @@ class _WholeRow(torch.autograd.Function):
         with plain_functions():
             check_mark(ctx.saved_tensors[0], way.uid)
             enter_backward_of(way.uid)
-            found = KeyValues(dk.to(dtype), dv.to(dtype))
-            local = scatter_row(found, way.layout, way.transport)
+            local = scatter_row(KeyValues(dk, dv), way.layout, way.transport, dtype)
             return local.keys.to(dk.dtype), local.values.to(dv.dtype), None
 
 
@@ -107,7 +107,7 @@ def bring(k: Tensor, v: Tensor, stage: Stage, way: Way, *, buffer_len: int) -> A
         short = buffer_len - k.shape[2]
         return lambda: (pad_end(k, 2, short), pad_end(v, 2, short))
     with plain_functions(), torch.no_grad():
-        wait = fetch(stage, KeyValues(k, v), way.transport)
+        wait = fetch(stage, Shard(k, v), way.transport)
 
     def finish() -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = _Needed.apply(  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from lightning_cp.engine.cost import (
     estimate,
     gather_tiles,
     kernel_time,
+    memory_budget,
     ring_tiles,
 )
 
@@ -130,12 +131,22 @@ def test_the_fastest_way_that_fits_is_chosen():
     assert estimate(none.algorithm, one, groups=groups).memory == least
 
 
-def test_groups_are_few_where_kernels_are_small():
-    short = choose(problem(8192, 8), memory_budget=80 * GiB)
-    long = choose(problem(131072, 8), memory_budget=80 * GiB)
-    assert (short.algorithm, long.algorithm) == ("gather", "gather")
-    assert short.num_groups_forward <= 2 <= long.num_groups_forward
-    assert long.reason.startswith("gather in ")
+def test_groups_are_few_where_kernels_are_small_and_as_many_as_memory_asks_for():
+    short, long = problem(32768, 8), problem(131072, 8)
+    few, many = (choose(one, memory_budget=memory_budget(one)) for one in (short, long))
+    assert (few.algorithm, few.num_groups_forward, few.num_groups_backward) == ("gather", 1, 1)
+    assert (many.algorithm, many.num_groups_backward) == ("gather", 8)
+    assert many.reason.startswith("gather in ")
+    groups = (many.num_groups_forward, many.num_groups_backward)
+    assert estimate("gather", long, groups=groups).memory <= 6 * long.query_bytes
+
+
+def test_budgets_are_kept_for_any_number_of_ranks():
+    for cp_size in (2, 8, 64, 256):
+        one = problem(16384 * cp_size, cp_size)
+        choice = choose(one, memory_budget=memory_budget(one))
+        groups = (choice.num_groups_forward, choice.num_groups_backward)
+        assert estimate(choice.algorithm, one, groups=groups).memory <= memory_budget(one)
 
 
 def test_the_choice_follows_from_shapes_alone():

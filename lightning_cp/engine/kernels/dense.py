@@ -110,7 +110,8 @@ class DenseKernel(TiledKernel):
 
 def _aligned(x: Tensor) -> Tensor:
     """Return x, copied if some row of it does not start at a multiple of 16 bytes."""
-    strides = [stride for stride, size in zip(x.stride(), x.shape[:-1], strict=False) if size > 1]
-    if x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides):
-        return x
+    if x.data_ptr() % 16 == 0:
+        strides = zip(x.stride(), x.shape[:-1], strict=False)
+        if all((stride > 0 and stride % 8 == 0) or size == 1 for stride, size in strides):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
