@@ -156,7 +156,7 @@ def _forward(
     for turn in _visit(Shard(k, v), call.plan.stages, call.transport):
         heads = _query_heads(turn.stage, q, k)
         if turn.is_first:
-            softmax = Softmax(_of(q, heads), v.shape[-1])
+            softmax = Softmax(_of(q, heads), v.shape[-1], expects_more=call.plan.is_ring)
         block = turn.stage.block
         if block is not None:
             bias_part = None if bias is None else _bias_of(bias, heads, block.rows)
@@ -186,7 +186,8 @@ def _backward(
         stage, block = turn.stage, turn.stage.block
         heads, own = _query_heads(stage, q, k), slice(*stage.heads)
         if turn.is_first:
-            dq_sum, sums = Sum(_of(q, heads)), (Sum(_of(k, own)), Sum(_of(v, own)))
+            dq_sum = Sum(_of(q, heads), expects_more=call.plan.is_ring)
+            sums = Sum(_of(k, own)), Sum(_of(v, own))
         found = Found(stage, turn.buffer, dtype)
         if block is not None:
             rows = block.rows

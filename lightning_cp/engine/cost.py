@@ -351,7 +351,8 @@ def estimate_gather(
             time += max(compute, traffic)
         speed = chip.backward if backward else chip.forward
         time = max(time, num_groups * len(tiles) * speed.host_us / 1e6)
-        held = keys * (2 if num_groups > 1 else 1)
+        # Also what a rank sends itself, for this group and the next.
+        held = keys * (2 if num_groups > 1 else 1) * (1 + 1 / size)
         rows = max(tile.queries for tile in tiles) / problem.local_len
         held += _held(problem, chip, num_groups, rows, is_merged=size > 1, backward=bool(backward))
         # Beside the sums, what a kernel found for them.

@@ -96,10 +96,12 @@ class Patches(ABC, Generic[T]):
 
     Args:
         whole: what all parts cover together.
+        expects_more: whether places get more than two parts: the second one makes the accumulator.
     """
 
-    def __init__(self, whole: Where) -> None:
+    def __init__(self, whole: Where, *, expects_more: bool = False) -> None:
         self.whole = whole
+        self._expects_more = expects_more
         self._patches: dict[Where, list[T]] = {}
         self._total: T | None = None
 
@@ -107,6 +109,11 @@ class Patches(ABC, Generic[T]):
         """Add a part."""
         if self._total is None:
             held = self._patches.setdefault(where, [])
+            if len(held) == 1 and self._expects_more and where == self.whole:
+                self._patches.clear()
+                self._total = self._empty(raised=True)
+                self._write_both(self._total, where, held.pop(), part)
+                return
             if len(held) == 1:
                 held.append(part)
                 return
@@ -121,16 +128,14 @@ class Patches(ABC, Generic[T]):
     def _gathered(self) -> T:
         """Move all parts into a new accumulator."""
         total = self._empty(raised=True)
-        first, rest = [], []
-        for where, parts in self._patches.items():
-            first += [(where, part) for part in parts[:1]]
-            rest += [(where, part) for part in parts[1:]]
-        self._patches.clear()
-        self._fill(total, [where for where, _ in first])
-        for where, part in first:
-            self._write(total, where, part)
-        for where, part in rest:
-            self._add_to(total, where, part)
+        patches, self._patches = self._patches, {}
+        self._fill(total, [where for where, parts in patches.items() if parts])
+        for where, parts in patches.items():
+            if len(parts) == 1:
+                self._write(total, where, parts.pop())
+            elif parts:
+                self._write_both(total, where, *parts)
+                parts.clear()
         return total
 
     def _fill(self, target: T, written: list[Where]) -> None:
@@ -191,10 +196,12 @@ class Softmax(Patches[Softmaxed]):
     Args:
         q: the queries [B, H, L, D], for shape, dtype and device.
         value_dim: head dim of the output.
+        expects_more: see `Patches`.
     """
 
-    def __init__(self, q: Tensor, value_dim: int) -> None:
-        super().__init__(Where(Range(0, q.shape[0]), Range(0, q.shape[2])))
+    def __init__(self, q: Tensor, value_dim: int, *, expects_more: bool = False) -> None:
+        whole = Where(Range(0, q.shape[0]), Range(0, q.shape[2]))
+        super().__init__(whole, expects_more=expects_more)
         self._like = q
         self._value_dim = value_dim
 
@@ -241,10 +248,12 @@ class Sum(Patches[Tensor]):
 
     Args:
         like: what it is the gradient of.
+        expects_more: see `Patches`.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        super().__init__(Where(Range(0, like.shape[0]), Range(0, like.shape[2])))
+    def __init__(self, like: Tensor, *, expects_more: bool = False) -> None:
+        whole = Where(Range(0, like.shape[0]), Range(0, like.shape[2]))
+        super().__init__(whole, expects_more=expects_more)
         self._like = like
 
     def _empty(self, *, raised: bool) -> Tensor:
@@ -259,10 +268,12 @@ class Sum(Patches[Tensor]):
 
     def _write_both(self, target: Tensor, where: Where, a: Tensor, b: Tensor) -> None:
         place = target[where.place]
-        if a.dtype == b.dtype == target.dtype:
-            torch.add(a, b, out=place)  # rounded once, also in half precision
+        # torch adds in float32 what is narrower, and rounds to the wider of both before it writes.
+        if torch.promote_types(a.dtype, b.dtype) == torch.promote_types(a.dtype, target.dtype):
+            torch.add(a, b, out=place)
         else:
-            place.copy_(a.to(accumulation_dtype(a.dtype)) + b)
+            place.copy_(a)
+            place += b
 
     def _add_to(self, total: Tensor, where: Where, part: Tensor) -> None:
         total[where.place] += part

@@ -260,6 +260,11 @@ class Plan:
     backward_stages: tuple[Stage, ...]
     has_blind_queries: bool
 
+    @property
+    def is_ring(self) -> bool:
+        """Say whether queries meet keys in many stages."""
+        return self.algorithm == "ring"
+
 
 def check_algorithm(name: str) -> None:
     """Refuse an algorithm that does not exist."""

@@ -1,7 +1,19 @@
+import itertools
+
 import pytest
 import torch
 
-from lightning_cp.engine.merge import NEVER, accumulation_dtype, add_sinks_, merge_, sink_gradient
+from lightning_cp.engine.merge import (
+    NEVER,
+    Softmax,
+    Sum,
+    Where,
+    accumulation_dtype,
+    add_sinks_,
+    merge_,
+    sink_gradient,
+)
+from lightning_cp.mask import Range
 
 
 def softmax_parts(scores, values):
@@ -73,3 +85,57 @@ def test_a_row_that_sees_only_its_sink_is_zero():
     add_sinks_(out, lse, torch.tensor([0.5, NEVER]))
     assert torch.equal(out, torch.zeros(1, 2, 1, 1))
     assert lse.flatten().tolist() == [0.5, NEVER]
+
+
+def place(start, stop):
+    return Where(Range(0, 1), Range(start, stop))
+
+
+@pytest.mark.parametrize("expects_more", [False, True])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [[(0, 6)]],
+        [[(0, 6)], [(0, 6)]],
+        [[(0, 6)]] * 4,
+        [[(0, 2), (2, 6)], [(2, 6)]],
+        [[(0, 2), (4, 6)], [(1, 5)], [(0, 6)]],
+        [[(3, 5)], [(3, 5)]],
+        [],
+    ],
+    ids=str,
+)
+def test_parts_that_cover_anything_add_up(cuts, expects_more):
+    q = torch.zeros(1, 2, 6, 3, dtype=torch.float64)
+    scores = torch.randn(1, 2, 6, 4 * max(1, len(cuts)), dtype=torch.float64)
+    values = torch.randn(1, 2, scores.shape[-1], 3, dtype=torch.float64)
+    hidden = torch.full_like(scores, NEVER)
+    softmax, total = Softmax(q, 3, expects_more=expects_more), Sum(q, expects_more=expects_more)
+    expected = torch.zeros_like(q)
+    for number, parts in enumerate(cuts):
+        keys = slice(4 * number, 4 * number + 4)
+        for start, stop in parts:
+            hidden[:, :, start:stop, keys] = scores[:, :, start:stop, keys]
+            part = softmax_parts(scores[:, :, start:stop, keys], values[:, :, keys])
+            softmax.add(place(start, stop), part)
+            total.add(place(start, stop), part[0])
+            expected[:, :, start:stop] += part[0]
+    out, lse = softmax_parts(hidden, values)
+    written = torch.empty_like(out), torch.empty_like(lse)
+    softmax.write(written)
+    for found in (written, softmax.result()):
+        torch.testing.assert_close(found, (out, lse))
+    torch.testing.assert_close(total.result(), expected)
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product([torch.bfloat16, torch.float32], repeat=3)])
+@pytest.mark.parametrize("expects_more", [False, True])
+def test_sums_are_rounded_once(kinds, expects_more):
+    """Each part is lost in bfloat16 if it is added alone, and not if all are added in float32."""
+    parts = [torch.full((1, 1, 1, 1), x) for x in (1.0, 2**-9, 2**-9, 2**-8)]
+    kinds = (*kinds, torch.float32)
+    total = Sum(torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16), expects_more=expects_more)
+    for part, kind in zip(parts, kinds, strict=True):
+        total.add(place(0, 1), part.to(kind))
+    assert total.result().dtype == torch.bfloat16
+    assert total.result().item() == 1 + 2**-7

@@ -165,7 +165,10 @@ def same_dim(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
 
     Neither scores nor the kept outputs change.
     """
-    dim = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    dims = {x.shape[-1] for x in tensors}
+    if len(dims) == 1 and not min(dims) % multiple:
+        return tensors
+    dim = -(-max(dims) // multiple) * multiple
     return tuple(pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in tensors)
 
 

@@ -111,6 +111,9 @@ class DenseKernel(TiledKernel):
 def _aligned(x: Tensor) -> Tensor:
     """Return x, copied if some row of it does not start at a multiple of 16 bytes."""
     if x.data_ptr() % 16 == 0:
+        batch, head, token, _ = x.stride()
+        if (batch | head | token) % 8 == 0 and min(batch, head, token) > 0:
+            return x
         strides = zip(x.stride(), x.shape[:-1], strict=False)
         if all((stride > 0 and stride % 8 == 0) or size == 1 for stride, size in strides):
             return x
