@@ -14,6 +14,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -299,7 +300,7 @@ class ThreadTransport:
         return part
 
 
-def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def run_threads(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
     """Return what ``fn(transport, *args)`` returned on each of ``size`` threads."""
     hub = _Hub()
     results: list[Any] = [None] * size
@@ -311,11 +312,20 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         except BaseException as error:
             failures.append((rank, error))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + timeout
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:  # as daemons they do not keep pytest from ending
+        frame = sys._current_frames().get(threads[late[0]].ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        raise RankError(
+            f"{failures}\nrank {late[0]} stands at:\n{stack}"
+            f"threads {late} of {size} did not finish in {timeout} s"
+        )
     if failures:  # the first one to fail; the others starve after it
         raise failures[0][1]
     return results

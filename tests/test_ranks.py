@@ -114,3 +114,13 @@ def test_a_failing_thread_is_raised():
 
     with pytest.raises(KeyError, match="broken on purpose"):
         run_threads(2, work)
+
+
+def test_a_thread_that_hangs_is_named():
+    def work(transport):
+        if transport.rank == 1:
+            time.sleep(5)
+
+    named = r"in work(?s:.*)threads \[1\] of 2 did not finish in 0.2 s$"
+    with pytest.raises(RankError, match=named):
+        run_threads(2, work, timeout=0.2)
