@@ -6,11 +6,15 @@ the pool, so that starting them is paid once. `run_threads(n, fn, *args)` calls 
 the process.
 """
 
+import contextlib
 import copy
+import faulthandler
 import itertools
 import os
 import pickle
 import queue
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -37,7 +41,7 @@ MANY_GROUPS = 40
 
 
 class RankError(AssertionError):
-    """A rank failed; carries its traceback."""
+    """A rank failed; carries its traceback, or how its process ended and what it said last."""
 
 
 class RankPool:
@@ -64,6 +68,7 @@ class RankPool:
             pipe.send_bytes(job)
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        dead: set[int] = set()
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < self.world_size:
             waiting = [
@@ -76,20 +81,26 @@ class RankPool:
                 rank = self._pipes.index(pipe)
                 try:
                     good, value, tired = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    good, value, tired = False, "the process died", True
+                except (EOFError, ConnectionResetError):
+                    good, value, tired = False, self._last_words(rank), True
+                    dead.add(rank)
                 self._tired = self._tired or tired
                 (results if good else failures)[rank] = value
             if failures:  # the others may wait for the failed rank for ever
                 deadline = min(deadline, time.monotonic() + 2)
         if failures:
             self.stop()
-            rank, text = min(failures.items())
+            # A rank that died is the cause: the others only lost their connection to it.
+            rank, text = min(failures.items(), key=lambda item: (item[0] not in dead, item[0]))
             raise RankError(f"rank {rank} of {self.world_size} failed:\n{text}")
         if len(results) < self.world_size:
             late = sorted(set(range(self.world_size)) - set(results))
+            where = self._where(late[0])
             self.stop()
-            raise RankError(f"ranks {late} of {self.world_size} did not finish in {timeout} s")
+            raise RankError(
+                f"rank {late[0]} said, and stands at:\n{where}"
+                f"ranks {late} of {self.world_size} did not finish in {timeout} s"
+            )
         if self._tired:
             self.stop()
         return [results[rank] for rank in range(self.world_size)]
@@ -102,13 +113,36 @@ class RankPool:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(theirs, rank, self.world_size, self.backend, rendezvous),
+                args=(theirs, self._said(rank), rank, self.world_size, self.backend, rendezvous),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def _said(self, rank: int) -> Path:
+        """Return the file that takes what a rank writes to stderr."""
+        return Path(self._folder.name) / f"stderr{rank}"
+
+    def _tail(self, rank: int) -> str:
+        said = self._said(rank)
+        return said.read_text(errors="replace")[-6000:].rstrip() + "\n" if said.exists() else ""
+
+    def _last_words(self, rank: int) -> str:
+        """Say how a rank's process ended: nobody has seen a traceback."""
+        process = self._processes[rank]
+        process.join(5)
+        code = process.exitcode
+        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        return f"{self._tail(rank)}the process died: {how}"
+
+    def _where(self, rank: int) -> str:
+        """Let a rank that is late write its stacks down."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(1)
+        return self._tail(rank)
 
     def stop(self) -> None:
         """End the processes."""
@@ -122,7 +156,13 @@ class RankPool:
         self._pipes, self._processes = [], []
 
 
-def _serve(pipe: Any, rank: int, world_size: int, backend: str, rendezvous: str) -> None:
+def _serve(
+    pipe: Any, said: Path, rank: int, world_size: int, backend: str, rendezvous: str
+) -> None:
+    # What glibc and C++ say before they abort goes to stderr, where no traceback follows it.
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     if backend == "nccl":
         # NCCL refuses two ranks on one GPU unless each claims to be another host.
@@ -149,13 +189,17 @@ def _serve(pipe: Any, rank: int, world_size: int, backend: str, rendezvous: str)
             job = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
+        os.ftruncate(2, 0)
         try:
             fn, args = pickle.loads(job)
-            answer = (True, fn(*args))
+            answer = pickle.dumps((True, fn(*args), _is_tired()))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        tired = len(distributed_c10d._world.pg_names) > MANY_GROUPS
-        pipe.send_bytes(pickle.dumps((*answer, tired)))
+            answer = pickle.dumps((False, traceback.format_exc(), True))
+        pipe.send_bytes(answer)
+
+
+def _is_tired() -> bool:
+    return len(distributed_c10d._world.pg_names) > MANY_GROUPS
 
 
 class _Hub:
@@ -259,7 +303,7 @@ class ThreadTransport:
         return part
 
 
-def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def run_threads(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
     """Return what ``fn(transport, *args)`` returned on each of ``size`` threads."""
     hub = _Hub()
     results: list[Any] = [None] * size
@@ -271,11 +315,20 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         except BaseException as error:
             failures.append((rank, error))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + timeout
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:  # as daemons they do not keep pytest from ending
+        frame = sys._current_frames().get(threads[late[0]].ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        raise RankError(
+            f"{failures}\nrank {late[0]} stands at:\n{stack}"
+            f"threads {late} of {size} did not finish in {timeout} s"
+        )
     if failures:  # the first one to fail; the others starve after it
         raise failures[0][1]
     return results

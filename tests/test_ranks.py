@@ -1,5 +1,8 @@
 """The helpers that run tests on several ranks must themselves be right."""
 
+import ctypes
+import os
+import sys
 import time
 
 import pytest
@@ -28,6 +31,18 @@ def sleep_on_one_rank(seconds):
         time.sleep(seconds)
 
 
+def die_on_one_rank(how):
+    if dist.get_rank() == 1:
+        sys.stderr.write("last words\n")
+        sys.stderr.flush()
+        ctypes.CDLL(None).abort() if how == "abort" else os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def answer_with_what_does_not_pickle():
+    return lambda: None
+
+
 def test_every_rank_returns_its_result(ranks):
     assert ranks(3).run(total_of_ranks) == [6.0] * 3
 
@@ -48,10 +63,34 @@ def test_a_rank_that_hangs_is_named():
     pool = RankPool(2)
     try:
         pool.run(total_of_ranks)
-        with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not finish in 1 s"):
+        named = r"in sleep_on_one_rank(?s:.*)ranks \[1\] of 2 did not finish in 1 s$"
+        with pytest.raises(RankError, match=named):
             pool.run(sleep_on_one_rank, 60, timeout=1)
     finally:
         pool.stop()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("abort", r"last words(?s:.*)in die_on_one_rank(?s:.*)the process died: SIGABRT$"),
+        ("exit", r"last words\nthe process died: exit code 3$"),
+    ],
+)
+def test_a_rank_that_dies_says_how_and_where(how, message):
+    """It is named although the other one, which lost its connection, fails with a traceback."""
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(?s:.*)" + message):
+            pool.run(die_on_one_rank, how)
+        assert pool.run(total_of_ranks) == [3.0] * 2
+    finally:
+        pool.stop()
+
+
+def test_an_answer_that_does_not_pickle_is_a_failure_like_others(ranks):
+    with pytest.raises(RankError, match="rank 0 of 3 failed:(?s:.*)pickle local object"):
+        ranks(3).run(answer_with_what_does_not_pickle)
 
 
 def test_threads_exchange_gather_and_reduce():
@@ -75,3 +114,13 @@ def test_a_failing_thread_is_raised():
 
     with pytest.raises(KeyError, match="broken on purpose"):
         run_threads(2, work)
+
+
+def test_a_thread_that_hangs_is_named():
+    def work(transport):
+        if transport.rank == 1:
+            time.sleep(5)
+
+    named = r"in work(?s:.*)threads \[1\] of 2 did not finish in 0.2 s$"
+    with pytest.raises(RankError, match=named):
+        run_threads(2, work, timeout=0.2)

@@ -1,5 +1,8 @@
 """Steps that overlap, end early or are recomputed: each attention call keeps to its own."""
 
+import gc
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import ContextParallel, Mask, attention, context, token_mean
 from lightning_cp import loss as loss_module
 from lightning_cp.context import Step
-from lightning_cp.layout import build_layout
+from lightning_cp.engine.attend import Call
+from lightning_cp.engine.plan import Plan
+from lightning_cp.layout import Layout, build_layout
+from lightning_cp.mask import Bounds
 from lightning_cp.sequence import shard, shift_labels
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
@@ -46,6 +52,32 @@ def test_several_steps_before_one_backward(ranks, kind):
     summed = {name: sum(e[name] for e in exact) for name in exact[0] if name != "loss"}
     for found in ranks(2).run(several_steps_then_one_backward, [r.batch for r in rows], kind):
         assert max(errors(found, summed).values()) < 1e-10
+
+
+def many_steps_of_other_documents():
+    """Train on rows that are packed otherwise each time; return what lives after 10 and 30."""
+    cp, model, counts = build(), build_model(), []
+    kinds = (Step, Plan, Call, Layout, Bounds)
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 61, (2, 40), generator=generator)
+        documents = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1)
+        with cp.step({"input_ids": ids, "labels": ids, "document_ids": documents}) as local:
+            logits = model(local["input_ids"], cp.position_ids())
+            token_mean(logits, local["labels"]).backward()
+        del local, logits
+        if seed in (9, 29):
+            gc.collect()
+            alive = Counter(type(x) for x in gc.get_objects() if type(x) in kinds)
+            counts.append([alive[kind] for kind in kinds])
+    return counts
+
+
+def test_steps_leave_nothing_behind(ranks):
+    for early, late in ranks(2).run(many_steps_of_other_documents):
+        # Some layouts are kept for steps to come, a limited number.
+        assert all(b <= a + 8 for a, b in zip(early, late, strict=True)), (early, late)
+        assert late[0] <= early[0], "a step outlived its end"
 
 
 def recompute_elsewhere(where, device="cpu"):
