@@ -95,6 +95,10 @@ def _own_precision(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+# As many as are in one node, whose links are fast.
+_FEW_RANKS = 8
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -169,7 +173,6 @@ def _forward(
             found.settle(heads, softmax)
     out, lse = found.result
     if sinks is not None:
-        out = out.to(accumulation_dtype(q.dtype))
         add_sinks_(out, lse, sinks)
     return out.to(q.dtype), lse
 
@@ -189,6 +192,11 @@ def _backward(
             dq_sum = Sum(_of(q, heads), expects_more=call.plan.is_ring)
             sums = Sum(_of(k, own)), Sum(_of(v, own))
         found = Found(stage, turn.buffer, dtype)
+        if stage.slots and call.transport.size <= _FEW_RANKS:
+            # What the former stage sent had the time of the own tokens: its memory goes before
+            # kernels take theirs.
+            finish()
+            finish = nothing
         if block is not None:
             rows = block.rows
             inputs = BackwardInputs(

@@ -106,36 +106,43 @@ def _end_to_end(runs: Sequence[Run]) -> Iterable[int]:
     return accumulate((run.size for run in runs[:-1]), initial=0)
 
 
-def fetch(stage: Stage, shard: Shard, transport: Transport) -> Callable[[], KeyValues]:
+def fetch(
+    stage: Stage, shard: Shard, transport: Transport, *, buffer_len: int | None = None
+) -> Callable[[], KeyValues]:
     """Start bringing a stage's keys here.
 
     Args:
         stage: what travels.
         shard: this rank's keys and values, all heads.
         transport: how it travels.
+        buffer_len: tokens of the key buffer, if more than those of the stage: zeros follow. Not
+            for stages with slots.
 
     Returns:
         A function that waits and returns the key buffer.
     """
     own = shard.heads(stage.heads)
-    if stage.is_alone:
+    if stage.is_alone and buffer_len is None:
         return lambda: own
     rows = shard.rows(stage.heads)
     if stage.slots:
         return _fetch_slots(stage, own, rows, transport)
     if stage.collective:
-        return _fetch_whole_shards(stage, own, rows, transport)
+        return _fetch_whole_shards(stage, own, rows, transport, buffer_len)
     sends = [(p.peer, _picked(rows, ((r.shard, r.size) for r in p.runs))) for p in stage.sends]
     arriving = [(p.peer, own.empty_rows(p.num_tokens)) for p in stage.receives]
     wait = transport.exchange(sends, arriving)
 
     def finish() -> KeyValues:
         wait()
-        if stage.is_local:
+        if buffer_len is None and stage.is_local:
             return own
-        if stage.is_one_parcel:
+        if buffer_len is None and stage.is_one_parcel:
             return own.open_rows(arriving[0][1])
-        buffer = own.empty_rows(stage.buffer_len)
+        buffer = _empty_buffer(stage, own, buffer_len)
+        if stage.is_local:
+            _copy(rows, 0, buffer, 0, own.num_tokens)
+            return own.open_rows(buffer)
         for run in stage.own:
             _copy(rows, run.shard, buffer, run.buffer, run.size)
         for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
@@ -144,6 +151,15 @@ def fetch(stage: Stage, shard: Shard, transport: Transport) -> Callable[[], KeyV
         return own.open_rows(buffer)
 
     return finish
+
+
+def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int | None) -> Tensor:
+    """Return memory for the key buffer; what follows the stage's tokens is cleared."""
+    filled = own.num_tokens if stage.is_local else stage.buffer_len
+    buffer = own.empty_rows(filled if buffer_len is None else buffer_len)
+    if buffer.shape[0] > filled:
+        buffer[filled:].zero_()
+    return buffer
 
 
 def _copy(source: Tensor, start: int, target: Tensor, at: int, size: int) -> None:
@@ -178,14 +194,14 @@ def _by_slot(rows: Tensor, stage: Stage, num_ranks: int) -> list[Tensor]:
 
 
 def _fetch_whole_shards(
-    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport
+    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport, buffer_len: int | None
 ) -> Callable[[], KeyValues]:
     gathered = rows.new_empty(transport.size, *rows.shape)
     wait = transport.all_gather(gathered, rows)
 
     def finish() -> KeyValues:
         wait()
-        buffer = own.empty_rows(stage.buffer_len)
+        buffer = _empty_buffer(stage, own, buffer_len)
         for run in stage.own:
             _copy(rows, run.shard, buffer, run.buffer, run.size)
         for parcel in stage.receives:
@@ -220,6 +236,7 @@ class Found:
         """Add what a tile found for some rows of the batch and some tokens of the buffer."""
         here = Range(columns.start, columns.stop)
         if batch != slice(None):
+            self._open()
             _add(self.total(), batch, here, part)
             return
         is_first = self._opened is None and self._sole is None

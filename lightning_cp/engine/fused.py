@@ -22,8 +22,8 @@ _ROWS = 32
 _ready: dict[object, Any] = {}
 
 
-def can_merge(*tensors: Tensor) -> bool:
-    """Say whether `merge_into` takes these outputs: in rows that start at multiples of 16 bytes."""
+def can_take(*tensors: Tensor) -> bool:
+    """Say whether these [B, H, L, D] are on a GPU, in rows that start at multiples of 16 bytes."""
     return triton is not None and all(_is_fit(x) for x in tensors)
 
 
@@ -62,15 +62,42 @@ def merge_into(
         _ROWS,
         1 << (dim - 1).bit_length(),
     )
-    grid = (-(-length // _ROWS), heads, batch)
-    dtypes = (out.dtype, a_out.dtype, b_out.dtype, lse.dtype, a_lse.dtype, b_lse.dtype)
-    key = (out.device, dim, dtypes)
+    _start(_merge, (-(-length // _ROWS), heads, batch), args)
+
+
+def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write x [B, H, L, D] times factors [B, H, L] to ``out``, which may be x."""
+    batch, heads, length, dim = x.shape
+    if x.numel():
+        strides = (stride // 8 for t in (x, out) for stride in t.stride()[:3])
+        sizes = (length, dim, _ROWS, 1 << (dim - 1).bit_length())
+        args = (x, factors, out, *strides, *factors.stride(), *sizes)
+        _start(_scale, (-(-length // _ROWS), heads, batch), args)
+
+
+def dot_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum over D of x times y, [B, H, L] in float32."""
+    batch, heads, length, dim = x.shape
+    out = x.new_empty(batch, heads, length, dtype=torch.float32)
+    if x.numel():
+        strides = (stride // 8 for t in (x, y) for stride in t.stride()[:3])
+        sizes = (length, dim, _ROWS, 1 << (dim - 1).bit_length())
+        args = (x, y, out, *strides, *out.stride(), *sizes)
+        _start(_dot, (-(-length // _ROWS), heads, batch), args)
+    return out
+
+
+def _start(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    """Start a kernel whose last two arguments are the constants that it is compiled for."""
+    device = args[0].device
+    dtypes = tuple(x.dtype for x in args if isinstance(x, Tensor))
+    key = (kernel, device, dtypes, args[-2:])
     ready = _ready.get(key)
-    if ready is not None and out.device.index == torch.cuda.current_device():
+    if ready is not None and device.index == torch.cuda.current_device():
         ready[grid](*args)
     else:
-        with torch.cuda.device(out.device):
-            _ready[key] = _merge[grid](*args)
+        with torch.cuda.device(device):
+            _ready[key] = kernel[grid](*args)
 
 
 if triton is not None:
@@ -133,3 +160,70 @@ if triton is not None:
         tl.store(at_out, mixed.to(out.dtype.element_ty), real)
         summed = tl.where(top == never, never, base + tl.log(total))
         tl.store(lse + batch * lse_b + head * lse_h + row * lse_l, summed, real_row)
+
+    @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
+        do_not_specialize=list(range(3, 14)), do_not_specialize_on_alignment=[1]
+    )
+    def _scale(  # type: ignore[no-untyped-def]
+        x,
+        factors,
+        out,
+        x_b,
+        x_h,
+        x_l,
+        out_b,
+        out_h,
+        out_l,
+        factors_b,
+        factors_h,
+        factors_l,
+        length,
+        dim,
+        ROWS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        column = tl.arange(0, WIDTH)[None, :]
+        real_row = row < length
+        real = real_row[:, None] & (column < dim)
+        row = row.to(tl.int64)
+        at_factors = factors + batch * factors_b + head * factors_h + row * factors_l
+        factor = tl.load(at_factors, real_row, 0.0)[:, None]
+        at_x = x + (batch * x_b + head * x_h + row[:, None] * x_l) * 8 + column
+        at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column
+        scaled = tl.load(at_x, real, 0.0).to(tl.float32) * factor
+        tl.store(at_out, scaled.to(out.dtype.element_ty), real)
+
+    @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
+        do_not_specialize=list(range(3, 14)), do_not_specialize_on_alignment=[2]
+    )
+    def _dot(  # type: ignore[no-untyped-def]
+        x,
+        y,
+        out,
+        x_b,
+        x_h,
+        x_l,
+        y_b,
+        y_h,
+        y_l,
+        out_b,
+        out_h,
+        out_l,
+        length,
+        dim,
+        ROWS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        column = tl.arange(0, WIDTH)[None, :]
+        real_row = row < length
+        real = real_row[:, None] & (column < dim)
+        row = row.to(tl.int64)
+        at_x = x + (batch * x_b + head * x_h + row[:, None] * x_l) * 8 + column
+        at_y = y + (batch * y_b + head * y_h + row[:, None] * y_l) * 8 + column
+        product = tl.load(at_x, real, 0.0).to(tl.float32) * tl.load(at_y, real, 0.0).to(tl.float32)
+        at_out = out + batch * out_b + head * out_h + row * out_l
+        tl.store(at_out, tl.sum(product, 1), real_row)

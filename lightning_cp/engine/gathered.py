@@ -30,7 +30,6 @@ from lightning_cp.engine.merge import Sum, accumulation_dtype
 from lightning_cp.engine.plan import Stage
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range
-from lightning_cp.sequence import pad_end
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +102,15 @@ def bring(k: Tensor, v: Tensor, stage: Stage, way: Way, *, buffer_len: int) -> A
     Returns:
         A function that waits and returns the key buffer, differentiable in ``k`` and ``v``.
     """
-    if stage.is_alone:
-        short = buffer_len - k.shape[2]
-        return lambda: (pad_end(k, 2, short), pad_end(v, 2, short))
+    if way.layout.cp_size == 1 and buffer_len == k.shape[2]:
+        return lambda: (k, v)
+    # Also if nothing travels this time: kernels are compiled for the strides of what comes.
     with plain_functions(), torch.no_grad():
-        wait = fetch(stage, Shard(k, v), way.transport)
+        wait = fetch(stage, Shard(k, v), way.transport, buffer_len=buffer_len)
 
     def finish() -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = _Needed.apply(  # type: ignore[no-untyped-call]
-            k, v, wait, stage, way, buffer_len
+            k, v, wait, stage, way
         )
         return found
 
@@ -127,15 +126,13 @@ class _Needed(torch.autograd.Function):
         wait: Callable[[], KeyValues],
         stage: Stage,
         way: Way,
-        buffer_len: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.stage, ctx.way = stage, way
+        ctx.num_tokens = way.layout.local_len if stage.is_local else stage.buffer_len
         ctx.save_for_backward(torch.tensor(way.uid))
         with plain_functions():
             keys, values = wait()
-            ctx.num_tokens = keys.shape[2]
-            short = buffer_len - keys.shape[2]
-            return pad_end(keys, 2, short), pad_end(values, 2, short)
+            return keys, values
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,4 +147,4 @@ class _Needed(torch.autograd.Function):
             keys, values = (Sum(x) for x in given.empty(way.layout.local_len, dk.dtype))
             wire = dtype if ctx.stage.collective else dk.dtype
             give_back(ctx.stage, found, (keys, values), way.transport, wire)()
-            return keys.result(), values.result(), None, None, None, None
+            return keys.result(), values.result(), None, None, None

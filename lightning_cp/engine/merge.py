@@ -44,7 +44,7 @@ def merge_into(out: Tensor, lse: Tensor, a: Softmaxed, b: Softmaxed) -> None:
 
     Computed in at least float32, whatever the parts and ``out`` are in.
     """
-    if fused.can_merge(out, a[0], b[0]):
+    if fused.can_take(out, a[0], b[0]):
         fused.merge_into(out, lse, a, b)
         return
     (a_out, a_lse), (b_out, b_lse) = a, b
@@ -294,7 +294,7 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """
     logits = sinks.detach().to(lse.dtype)[:, None].expand_as(lse)
     share = torch.where(lse == NEVER, 0.0, torch.sigmoid(lse - logits))
-    out.mul_(share.unsqueeze(-1).to(out.dtype))
+    scale_rows(out, share, out)
     torch.logaddexp(lse, logits, out=lse)
 
 
@@ -303,6 +303,21 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
     The softmax's derivative for a key of value v is p (dout.v - dout.out); here v = 0.
     """
-    spread = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return -(share * spread).sum((0, 2)).to(sinks.dtype)
+    return -(share * dot_rows(dout, out)).sum((0, 2)).to(sinks.dtype)
+
+
+def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Write x [B, H, L, D] times factors [B, H, L] to ``out``, which may be x; rounded once."""
+    if fused.can_take(x, out):
+        fused.scale_rows(x, factors, out)
+    else:
+        torch.mul(x, factors.unsqueeze(-1), out=out)
+
+
+def dot_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum over D of x times y, [B, H, L] in at least float32."""
+    if fused.can_take(x, y):
+        return fused.dot_rows(x, y)
+    dtype = accumulation_dtype(x.dtype)
+    return (x.to(dtype) * y.to(dtype)).sum(-1)

@@ -24,7 +24,7 @@ from lightning_cp.engine.flex import is_plain
 from lightning_cp.engine.gathered import Arriving, Way, bring, refuse_second_derivative, whole_row
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import Mods, attend_compiled, attend_plain
-from lightning_cp.engine.merge import accumulation_dtype
+from lightning_cp.engine.merge import accumulation_dtype, dot_rows, scale_rows
 from lightning_cp.engine.mods import (
     BLOCK_SIZE,
     Keys,
@@ -294,19 +294,21 @@ class _Sinks(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         ctx.save_for_backward(out, lse, sinks)
         _, share = _shares(lse, sinks)
-        # One pass: multiplied in the higher precision, and rounded when it is written.
-        return torch.mul(out, share.unsqueeze(-1), out=torch.empty_like(out))
+        shared = torch.empty_like(out)
+        scale_rows(out, share, shared)
+        return shared
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         refuse_second_derivative()
         out, lse, sinks = ctx.saved_tensors
         sink_share, share = _shares(lse, sinks)
-        dot = (dout.to(lse.dtype) * out).sum(-1)
         # share = 1 - sink_share is a sigmoid of lse - sink: its derivative is their product.
-        dlse = dot * share * sink_share
+        dlse = dot_rows(dout, out) * share * sink_share
         dsinks = -dlse.sum((0, 2)).to(sinks.dtype)
-        return torch.mul(dout, share.unsqueeze(-1), out=torch.empty_like(dout)), dlse, dsinks
+        scaled = torch.empty_like(dout)
+        scale_rows(dout, share, scaled)
+        return scaled, dlse, dsinks
 
 
 def _shares(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -213,7 +213,8 @@ def bias_to_heads(bias: Tensor, swap: Swap, transport: Transport) -> Tensor:
         return bias[slice(*swap.query_heads[rank])]
     every = tuple(Range(0, 1) for _ in swap.query_heads)
     heads = swap.query_heads if bias.shape[1] > 1 else every
-    if bias.shape[2] == 1:
+    # One query per rank is not one row for all queries: neighbours have other ones.
+    if bias.shape[2] == 1 and swap.layout.local_len > len(swap.query_heads):
         return bias[:, slice(*heads[rank])]
     return _collect([bias.contiguous()], [heads], swap, transport)[0]
 

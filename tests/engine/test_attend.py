@@ -184,6 +184,12 @@ def test_ranks_that_hold_only_padding_take_part(algorithm, length):
     assert worst_error(case, 4) < 1e-10
 
 
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_a_bias_of_one_query_per_rank_is_not_that_of_all_queries(ulysses):
+    case = make_case("causal", length=8, ulysses=ulysses, bias=torch.randn(2, 1, 8, 8).double())
+    assert worst_error(case, 8) < 1e-10
+
+
 class RecordingKernel:
     """A kernel that writes down when it computes, in the log of the transport."""
 

@@ -213,13 +213,13 @@ def test_parity_notices_queries_that_are_counted_locally(monkeypatch, mask, scor
 
 
 def test_parity_notices_keys_that_are_not_in_their_order(monkeypatch):
-    moves = exchange._row_moves
+    runs = exchange._row_runs
 
     def end_to_end(layout, rank):
-        for move in moves(layout, rank):
-            yield move._replace(target=(move.target + 1) % (layout.seq_len - move.size + 1))
+        for run in runs(layout, rank):
+            yield run._replace(buffer=(run.buffer + 1) % (layout.seq_len - run.size + 1))
 
-    monkeypatch.setattr(exchange, "_row_moves", end_to_end)
+    monkeypatch.setattr(exchange, "_row_runs", end_to_end)
     assert broken(monkeypatch, make_flex_case("causal")) > 1e-3
 
 
@@ -234,7 +234,7 @@ def test_parity_notices_padding_that_is_a_key(monkeypatch):
         gathered, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
     )
     monkeypatch.setattr(
-        gathered, "scatter_row", lambda kv, layout, t: scatter(kv, with_padding(layout), t)
+        gathered, "scatter_row", lambda kv, layout, *way: scatter(kv, with_padding(layout), *way)
     )
     assert broken(monkeypatch, make_flex_case("none")) > 1e-3
 

@@ -17,7 +17,7 @@ from lightning_cp.engine.row import _Sinks, attend_row, build_row_call
 from lightning_cp.engine.ulysses import SwappedCall, build_swap
 from lightning_cp.layout import Layout, build_layout
 from lightning_cp.mask import Mask, Range
-from lightning_cp.sequence import shard
+from lightning_cp.sequence import pad_end, shard
 from tests.engine import cases
 from tests.engine.cases import MASKS, make_case
 from tests.oracle import Inputs, assert_earned, attend_whole, errors, put_back
@@ -329,7 +329,7 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added):
     """Ranks in turn, with the keys that a stage would bring; groups of one key head."""
     case = make_case("documents+window", length=520, layout="zigzag", softcap=2.0, **added)
     layout, inputs = case.build_layout(2), case.inputs
-    monkeypatch.setattr(gathered, "fetch", lambda stage, shard, transport: lambda: brought())
+    monkeypatch.setattr(gathered, "fetch", lambda *_, buffer_len: lambda: brought(buffer_len))
     outs = []
     for rank in range(2):
         call, _ = build_call(case, Replay(rank, 2), budget=1)
@@ -338,9 +338,11 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added):
         places = torch.from_numpy(call.keys.positions)
         heads = itertools.cycle([0, 1])
 
-        def brought(places=places, heads=heads):
+        def brought(buffer_len, places=places, heads=heads):
             group = slice(at := next(heads), at + 1)
-            return exchange.KeyValues(*(x[:, group, places] for x in (inputs.k, inputs.v)))
+            found = (x[:, group, places] for x in (inputs.k, inputs.v))
+            short = buffer_len - len(places)
+            return exchange.KeyValues(*(pad_end(x, 2, short) for x in found))
 
         q, k, v = (shard(x, 2, layout=layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v))
         outs.append(attend_row(q, k, v, inputs.sinks, case.bias, call))

@@ -1,0 +1,78 @@
+"""Our own kernels against the same in plain torch."""
+
+import pytest
+import torch
+
+from lightning_cp.engine import fused, merge
+from lightning_cp.engine.merge import NEVER
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def draw(length, dim, dtype, *, kind):
+    """Return [2, 3, length, dim]: in one piece, token by token, or cut out of something longer."""
+    if kind == "tokens":
+        x = torch.randn(2, length, 3, dim, device="cuda").transpose(1, 2)
+    else:
+        x = torch.randn(2, 3, length + 9, dim, device="cuda")[:, :, 5 : 5 + length]
+    x = x.to(dtype)
+    return x.contiguous() if kind == "whole" else x
+
+
+def sums(length):
+    return torch.randn(2, 3, length + 4, device="cuda")[:, :, 2 : 2 + length] * 3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 40, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merged_parts(dtype, dim, monkeypatch):
+    for length in (77, 1, 300):  # the second and third start what the first has compiled
+        a, b = (draw(length, dim, dtype, kind=kind) for kind in ("tokens", "cut"))
+        a_lse, b_lse = sums(length), sums(length)
+        a_lse[0, 0, : length // 2], b_lse[:, 1], b_lse[1, 2, -1] = NEVER, NEVER, 700.0
+        a_lse[1, 1] = NEVER
+        a[1, 1], b[:, 1] = 0, 0
+        assert fused.can_take(a, b)
+        for into in (dtype, torch.float32):
+            found = draw(length, dim, into, kind="whole"), torch.empty_like(a_lse)
+            merge.merge_into(*found, (a, a_lse), (b, b_lse))
+            same = torch.empty_like(found[0]), torch.empty_like(a_lse)
+            with monkeypatch.context() as patch:
+                patch.setattr(fused, "can_take", lambda *_: False)
+                merge.merge_into(*same, (a, a_lse), (b, b_lse))
+            torch.testing.assert_close(found[0], same[0])
+            torch.testing.assert_close(found[1], same[1])
+        # In place, into an accumulator.
+        total, lse = a.float(), a_lse.clone()
+        merge.merge_(total, lse, b, b_lse)
+        torch.testing.assert_close(total, found[0])
+        torch.testing.assert_close(lse, found[1])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled_rows_and_their_products(dtype, dim):
+    for length in (77, 300):
+        x, y = (draw(length, dim, dtype, kind=kind) for kind in ("tokens", "cut"))
+        factors = sums(length)
+        assert fused.can_take(x, y)
+        out = torch.empty_like(y)
+        merge.scale_rows(x, factors, out)
+        torch.testing.assert_close(out, (x.float() * factors.unsqueeze(-1)).to(dtype))
+        merge.scale_rows(x, factors, x)
+        torch.testing.assert_close(x, out)
+        dots = merge.dot_rows(x, y)
+        exact = (x.double() * y.double()).sum(-1)
+        torch.testing.assert_close(dots.double(), exact, atol=1e-3, rtol=1e-4)
+
+
+def test_what_does_not_fit_is_left_to_torch():
+    x = torch.randn(1, 2, 4, 12, device="cuda", dtype=torch.bfloat16)[..., 1:]
+    assert not fused.can_take(x)
+    assert not fused.can_take(torch.randn(1, 2, 4, 16, dtype=torch.float64, device="cuda"))
+    assert not fused.can_take(torch.randn(1, 2, 4, 16))
