@@ -5,6 +5,8 @@
 Everything here has an equal in plain torch, which serves wherever Triton does not.
 """
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ try:
 except ImportError:  # builds of torch for CPUs come without it
     triton = None
 
+_logger = logging.getLogger(__name__)
+
 _ROWS = 32
 # What starts a kernel that is compiled already: Triton's own way looks at every argument again,
 # which costs the host 60 µs and more.
@@ -24,7 +28,27 @@ _ready: dict[object, Any] = {}
 
 def can_take(*tensors: Tensor) -> bool:
     """Say whether these [B, H, L, D] are on a GPU, in rows that start at multiples of 16 bytes."""
-    return triton is not None and all(_is_fit(x) for x in tensors)
+    return triton is not None and all(_is_fit(x) for x in tensors) and can_start(tensors[0].device)
+
+
+@lru_cache(maxsize=16)
+def can_start(device: torch.device) -> bool:
+    """Say whether a kernel can be compiled and started here, by trying; a failure is logged."""
+    if triton is None or device.type != "cuda":
+        return False
+    x, factors = torch.ones(1, 1, 4, 16, device=device), torch.ones(1, 1, 4, device=device)
+    try:
+        scale_rows(x, factors, x)
+        works = bool((x == 1).all())
+    except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no place to write: anything
+        works = False
+        _logger.warning(
+            "Triton does not work here (%s: %s): attention takes slower kernels. It needs a C "
+            "compiler such as gcc, and a folder to write to (TRITON_CACHE_DIR).",
+            type(error).__name__,
+            str(error).strip().splitlines()[:1],
+        )
+    return works
 
 
 def _is_fit(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from lightning_cp.choices import check_choice
 from lightning_cp.compat import can_compile
+from lightning_cp.engine import fused
 from lightning_cp.engine.kernels.base import Kernel, Request
 from lightning_cp.engine.kernels.cpu import CpuKernel
 from lightning_cp.engine.kernels.cudnn import CudnnKernel
@@ -104,7 +105,7 @@ def prefer_flex(
     request: Request,
     work: Work,
     *,
-    compiles: Callable[[torch.device, torch.dtype], bool] = can_compile,
+    compiles: Callable[[torch.device, torch.dtype], bool] | None = None,
 ) -> bool:
     """Say whether ``auto`` takes FlexAttention instead of the kernel that the list gives.
 
@@ -117,7 +118,7 @@ def prefer_flex(
         listed: what `select_kernel` gives.
         request: what is asked.
         work: what is to be computed.
-        compiles: whether torch compiles kernels for a device and a precision.
+        compiles: whether kernels are compiled for a device and a precision; by trying when None.
     """
     is_half = request.dtype in (torch.bfloat16, torch.float16)
     is_long = request.dtype == torch.float32 and work.row_len >= _LONG_FLOAT32_ROW
@@ -129,4 +130,8 @@ def prefer_flex(
     )
     # Softcap, other scales, large head dims, float32, old GPUs: no fused kernel takes them.
     wanted = listed.name == "reference" or work.has_bias or not work.is_dense
-    return able and wanted and compiles(request.device, request.dtype)
+    return able and wanted and (compiles or _compiles)(request.device, request.dtype)
+
+
+def _compiles(device: torch.device, dtype: torch.dtype) -> bool:
+    return can_compile(device, dtype) and fused.can_start(device)
