@@ -230,3 +230,8 @@ def test_an_empty_row_is_refused():
     q = draw(1, 2, 0, 4)
     with pytest.raises(ValueError, match="rows of length 0"):
         attention(q, q, q, mask=Mask(causal=True))
+
+
+def test_memory_for_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"attention_memory=-1: give the GiB .* above 0, or None"):
+        ContextParallel(None, attention_memory=-1)
