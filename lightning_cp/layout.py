@@ -153,7 +153,7 @@ def build_layout(
 ) -> Layout:
     """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks.
 
-    ``auto`` is ``zigzag`` where that is balanced well enough, else ``balanced``.
+    ``auto`` is ``contiguous`` or ``zigzag`` where that is balanced well enough, else ``balanced``.
 
     Args:
         name: which layout.
@@ -196,7 +196,10 @@ def _choose(name: str, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] 
     work_before = (bounds() if bounds else Mask(causal=True).bounds(seq_len)).work_before()
     if name == "balanced":
         return _balanced(seq_len, cp_size, work_before)
-    if imbalance(zigzag.owned, work_before) <= TOLERABLE:
-        return zigzag
+    # In one piece where that is even: windows and short documents then reach over one border.
+    contiguous = _contiguous(seq_len, cp_size)
+    for layout in (contiguous, zigzag):
+        if imbalance(layout.owned, work_before) <= TOLERABLE:
+            return layout
     balanced = _balanced(seq_len, cp_size, work_before)
     return min(zigzag, balanced, key=lambda layout: imbalance(layout.owned, work_before))

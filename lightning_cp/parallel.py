@@ -89,8 +89,9 @@ class ContextParallel:
             2-D mesh (between nodes, inside a node) stands for ``ulysses_size`` ranks inside.
             Groups that were built elsewhere are taken as they are.
         data: the ranks that hold other rows, if there are any; the loss is a mean over both.
-        layout: who owns which tokens. ``auto`` is ``zigzag``, or ``balanced`` where documents and
-            padding would give some ranks more work than others.
+        layout: who owns which tokens. ``auto`` is ``contiguous`` where ranks then have equal work
+            (windows, short documents), else ``zigzag``, or ``balanced`` where documents and padding
+            would give some ranks more work than others.
         algorithm: how keys travel. ``auto`` is ``gather``, or ``ring`` where that takes too much of
             a GPU's memory; ``ulysses`` swaps tokens for heads among all ranks.
         ulysses_size: how many neighbouring ranks swap tokens for heads first, so that keys travel

@@ -518,7 +518,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         cp = self.context_parallel
         layout = "zigzag" if cp.layout == "auto" else cp.layout
         chosen = {
-            "layout": (layout, "or balanced, by the documents and padding of each batch"),
+            "layout": (layout, "or contiguous or balanced, by each batch"),
             "algorithm": (cp.describe_algorithm(), "fewest and largest kernel calls"),
             "kernel": self._likely_kernel(),
         }

@@ -122,13 +122,15 @@ def test_auto_is_zigzag_for_rows_that_are_causal_and_nothing_else():
     assert build_layout("auto", seq_len=4096, cp_size=4).name == "zigzag"
 
 
-EVEN = {
-    "causal": Mask(causal=True),
+FLAT = {
     "bidirectional": Mask(),
     "small window": Mask(causal=True, window=256),
     "small documents": Mask(causal=True, documents=documents_of(*[64] * 64)),
-    "one long document": Mask(causal=True, documents=documents_of(4000, 96)),
     "nothing to see": Mask(causal=True, documents=torch.full((4096,), -1)),
+}
+EVEN = {
+    "causal": Mask(causal=True),
+    "one long document": Mask(causal=True, documents=documents_of(4000, 96)),
 }
 UNEVEN = {
     "large window": Mask(causal=True, window=2048),
@@ -137,6 +139,13 @@ UNEVEN = {
     "left padding": Mask(causal=True, padding=torch.arange(4096) < 1500),
     "bidirectional documents": Mask(documents=documents_of(3000, 1096)),
 }
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_auto_is_in_one_piece_where_that_is_even_enough(name):
+    layout, imbalance = chosen(FLAT[name], cp_size=4)
+    assert layout.name == "contiguous"
+    assert imbalance <= 1.05
 
 
 @pytest.mark.parametrize("name", EVEN)
