@@ -93,14 +93,14 @@ def table(links: Links) -> list[str]:
 def draw(points: Sequence[Point], links: Links, path: Path) -> None:
     """Draw time and share of the ideal against tokens, and memory against ranks."""
     try:
-        import matplotlib
+        import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError(
             "benchmarks.scaling draws with matplotlib: pip install 'lightning-cp[recipes]', or "
             "--no-plot for the table alone."
         ) from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
 
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
     for cp_size in SIZES:
