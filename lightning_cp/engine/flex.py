@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, K key/value heads, L local tokens, S tokens of t
 
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +139,7 @@ def flex_attention(
     if return_lse and return_aux is not None:
         raise ValueError("flex_attention(): give return_lse or return_aux, not both.")
     wants = return_aux or AuxRequest(lse=return_lse)
+    asked = _Asked(score_mod, block_mask, scale, wants, kernel_options)
     q, k, v = (as_autocast(x) for x in (query, key, value))
     _check_tensors(q, k, v, enable_gqa=enable_gqa)
     step = None
@@ -147,11 +148,11 @@ def flex_attention(
         check_recompute(step)
     with without_modes():
         if step is None:
-            found = _attend_alone(q, k, v, score_mod, block_mask, scale, wants, kernel_options)
+            found = _attend_alone(q, k, v, asked)
         else:
             check_recomputable("flex_attention", step)
             check_lengths("flex_attention", query, key, step)
-            found = _attend_in(step, q, k, v, score_mod, block_mask, scale, wants, kernel_options)
+            found = _attend_in(step, q, k, v, asked)
     if return_aux is not None:
         lse, largest = found.lse, found.max_scores
         aux = AuxOutput(lse if wants.lse else None, largest if wants.max_scores else None)
@@ -159,17 +160,18 @@ def flex_attention(
     return (found.out, found.lse) if return_lse else found.out
 
 
-def _attend_in(
-    step: Step,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask | RowMask | None,
-    scale: float | None,
-    wants: AuxRequest,
-    kernel_options: Any,
-) -> Attended:
+class _Asked(NamedTuple):
+    """What a call asks for beside its tensors; names as in `flex_attention`."""
+
+    score_mod: ScoreMod | None
+    block_mask: BlockMask | RowMask | None
+    scale: float | None
+    wants: AuxRequest
+    kernel_options: Any
+
+
+def _attend_in(step: Step, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Attended:
+    score_mod, block_mask, scale, wants, kernel_options = asked
     held_len, short = q.shape[2], step.layout.local_len - q.shape[2]
     mask, swap, inside = _row_mask(block_mask, q, step), swap_of(step, q, k), step.groups.inside
     batch, heads = q.shape[:2]
@@ -276,17 +278,9 @@ def _row_mask(block_mask: Any, q: Tensor, step: Step) -> RowMask | None:
     return found
 
 
-def _attend_alone(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask | RowMask | None,
-    scale: float | None,
-    wants: AuxRequest,
-    kernel_options: Any,
-) -> Attended:
+def _attend_alone(q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Attended:
     """Attend to the keys that are given: by torch's, or in plain torch where that has no way."""
+    score_mod, block_mask, scale, wants, kernel_options = asked
     needs_grad = torch.is_grad_enabled() or any(x.requires_grad for x in (q, k, v))
     on_cpu = q.device.type in _FORWARD_ONLY
     if on_cpu and (needs_grad or isinstance(block_mask, RowMask)):
