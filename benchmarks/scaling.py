@@ -12,12 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.engine.cost import FREE, H200, Choice, Estimate, Links, Problem, choose, estimate
+from lightning_cp.engine.cost import (
+    FREE,
+    H200,
+    Choice,
+    Estimate,
+    Links,
+    Problem,
+    choose,
+    estimate,
+    memory_budget,
+)
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = tuple(1 << n for n in range(13, 21))
 SIZES = tuple(1 << n for n in range(7))
-BUDGET = 16 * 2**30
 
 
 def llama(seq_len: int, cp_size: int) -> Problem:
@@ -27,7 +36,7 @@ def llama(seq_len: int, cp_size: int) -> Problem:
 
 def chosen(problem: Problem, links: Links) -> tuple[Choice, Estimate]:
     """Return what the model would choose, and what that costs."""
-    choice = choose(problem, memory_budget=BUDGET, links=links)
+    choice = choose(problem, memory_budget=memory_budget(problem), links=links)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
     return choice, estimate(choice.algorithm, problem, groups=groups, links=links)
 
@@ -157,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-plot", action="store_true")
     args = parser.parse_args(arguments)
     links = FREE if args.free_links else Links()
-    print(f"{H200}\n{links}\nmemory budget {BUDGET / 2**30:.0f} GiB\n")
+    print(f"{H200}\n{links}\nmemory: six times the queries of a rank, at least 0.75 GiB\n")
     print("\n".join(table(links)))
     if not args.no_plot:
         points = read_points(args.measured, linked=not args.free_links)

@@ -193,7 +193,7 @@ def _backward(
             sums = Sum(_of(k, own)), Sum(_of(v, own))
         found = Found(stage, turn.buffer, dtype)
         if stage.slots and call.transport.size <= _FEW_RANKS:
-            # What the former stage sent had the time of the own tokens: its memory goes before
+            # What the former group sent had the time of the own tokens: its memory goes before
             # kernels take theirs.
             finish()
             finish = nothing
@@ -210,19 +210,23 @@ def _backward(
             for part in call.kernel.backward(inputs, bias_part, block, call.scores):
                 dq_sum.add(_where(part.batch, part.rows, block, q), part.dq)
                 if return_keys:
-                    # Only now, with a kernel on its way: what the last stage sent has had the
-                    # time to arrive, and its memory serves the next.
-                    finish()
-                    finish = nothing
+                    if stage.travels:
+                        # Only now, with a kernel on its way: what the last stage sent has had the
+                        # time to arrive, and its memory serves the next.
+                        finish()
+                        finish = nothing
                     found.add(part.batch, part.columns, KeyValues(part.dk, part.dv))
         if turn.is_last:
             dq.settle(heads, dq_sum)
         if return_keys:
-            finish()
             # Of what one rank sends straight to another nothing is lost by the kernels' own
             # precision: the owner adds it up in a higher one. A reduce-scatter has no such owner.
             wire = dtype if stage.collective else q.dtype
-            finish = give_back(stage, found, sums, call.transport, wire)
+            if stage.travels:
+                finish()
+            sent = give_back(stage, found, sums, call.transport, wire)
+            if stage.travels:
+                finish = sent
             if turn.is_last:
                 finish = partial(_settle_keys, finish, own, (dk, dv), sums)
     finish()

@@ -255,7 +255,7 @@ def test_keys_of_the_next_stage_travel_while_this_one_is_computed():
 
 
 def test_the_next_group_of_heads_is_gathered_while_this_one_is_computed():
-    for forward, _ in run_threads(2, record, make_case("causal", algorithm="gather")):
+    for forward, backward in run_threads(2, record, make_case("causal", algorithm="gather")):
         assert forward == [
             "start all_gather 0",  # the second chunks of all ranks,
             "start all_gather 1",  # the first ones
@@ -269,6 +269,22 @@ def test_the_next_group_of_heads_is_gathered_while_this_one_is_computed():
             "wait all_gather 2",
             "wait all_gather 3",
             "compute",
+        ]
+        # Gradients of a group leave while the rank's own tokens are computed.
+        assert backward[backward.index("start reduce_scatter 8") :] == [
+            "start reduce_scatter 8",
+            "start reduce_scatter 9",
+            "compute",
+            "wait all_gather 6",
+            "wait all_gather 7",
+            "wait reduce_scatter 8",
+            "wait reduce_scatter 9",
+            "compute",
+            "start reduce_scatter 10",
+            "start reduce_scatter 11",
+            "compute",
+            "wait reduce_scatter 10",
+            "wait reduce_scatter 11",
         ]
 
 
