@@ -160,7 +160,7 @@ def _forward(
     for turn in _visit(Shard(k, v), call.plan.stages, call.transport):
         heads = _query_heads(turn.stage, q, k)
         if turn.is_first:
-            softmax = Softmax(_of(q, heads), v.shape[-1], expects_more=call.plan.is_ring)
+            softmax = Softmax(_of(q, heads), v.shape[-1], expects_more=call.plan.has_many_stages)
         block = turn.stage.block
         if block is not None:
             bias_part = None if bias is None else _bias_of(bias, heads, block.rows)
@@ -189,7 +189,7 @@ def _backward(
         stage, block = turn.stage, turn.stage.block
         heads, own = _query_heads(stage, q, k), slice(*stage.heads)
         if turn.is_first:
-            dq_sum = Sum(_of(q, heads), expects_more=call.plan.is_ring)
+            dq_sum = Sum(_of(q, heads), expects_more=call.plan.has_many_stages)
             sums = Sum(_of(k, own)), Sum(_of(v, own))
         found = Found(stage, turn.buffer, dtype)
         if stage.slots and call.transport.size <= _FEW_RANKS:

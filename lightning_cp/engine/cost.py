@@ -8,7 +8,7 @@ another. Numbers of a chip are measured ones (docs/cost-model.md says how well t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 TravelName = Literal["gather", "ring"]
@@ -487,6 +487,7 @@ def memory_budget(problem: Problem) -> float:
     return max(6 * problem.query_bytes, 768 * 2**20)
 
 
+@lru_cache(maxsize=64)
 def choose(
     problem: Problem,
     *,

@@ -260,10 +260,10 @@ class Plan:
     backward_stages: tuple[Stage, ...]
     has_blind_queries: bool
 
-    @property
-    def is_ring(self) -> bool:
-        """Say whether queries meet keys in many stages."""
-        return self.algorithm == "ring"
+    @cached_property
+    def has_many_stages(self) -> bool:
+        """Say whether a query meets keys in more than two stages."""
+        return sum(stage.heads == self.stages[0].heads for stage in self.stages) > 2
 
 
 def check_algorithm(name: str) -> None:
