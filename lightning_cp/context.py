@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,18 @@ class LossMark:
     by_position: Tensor | None = None
 
 
+class Gpu(NamedTuple):
+    """What the GPUs of all ranks that share a row can do: what travels depends on it.
+
+    Args:
+        capability: the least compute capability.
+        compiles: whether kernels can be compiled on all of them.
+    """
+
+    capability: tuple[int, int]
+    compiles: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One batch under context parallelism, as this rank sees it.
@@ -60,6 +72,7 @@ class Step:
         kernel: what computes a block: ``auto`` or a name.
         attention_memory: GiB that attention may take on a GPU beside what it is given; None to
             leave it open.
+        gpu: what the GPUs of all ranks can do; None where nobody asked.
         has_position_ids: whether the batch brought them, or we counted.
         is_checked: whether the ranks compare what they hold in this step.
         is_stock: on whole rows, with models as they are without us: what others are compared with.
@@ -76,6 +89,7 @@ class Step:
     algorithm: str
     kernel: str
     attention_memory: float | None = None
+    gpu: Gpu | None = None
     has_position_ids: bool = False
     is_checked: bool = False
     is_stock: bool = False

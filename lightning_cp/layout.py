@@ -198,7 +198,8 @@ def _choose(name: str, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] 
         return _balanced(seq_len, cp_size, work_before)
     # In one piece where that is even: windows and short documents then reach over one border.
     contiguous = _contiguous(seq_len, cp_size)
-    for layout in (contiguous, zigzag):
+    has_tokens = contiguous.owned[-1][0].start < seq_len  # the last rank: not padding alone
+    for layout in (contiguous, zigzag) if has_tokens else (zigzag,):
         if imbalance(layout.owned, work_before) <= TOLERABLE:
             return layout
     balanced = _balanced(seq_len, cp_size, work_before)

@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import adapters, agreement, context, dispatch
 from lightning_cp import batch as batches
 from lightning_cp.batch import WholeBatch
+from lightning_cp.collectives import Transport
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
 from lightning_cp.engine.attention import name_algorithm
+from lightning_cp.engine.fused import can_start
 from lightning_cp.engine.kernels.flex import MaskMod
 from lightning_cp.engine.kernels.select import KernelName, check_kernel, check_pair
 from lightning_cp.engine.mods import RowMask, RowMasks
@@ -67,6 +69,19 @@ def _check_balance(balance: Mask | None) -> None:
             "spans or padding of one row. Give settings only, such as Mask(causal=True, "
             "window=4096): documents and padding are read from each batch."
         )
+
+
+def _agree_on_gpu(ranks: Transport) -> context.Gpu | None:
+    """Find out what the GPUs of all ranks can do: a rank that chose another way would hang."""
+    device = ranks.device
+    if ranks.size == 1 or device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_capability(device)
+    mine = torch.tensor([*found, int(can_start(device))], dtype=torch.int64, device=device)
+    every = mine.new_empty(ranks.size, 3)
+    ranks.all_gather(every, mine)()
+    numbers = every.tolist()
+    return context.Gpu(min((a, b) for a, b, _ in numbers), all(works for *_, works in numbers))
 
 
 def check_memory(attention_memory: float | None) -> None:
@@ -150,6 +165,7 @@ class ContextParallel:
         self.balance = balance
         self.check_batches = check_batches
         self.position_edges: tuple[int, ...] = ()
+        self.gpu: context.Gpu | None = None
         if isinstance(mesh, Groups):
             self._groups = mesh
         else:
@@ -159,6 +175,7 @@ class ContextParallel:
                 ulysses_size="all" if algorithm == "ulysses" else ulysses_size,
                 timeout=timeout,
             )
+            self.gpu = _agree_on_gpu(self._groups.context)
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
@@ -316,6 +333,7 @@ class ContextParallel:
             algorithm=self.algorithm,
             kernel="reference" if groups is self._alone else self.kernel,
             attention_memory=self.attention_memory,
+            gpu=self.gpu,
             has_position_ids=isinstance(batch.get("position_ids"), Tensor),
             is_checked=checked,
             is_stock=stock,

@@ -148,6 +148,12 @@ def test_auto_is_in_one_piece_where_that_is_even_enough(name):
     assert imbalance <= 1.05
 
 
+@pytest.mark.parametrize(("cp_size", "seq_len"), [(24, 253), (32, 93), (64, 124)])
+def test_auto_leaves_no_rank_with_padding_alone(cp_size, seq_len):
+    layout, _ = chosen(Mask(causal=True, window=4), cp_size=cp_size, seq_len=seq_len)
+    assert min(int(layout.is_real(rank).sum()) for rank in range(cp_size)) > 0
+
+
 @pytest.mark.parametrize("name", EVEN)
 def test_auto_is_zigzag_where_that_is_even_enough(name):
     layout, imbalance = chosen(EVEN[name], cp_size=4)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.compat import outside_graphs
-from lightning_cp.context import Step, StepMask, check_recompute, current
+from lightning_cp.context import Gpu, Step, StepMask, check_recompute, current
 from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.cost import (
     Choice,
@@ -117,6 +117,8 @@ def attention(
             step.cache[key] = _call(mask, step, _request(q, v, scale, softcap), q, k, v, bias)
         call = step.cache[key]
         short = step.layout.local_len - q.shape[2]
+        if bias is not None:
+            bias = _row_per_query(bias, step)
         if short:
             return _attend_padded(q, k, v, sinks, bias, call, short)
     return _attend(q, k, v, sinks, bias, call)
@@ -132,6 +134,17 @@ def _attend(
     return attend(q, k, v, sinks, bias, call)
 
 
+def _row_per_query(bias: Tensor, step: Step) -> Tensor:
+    """Write a bias out where one row may stand for one query or for all, by what a rank holds.
+
+    Ranks that swap heads must all send their rows, or none.
+    """
+    layout = step.layout
+    if layout.shows_padding or step.groups.inside.size == 1 or bias.dim() == 1:
+        return bias
+    return bias.expand(-1, -1, layout.local_len, -1) if bias.shape[2] == 1 else bias
+
+
 def _attend_padded(
     q: Tensor,
     k: Tensor,
@@ -144,7 +157,7 @@ def _attend_padded(
     """Add the padding that this rank's tensors do not show: all ranks move as many tokens."""
     held_len = q.shape[2]
     q, k, v = (pad_end(x, 2, short) for x in (q, k, v))
-    if bias is not None and bias.dim() == 4 and bias.shape[2] > 1:
+    if bias is not None and bias.dim() == 4 and bias.shape[2] == held_len > 1:
         bias = pad_end(bias, 2, short)
     return _attend(q, k, v, sinks, bias, call).narrow(2, 0, held_len)
 
@@ -179,7 +192,7 @@ def _call(
     check_pair(step.kernel, step.algorithm)
     algorithm = resolve_algorithm(step.algorithm)
     budget = None if step.attention_memory is None else int(step.attention_memory * 2**30)
-    if _takes_flex(step.kernel, algorithm, request, bounds, place, q, v, bias):
+    if _takes_flex(step.kernel, algorithm, request, bounds, place, q, v, bias, step.gpu):
         call: Call | RowCall = build_row_call(
             q,
             v,
@@ -237,7 +250,9 @@ def _choose_way(
     return choose(
         problem,
         memory_budget=memory_budget(problem) if budget is None else budget,
-        chip=chip_of(torch.cuda.get_device_capability(q.device)),
+        chip=chip_of(
+            step.gpu.capability if step.gpu else torch.cuda.get_device_capability(q.device)
+        ),
         algorithms=("gather", "ring") if step.algorithm == "auto" else (_way_of(named),),
     )
 
@@ -263,8 +278,11 @@ def _takes_flex(
     q: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    gpu: Gpu | None = None,
 ) -> bool:
     """Say whether a call goes to FlexAttention; the same on all ranks, for it says what travels."""
+    if gpu is not None and not gpu.compiles and kernel == "auto":
+        return False
     if kernel != "auto" or request.device.type != "cuda":
         return kernel == "flex"
     work = Work(

@@ -36,10 +36,11 @@ def can_start(device: torch.device) -> bool:
     """Say whether a kernel can be compiled and started here, by trying; a failure is logged."""
     if triton is None or device.type != "cuda":
         return False
-    x, factors = torch.ones(1, 1, 4, 16, device=device), torch.ones(1, 1, 4, device=device)
+    x, factors = torch.ones(1, 1, 4, 16, device=device), torch.full((1, 1, 4), 2.0, device=device)
     try:
-        scale_rows(x, factors, x)
-        works = bool((x == 1).all())
+        for _ in range(2):  # compiled and started, then started only
+            scale_rows(x, factors, x)
+        works = bool((x == 4).all())
     except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no place to write: anything
         works = False
         _logger.warning(
@@ -82,9 +83,7 @@ def merge_into(
         *a_lse.stride(),
         *b_lse.stride(),
         length,
-        dim,
-        _ROWS,
-        1 << (dim - 1).bit_length(),
+        *_constants(dim),
     )
     _start(_merge, (-(-length // _ROWS), heads, batch), args)
 
@@ -94,8 +93,7 @@ def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
     batch, heads, length, dim = x.shape
     if x.numel():
         strides = (stride // 8 for t in (x, out) for stride in t.stride()[:3])
-        sizes = (length, dim, _ROWS, 1 << (dim - 1).bit_length())
-        args = (x, factors, out, *strides, *factors.stride(), *sizes)
+        args = (x, factors, out, *strides, *factors.stride(), length, *_constants(dim))
         _start(_scale, (-(-length // _ROWS), heads, batch), args)
 
 
@@ -105,17 +103,21 @@ def dot_rows(x: Tensor, y: Tensor) -> Tensor:
     out = x.new_empty(batch, heads, length, dtype=torch.float32)
     if x.numel():
         strides = (stride // 8 for t in (x, y) for stride in t.stride()[:3])
-        sizes = (length, dim, _ROWS, 1 << (dim - 1).bit_length())
-        args = (x, y, out, *strides, *out.stride(), *sizes)
+        args = (x, y, out, *strides, *out.stride(), length, *_constants(dim))
         _start(_dot, (-(-length // _ROWS), heads, batch), args)
     return out
 
 
+def _constants(dim: int) -> tuple[int, int, int]:
+    """Return what kernels are compiled for: the head dim, rows and columns of a tile."""
+    return dim, _ROWS, 1 << (dim - 1).bit_length()
+
+
 def _start(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-    """Start a kernel whose last two arguments are the constants that it is compiled for."""
+    """Start a kernel whose last arguments are `_constants`."""
     device = args[0].device
     dtypes = tuple(x.dtype for x in args if isinstance(x, Tensor))
-    key = (kernel, device, dtypes, args[-2:])
+    key = (kernel, device, dtypes, args[-3:])
     ready = _ready.get(key)
     if ready is not None and device.index == torch.cuda.current_device():
         ready[grid](*args)
@@ -127,7 +129,7 @@ def _start(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> No
 if triton is not None:
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(6, 26)), do_not_specialize_on_alignment=[3, 4, 5]
+        do_not_specialize=list(range(6, 25)), do_not_specialize_on_alignment=[3, 4, 5]
     )
     def _merge(  # type: ignore[no-untyped-def]
         out,
@@ -155,7 +157,7 @@ if triton is not None:
         blse_h,
         blse_l,
         length,
-        dim,
+        DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):
@@ -163,7 +165,7 @@ if triton is not None:
         head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         column = tl.arange(0, WIDTH)
         real_row = row < length
-        real = real_row[:, None] & (column < dim)[None, :]
+        real = real_row[:, None] & (column < DIM)[None, :]
         row = row.to(tl.int64)
         never = float("-inf")
         x = tl.load(a_lse + batch * alse_b + head * alse_h + row * alse_l, real_row, never)
@@ -183,10 +185,12 @@ if triton is not None:
         mixed = first + share * (second - first)
         tl.store(at_out, mixed.to(out.dtype.element_ty), real)
         summed = tl.where(top == never, never, base + tl.log(total))
+        # In place, all warps must have read what one of them writes.
+        tl.debug_barrier()
         tl.store(lse + batch * lse_b + head * lse_h + row * lse_l, summed, real_row)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(3, 14)), do_not_specialize_on_alignment=[1]
+        do_not_specialize=list(range(3, 13)), do_not_specialize_on_alignment=[1]
     )
     def _scale(  # type: ignore[no-untyped-def]
         x,
@@ -202,7 +206,7 @@ if triton is not None:
         factors_h,
         factors_l,
         length,
-        dim,
+        DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):
@@ -210,7 +214,7 @@ if triton is not None:
         head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         column = tl.arange(0, WIDTH)[None, :]
         real_row = row < length
-        real = real_row[:, None] & (column < dim)
+        real = real_row[:, None] & (column < DIM)
         row = row.to(tl.int64)
         at_factors = factors + batch * factors_b + head * factors_h + row * factors_l
         factor = tl.load(at_factors, real_row, 0.0)[:, None]
@@ -220,7 +224,7 @@ if triton is not None:
         tl.store(at_out, scaled.to(out.dtype.element_ty), real)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(3, 14)), do_not_specialize_on_alignment=[2]
+        do_not_specialize=list(range(3, 13)), do_not_specialize_on_alignment=[2]
     )
     def _dot(  # type: ignore[no-untyped-def]
         x,
@@ -236,7 +240,7 @@ if triton is not None:
         out_h,
         out_l,
         length,
-        dim,
+        DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):
@@ -244,7 +248,7 @@ if triton is not None:
         head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         column = tl.arange(0, WIDTH)[None, :]
         real_row = row < length
-        real = real_row[:, None] & (column < dim)
+        real = real_row[:, None] & (column < DIM)
         row = row.to(tl.int64)
         at_x = x + (batch * x_b + head * x_h + row[:, None] * x_l) * 8 + column
         at_y = y + (batch * y_b + head * y_h + row[:, None] * y_l) * 8 + column

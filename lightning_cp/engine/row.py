@@ -24,7 +24,7 @@ from lightning_cp.engine.flex import is_plain
 from lightning_cp.engine.gathered import Arriving, Way, bring, refuse_second_derivative, whole_row
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import Mods, attend_compiled, attend_plain
-from lightning_cp.engine.merge import accumulation_dtype, dot_rows, scale_rows
+from lightning_cp.engine.merge import NEVER, accumulation_dtype, dot_rows, scale_rows
 from lightning_cp.engine.mods import (
     BLOCK_SIZE,
     Keys,
@@ -318,4 +318,5 @@ def _shares(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
     total = torch.logaddexp(lse, logits)
+    total = torch.where(total == NEVER, 0.0, total)  # neither is there: both shares are 0
     return torch.exp(logits - total), torch.exp(lse - total)

@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,18 @@ def test_an_empty_row_is_refused():
 def test_memory_for_nothing_is_refused():
     with pytest.raises(ValueError, match=r"attention_memory=-1: give the GiB .* above 0, or None"):
         ContextParallel(None, attention_memory=-1)
+
+
+@pytest.mark.parametrize("rows", [1, "held"])
+def test_neighbours_that_hold_different_numbers_of_tokens_all_send_a_bias(rows):
+    """One row may be that of one query: what is sent must not follow from what a rank holds."""
+    layout = build_layout("contiguous", seq_len=3, cp_size=2, shows_padding=False)
+    for rank, held in enumerate([2, 1]):
+        assert layout.held_len(rank) == held
+        step = SimpleNamespace(
+            layout=layout, groups=SimpleNamespace(inside=SimpleNamespace(size=2))
+        )
+        bias = torch.randn(1, 2, held if rows == "held" else 1, 3)
+        written = attention_module._row_per_query(bias, step)
+        assert written.shape[2] == (2 if bias.shape[2] == 1 else held)
+        assert torch.equal(written[:, :, :1], bias[:, :, :1])

@@ -12,6 +12,7 @@ from lightning_cp.collectives import LoneTransport
 from lightning_cp.engine import exchange, gathered, mods, row
 from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.base import Scores
+from lightning_cp.engine.merge import NEVER
 from lightning_cp.engine.mods import Place
 from lightning_cp.engine.row import _Sinks, attend_row, build_row_call
 from lightning_cp.engine.ulysses import SwappedCall, build_swap
@@ -399,6 +400,15 @@ def test_sinks_are_differentiated_exactly():
     sinks = torch.tensor([-2.0, 0.5, 4.0], dtype=torch.float64)
     args = [x.requires_grad_() for x in (out, lse, sinks)]
     assert torch.autograd.gradcheck(_Sinks.apply, args)
+
+
+def test_a_query_without_keys_and_sink_is_zero():
+    out, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), NEVER)
+    sinks = torch.tensor([NEVER, 0.5], requires_grad=True)
+    shared = _Sinks.apply(out, lse, sinks)
+    shared.sum().backward()
+    assert torch.equal(shared, out)
+    assert torch.equal(sinks.grad, torch.zeros(2))
 
 
 def test_small_sinks_keep_their_gradient_in_float32():
