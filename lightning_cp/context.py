@@ -338,6 +338,15 @@ def _recomputed_elsewhere() -> RuntimeError:
 _backward_of: int | None = None
 
 
+def refuse_second_derivative() -> None:
+    """Refuse a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Context-parallel attention has no second derivative: call backward() or "
+            "autograd.grad() without create_graph=True."
+        )
+
+
 def enter_backward_of(uid: int) -> None:
     """Note that backward is going through the loss of a step."""
     global _backward_of

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport, nothing
 from lightning_cp.compat import plain_functions
-from lightning_cp.context import check_mark, enter_backward_of
+from lightning_cp.context import check_mark, enter_backward_of, refuse_second_derivative
 from lightning_cp.engine.exchange import Found, KeyValues, Shard, fetch, give_back
 from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Scores
 from lightning_cp.engine.merge import (
@@ -120,11 +120,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Context-parallel attention has no second derivative: call backward() or "
-                "autograd.grad() without create_graph=True."
-            )
+        refuse_second_derivative()
         saved, call = ctx.saved_tensors, ctx.call
         with plain_functions(), _own_precision(dout.device):
             check_mark(saved[-1], call.uid)

@@ -18,7 +18,6 @@ from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.cost import (
     Choice,
     Problem,
-    TravelName,
     chip_of,
     choose,
     memory_budget,
@@ -253,12 +252,8 @@ def _choose_way(
         chip=chip_of(
             step.gpu.capability if step.gpu else torch.cuda.get_device_capability(q.device)
         ),
-        algorithms=("gather", "ring") if step.algorithm == "auto" else (_way_of(named),),
+        algorithms=("gather", "ring") if step.algorithm == "auto" else (named,),
     )
-
-
-def _way_of(algorithm: str) -> TravelName:
-    return "ring" if algorithm == "ring" else "gather"
 
 
 def name_algorithm(algorithm: str, groups: Groups) -> str:
@@ -281,10 +276,10 @@ def _takes_flex(
     gpu: Gpu | None = None,
 ) -> bool:
     """Say whether a call goes to FlexAttention; the same on all ranks, for it says what travels."""
-    if gpu is not None and not gpu.compiles and kernel == "auto":
-        return False
     if kernel != "auto" or request.device.type != "cuda":
         return kernel == "flex"
+    if gpu is not None and not gpu.compiles:
+        return False
     work = Work(
         is_dense=is_dense(bounds, place.layout.seq_len),
         has_bias=bias is not None,

@@ -400,17 +400,28 @@ def _scatter_whole_shards(
     dtype: torch.dtype,
     add: Add,
 ) -> Callable[[], None]:
-    rows = as_rows(found, dtype)
+    owners = ((transport.rank, stage.own), *stage.receives)
+    arriving = _send_home(as_rows(found, dtype), owners, local_len, transport)
+    return lambda: add(found.open_rows(arriving()), 0)
+
+
+def _send_home(
+    rows: Tensor,
+    owners: Iterable[tuple[int, Iterable[Run]]],
+    local_len: int,
+    transport: Transport,
+) -> Callable[[], Tensor]:
+    """Start sending runs of rows to their owners; return what waits for the sum of all ranks'."""
     wires = rows.new_zeros(transport.size, local_len, *rows.shape[1:])
-    for peer, runs in ((transport.rank, stage.own), *stage.receives):
+    for peer, runs in owners:
         for run in runs:
             _copy(rows, run.buffer, wires[peer], run.shard, run.size)
     summed = torch.empty_like(wires[0])
     wait = transport.reduce_scatter(summed, wires)
 
-    def finish() -> None:
+    def finish() -> Tensor:
         wait()
-        add(found.open_rows(summed), 0)
+        return summed
 
     return finish
 
@@ -431,14 +442,9 @@ def scatter_row(
     found: KeyValues, layout: Layout, transport: Transport, dtype: torch.dtype
 ) -> KeyValues:
     """Return, for this rank's keys, the sum in ``dtype`` of the gradients that all ranks found."""
-    rows = as_rows(found, dtype)
-    wires = rows.new_zeros(transport.size, layout.local_len, *rows.shape[1:])
-    for rank, wire in enumerate(wires):
-        for run in _row_runs(layout, rank):
-            _copy(rows, run.buffer, wire, run.shard, run.size)
-    summed = torch.empty_like(wires[0])
-    transport.reduce_scatter(summed, wires)()
-    return found.open_rows(summed)
+    owners = ((rank, _row_runs(layout, rank)) for rank in range(layout.cp_size))
+    arriving = _send_home(as_rows(found, dtype), owners, layout.local_len, transport)
+    return found.open_rows(arriving())
 
 
 def _row_runs(layout: Layout, rank: int) -> Iterable[Run]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport
 from lightning_cp.compat import plain_functions
-from lightning_cp.context import check_mark, enter_backward_of
+from lightning_cp.context import check_mark, enter_backward_of, refuse_second_derivative
 from lightning_cp.engine.exchange import (
     Found,
     KeyValues,
@@ -53,15 +53,6 @@ def whole_row(k: Tensor, v: Tensor, way: Way) -> tuple[Tensor, Tensor]:
         return k, v
     whole: tuple[Tensor, Tensor] = _WholeRow.apply(k, v, way)  # type: ignore[no-untyped-call]
     return whole
-
-
-def refuse_second_derivative() -> None:
-    """Refuse a backward that is itself to be differentiated."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "Context-parallel attention has no second derivative: call backward() or "
-            "autograd.grad() without create_graph=True."
-        )
 
 
 class _WholeRow(torch.autograd.Function):

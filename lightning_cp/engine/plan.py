@@ -271,13 +271,13 @@ def check_algorithm(name: str) -> None:
     check_choice("algorithm", name, get_args(AlgorithmName))
 
 
-def resolve_algorithm(name: str) -> str:
+def resolve_algorithm(name: str) -> Literal["gather", "ring"]:
     """Say how keys travel: ``gather`` where it is left open, for the fewest and largest kernels.
 
     With ``ulysses`` nothing is left to travel once tokens are swapped for heads.
     """
     check_algorithm(name)
-    return "gather" if name in ("auto", "ulysses") else name
+    return "ring" if name == "ring" else "gather"
 
 
 def build_plan(

@@ -20,8 +20,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from lightning_cp.collectives import Transport
 from lightning_cp.compat import without_modes
+from lightning_cp.context import refuse_second_derivative
 from lightning_cp.engine.flex import is_plain
-from lightning_cp.engine.gathered import Arriving, Way, bring, refuse_second_derivative, whole_row
+from lightning_cp.engine.gathered import Arriving, Way, bring, whole_row
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import Mods, attend_compiled, attend_plain
 from lightning_cp.engine.merge import NEVER, accumulation_dtype, dot_rows, scale_rows
