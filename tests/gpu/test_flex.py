@@ -4,6 +4,8 @@ Everything is compiled in the ranks' processes, so that this one keeps its envir
 at most twice those of one device in the same precision, written out, and 4 ulp.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,7 +140,8 @@ def run_kernels(jobs):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_masks_softcap_and_sinks_by_the_flex_kernel(nccl, dtype):
     jobs = []
-    for name in ["documents+window", "left padding", "prefix", "chunk"]:
+    names = ["documents+window", "left padding", "prefix", "chunk"]
+    for name in names[:: 1 if dtype == torch.bfloat16 else 3]:
         inputs = make_inputs(
             batch=2, heads=(4, 2), length=701, dims=(64, 64), sinks=True, seed=5
         ).to(dtype)
@@ -266,8 +269,13 @@ def kernel_of(name, how):
     return taken[0], {n: x.cpu() for n, x in zip(names, (out.detach(), *grads), strict=True)}
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("how", ["gather", "ring", "alone"])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *itertools.product(["gather", "ring"], CHOICES),
+        *itertools.product(["alone"], ["causal", "documents", "alibi"]),
+    ],
+)
 def test_auto_takes_flex_where_dense_kernels_are_bad(nccl, name, how):
     mask, added, dim, takes_flex = CHOICES[name]
     inputs = make_inputs(

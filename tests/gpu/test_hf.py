@@ -1,6 +1,6 @@
 """Hugging Face models in bfloat16 on NCCL ranks: as near to float32 as the stock model is.
 
-Shapes of well-known models, scaled down to about 200M parameters, on rows of 16k tokens. The error
+Shapes of well-known models, scaled down to about 200M parameters, on rows of 8k tokens. The error
 of every gradient against the stock model in float32 is at most twice that of the stock model in
 bfloat16.
 """
@@ -19,8 +19,9 @@ from lightning_cp import ContextParallel
 
 pytestmark = pytest.mark.gpu
 
-LENGTH = 16384
-DOCUMENTS = [5003, 1, 7380, 4000]
+LENGTH = 8192
+DOCUMENTS = [2503, 1, 3688, 2000]
+ALGORITHMS = ["gather", "ring", "ulysses"]
 _SIZES = {"vocab_size": 32000, "max_position_embeddings": LENGTH, "pad_token_id": 0}
 _LLAMA = {
     **_SIZES,
@@ -171,9 +172,7 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
     }
 
 
-def compare(name: str, packed: bool, algorithm: str) -> dict[str, tuple[float, float]] | None:
-    """Return, on the first rank, the error of each gradient and that of the stock model."""
-    torch.cuda.empty_cache()
+def shared(name: str, packed: bool, algorithm: str) -> tuple[float, dict[str, Tensor]]:
     cp = ContextParallel(dist.group.WORLD, check_batches=0, algorithm=algorithm)
     model = build(name, torch.bfloat16, "eager" if name == "gpt_oss" else "sdpa").train()
     enable(model)
@@ -186,29 +185,39 @@ def compare(name: str, packed: bool, algorithm: str) -> dict[str, tuple[float, f
         dist.all_reduce(gradient)
         gradient /= cp.cp_size
     torch.cuda.synchronize()
-    del model
-    if cp.cp_rank > 0:
+    return loss.item(), found
+
+
+def compare(name: str, packed: bool) -> dict[str, dict[str, tuple[float, float]]] | None:
+    """Return, on the first rank, the error of each gradient and that of the stock model."""
+    torch.cuda.empty_cache()
+    ways = {algorithm: shared(name, packed, algorithm) for algorithm in ALGORITHMS}
+    if dist.get_rank() > 0:
         torch.cuda.empty_cache()
         return None
     exact_loss, exact = stock(name, packed, torch.float32)
     _, rough = stock(name, packed, torch.bfloat16)
-    ours, theirs = errors(found, exact), errors(rough, exact)
-    print(  # noqa: T201  what the GPU said is written down
-        f"{name} packed={packed} {algorithm} over {cp.cp_size}: loss {loss.item():.5f} "
-        f"({exact_loss:.5f}), median gradient error {median(ours.values()):.1e} "
-        f"(stock {median(theirs.values()):.1e}), worst {max(ours.values()):.1e} "
-        f"({max(theirs.values()):.1e}), worst ratio "
-        f"{max(ours[n] / max(theirs[n], 1e-3) for n in ours):.2f}",
-        flush=True,
-    )
+    theirs = errors(rough, exact)
+    answer = {}
+    for algorithm, (loss, found) in ways.items():
+        ours = errors(found, exact)
+        print(  # noqa: T201  what the GPU said is written down
+            f"{name} packed={packed} {algorithm}: loss {loss:.5f} "
+            f"({exact_loss:.5f}), median gradient error {median(ours.values()):.1e} "
+            f"(stock {median(theirs.values()):.1e}), worst {max(ours.values()):.1e} "
+            f"({max(theirs.values()):.1e}), worst ratio "
+            f"{max(ours[n] / max(theirs[n], 1e-3) for n in ours):.2f}",
+            flush=True,
+        )
+        answer[algorithm] = {n: (ours[n], theirs[n]) for n in ours}
     torch.cuda.empty_cache()
-    return {n: (ours[n], theirs[n]) for n in ours}
+    return answer
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("size", "algorithm"), [(2, "gather"), (4, "ring"), (2, "ulysses")])
-def test_gradients_are_as_near_as_those_of_the_stock_model(nccl, size, algorithm, name, packed):
-    found = nccl(size).run(compare, name, packed, algorithm, timeout=180)[0]
-    for parameter, (ours, theirs) in found.items():
-        assert ours <= 2 * theirs + 2**-8, (parameter, ours, theirs)
+def test_gradients_are_as_near_as_those_of_the_stock_model(nccl, name, packed):
+    found = nccl(4).run(compare, name, packed, timeout=240)[0]
+    for algorithm, each in found.items():
+        for parameter, (ours, theirs) in each.items():
+            assert ours <= 2 * theirs + 2**-8, (algorithm, parameter, ours, theirs)
