@@ -299,6 +299,24 @@ def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def keeping_buffers(backend: Any) -> Callable[..., Any]:
+    """Return a compiler's backend whose backward may run again (``retain_graph=True``).
+
+    By itself it writes over what forward has saved, and then refuses to be called twice. Who asks
+    for attention has not asked for a compiler. torch has this as a setting of a private module.
+    """
+    from torch._dynamo import lookup_backend  # takes seconds to import
+    from torch._functorch import config
+
+    compile_graph = lookup_backend(backend) if isinstance(backend, str) else backend
+
+    def compile_keeping(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(donated_buffer=False):
+            return compile_graph(*args, **kwargs)
+
+    return compile_keeping
+
+
 def in_backward() -> bool:
     """Say whether autograd is running a backward pass on this thread (recompute included)."""
     return bool(torch._C._current_graph_task_id() != -1)

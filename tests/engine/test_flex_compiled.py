@@ -7,6 +7,7 @@ taken away. Ranks are taken one after the other, with the keys of the whole row.
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch_config
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -358,3 +359,20 @@ def test_other_errors_of_the_compiler_are_raised(monkeypatch):
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(RuntimeError, match="a graph break"):
         kernel.attend_compiled(q, q, q, kernel.Mods(), scale=None, wants=AuxRequest())
+
+
+def test_compiled_code_is_told_to_keep_what_forward_saved(monkeypatch):
+    """Only a GPU's compiler writes over it: what it is told while it compiles."""
+    told = []
+
+    def compile_graph(graph, inputs):
+        told.append(functorch_config.donated_buffer)
+        return graph.forward
+
+    monkeypatch.setattr(kernel, "_backend", compile_graph)
+    attend = kernel.compiled_flex_attention("told", torch.Size([1]))
+    q = torch.randn(1, 1, 128, 16)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    attend(q, q, q)
+    assert told == [False]
+    assert functorch_config.donated_buffer

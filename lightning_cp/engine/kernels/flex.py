@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.compat import copy_function, without_modes
+from lightning_cp.compat import copy_function, keeping_buffers, without_modes
 from lightning_cp.engine.merge import NEVER, accumulation_dtype
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -147,10 +147,12 @@ def compiled_flex_attention(kind: object = None, *shapes: torch.Size) -> Callabl
 
 
 @lru_cache(maxsize=128)
-def _compiled(fn: Callable[..., Any], kind: object, backend: str) -> Callable[..., Any]:
+def _compiled(fn: Callable[..., Any], kind: object, backend: Any) -> Callable[..., Any]:
     # Whole or not at all: uncompiled, all scores would be written out, and nothing said. For these
     # shapes alone: with lengths left open torch 2.11 failed to trace.
-    return torch.compile(copy_function(fn), backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(
+        copy_function(fn), backend=keeping_buffers(backend), fullgraph=True, dynamic=False
+    )
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, mods: Mods, *, scale: float) -> Attended:
