@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.collectives import Transport, nothing
-from lightning_cp.engine.merge import Sum, Where
+from lightning_cp.engine.merge import Sum, Where, sum_into
 from lightning_cp.engine.plan import Run, Stage
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range, union
@@ -215,7 +215,8 @@ def _fetch_whole_shards(
 class Found:
     """The gradients of a stage's key buffer, added up tile by tile, where they travel from.
 
-    Memory is taken with the first part; what nobody writes is cleared at the end.
+    The first part waits for the second: both are added up in one go, and until then a kernel has
+    the memory of the sum. What nobody writes is cleared at the end.
 
     Args:
         stage: what the keys came by.
@@ -229,7 +230,7 @@ class Found:
         self._dtype = dtype
         self._all = Range(0, buffer.num_tokens)
         self._written: tuple[Range, ...] = ()
-        self._sole: KeyValues | None = None
+        self._first: tuple[Range, KeyValues] | None = None
         self._opened: tuple[Tensor | None, KeyValues] | None = None
 
     def add(self, batch: slice, columns: slice, part: KeyValues) -> None:
@@ -238,27 +239,41 @@ class Found:
         if batch != slice(None):
             self._open()
             _add(self.total(), batch, here, part)
-            return
-        is_first = self._opened is None and self._sole is None
-        if is_first and here == self._all and not self._has_slots:
-            self._sole = part
-            return
+        elif self._opened is not None:
+            self._add(here, part)
+        elif self._first is None:
+            self._first = here, part
+        else:
+            (there, first), self._first = self._first, None
+            _, total = self._open()
+            both = here.meet(there)
+            for where in _outside(there, both):
+                _write(total, where, first, there)
+            for where in _outside(here, both):
+                _write(total, where, part, here)
+            if both.size:
+                _write(total, both, first, there, part, here)
+            self._written = union((there, here))
+
+    def _add(self, here: Range, part: KeyValues) -> None:
+        """Add a part to what was written, and write it elsewhere."""
         _, total = self._open()
         rest = here
         for written in self._written:
             both = rest.meet(written)
             if both.size:
-                _write(total, part, here, Range(rest.start, both.start))
-                shared = part.tokens(both.start - here.start, both.stop - here.start)
-                _add(total, batch, both, shared)
+                _write(total, Range(rest.start, both.start), part, here)
+                _add(total, slice(None), both, _cut(part, both, here))
                 rest = Range(both.stop, rest.stop)
-        _write(total, part, here, rest)
+        _write(total, rest, part, here)
         self._written = union((*self._written, here))
 
     def total(self) -> KeyValues:
         """Return the sum."""
-        if self._sole is not None:
-            return self._sole
+        if self._opened is None and self._first is not None and not self._has_slots:
+            there, first = self._first
+            if there == self._all:
+                return first
         _, total = self._open()
         at = 0
         for start, stop in (*self._written, Range(self._all.stop, self._all.stop)):
@@ -277,25 +292,50 @@ class Found:
         return rows
 
     def _open(self) -> tuple[Tensor | None, KeyValues]:
+        """Take the memory of the sum, and write down what waits."""
         if self._opened is None:
             if self._has_slots:
                 rows = self._like.empty_rows(self._all.stop, self._dtype)
                 self._opened = rows, self._like.open_rows(rows)
             else:
                 self._opened = None, self._like.empty(self._all.stop, self._dtype)
-            sole, self._sole = self._sole, None
-            if sole is not None:
-                _write(self._opened[1], sole, self._all, self._all)
-                self._written = (self._all,)
+            if self._first is not None:
+                (there, first), self._first = self._first, None
+                _write(self._opened[1], there, first, there)
+                self._written = (there,)
         return self._opened
 
 
-def _write(total: KeyValues, part: KeyValues, columns: Range, where: Range) -> None:
-    """Write the tokens ``where`` of a part that covers ``columns``."""
-    if where.size > 0:
-        kept = part.tokens(where.start - columns.start, where.stop - columns.start)
-        for to, from_ in zip(total.tokens(*where), kept, strict=True):
-            to.copy_(from_)
+def _outside(part: Range, both: Range) -> tuple[Range, ...]:
+    """Return what lies before and behind ``both``, of a part that contains it."""
+    if not both.size:
+        return (part,)
+    return Range(part.start, both.start), Range(both.stop, part.stop)
+
+
+def _cut(part: KeyValues, where: Range, columns: Range) -> KeyValues:
+    """Return the tokens ``where`` of a part that covers ``columns``."""
+    return part.tokens(where.start - columns.start, where.stop - columns.start)
+
+
+def _write(
+    total: KeyValues,
+    where: Range,
+    part: KeyValues,
+    columns: Range,
+    second: KeyValues | None = None,
+    second_columns: Range | None = None,
+) -> None:
+    """Write the tokens ``where`` of a part that covers ``columns``, or the sum of two."""
+    if where.size <= 0:
+        return
+    to, a = total.tokens(*where), _cut(part, where, columns)
+    if second is None or second_columns is None:
+        for place, x in zip(to, a, strict=True):
+            sum_into(place, x)
+        return
+    for place, x, y in zip(to, a, _cut(second, where, second_columns), strict=True):
+        sum_into(place, x, y)
 
 
 def _add(total: KeyValues, batch: slice, columns: Range, part: KeyValues) -> None:
@@ -345,16 +385,14 @@ def give_back(
         return _scatter_whole_shards(stage, total, local_len, transport, dtype, add)
     # A kernel may return any precision, another one on each rank; the wire has one. Keys and
     # values apart: as kernels return them, they are ready to be sent.
-    wires = [_ready(x, dtype) for x in total]
     sends = [
-        (parcel.peer, _picked(wire, ((run.buffer, run.size) for run in parcel.runs)))
-        for parcel in stage.receives
-        for wire in wires
+        (parcel.peer, _ready(x, parcel.runs, dtype)) for parcel in stage.receives for x in total
     ]
+    batch, heads = total.keys.shape[:2]
     arriving = [
-        (parcel.peer, wire.new_empty(parcel.num_tokens, *wire.shape[1:]))
+        (parcel.peer, x.new_empty(parcel.num_tokens, batch, heads, x.shape[3], dtype=dtype))
         for parcel in stage.sends
-        for wire in wires
+        for x in total
     ]
     wait = transport.exchange(sends, arriving)
 
@@ -370,9 +408,12 @@ def give_back(
     return finish
 
 
-def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [n, B, K, D], contiguous."""
-    return x.permute(2, 0, 1, 3).to(dtype).contiguous()
+def _ready(x: Tensor, runs: Sequence[Run], dtype: torch.dtype) -> Tensor:
+    """Return some runs of [B, K, n, D] as one contiguous [m, B, K, D]."""
+    tokens = x.permute(2, 0, 1, 3)
+    parts = [tokens[run.buffer : run.buffer + run.size] for run in runs]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined.to(dtype).contiguous()
 
 
 def _scatter_slots(

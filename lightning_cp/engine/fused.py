@@ -83,9 +83,18 @@ def merge_into(
         *a_lse.stride(),
         *b_lse.stride(),
         length,
-        *_constants(dim),
     )
-    _start(_merge, (-(-length // _ROWS), heads, batch), args)
+    _start(_merge, (-(-length // _ROWS), heads, batch), args, *_constants(dim))
+
+
+def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
+    """Write a, or a + b, to ``out``, all [B, H, L, D]; added in float32. ``out`` may be a."""
+    batch, heads, length, dim = out.shape
+    if out.numel():
+        both = a if b is None else b
+        strides = (stride // 8 for x in (out, a, both) for stride in x.stride()[:3])
+        args = (out, a, both, *strides, length)
+        _start(_sum, (-(-length // _ROWS), heads, batch), args, b is not None, *_constants(dim))
 
 
 def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -93,8 +102,8 @@ def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
     batch, heads, length, dim = x.shape
     if x.numel():
         strides = (stride // 8 for t in (x, out) for stride in t.stride()[:3])
-        args = (x, factors, out, *strides, *factors.stride(), length, *_constants(dim))
-        _start(_scale, (-(-length // _ROWS), heads, batch), args)
+        args = (x, factors, out, *strides, *factors.stride(), length)
+        _start(_scale, (-(-length // _ROWS), heads, batch), args, *_constants(dim))
 
 
 def dot_rows(x: Tensor, y: Tensor) -> Tensor:
@@ -103,8 +112,8 @@ def dot_rows(x: Tensor, y: Tensor) -> Tensor:
     out = x.new_empty(batch, heads, length, dtype=torch.float32)
     if x.numel():
         strides = (stride // 8 for t in (x, y) for stride in t.stride()[:3])
-        args = (x, y, out, *strides, *out.stride(), length, *_constants(dim))
-        _start(_dot, (-(-length // _ROWS), heads, batch), args)
+        args = (x, y, out, *strides, *out.stride(), length)
+        _start(_dot, (-(-length // _ROWS), heads, batch), args, *_constants(dim))
     return out
 
 
@@ -113,17 +122,17 @@ def _constants(dim: int) -> tuple[int, int, int]:
     return dim, _ROWS, 1 << (dim - 1).bit_length()
 
 
-def _start(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-    """Start a kernel whose last arguments are `_constants`."""
+def _start(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], *constants: int) -> None:
+    """Start a kernel; ``constants``, its last arguments, are what it is compiled for."""
     device = args[0].device
     dtypes = tuple(x.dtype for x in args if isinstance(x, Tensor))
-    key = (kernel, device, dtypes, args[-3:])
+    key = (kernel, device, dtypes, constants)
     ready = _ready.get(key)
     if ready is not None and device.index == torch.cuda.current_device():
-        ready[grid](*args)
+        ready[grid](*args, *constants)
     else:
         with torch.cuda.device(device):
-            _ready[key] = kernel[grid](*args)
+            _ready[key] = kernel[grid](*args, *constants)
 
 
 if triton is not None:
@@ -188,6 +197,39 @@ if triton is not None:
         # In place, all warps must have read what one of them writes.
         tl.debug_barrier()
         tl.store(lse + batch * lse_b + head * lse_h + row * lse_l, summed, real_row)
+
+    @triton.jit(do_not_specialize=list(range(3, 13)))  # type: ignore[untyped-decorator,unused-ignore]
+    def _sum(  # type: ignore[no-untyped-def]
+        out,
+        a,
+        b,
+        out_b,
+        out_h,
+        out_l,
+        a_b,
+        a_h,
+        a_l,
+        b_b,
+        b_h,
+        b_l,
+        length,
+        BOTH: tl.constexpr,
+        DIM: tl.constexpr,
+        ROWS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        column = tl.arange(0, WIDTH)[None, :]
+        real = (row < length) & (column < DIM)
+        row = row.to(tl.int64)
+        at_out = out + (batch * out_b + head * out_h + row * out_l) * 8 + column
+        at_a = a + (batch * a_b + head * a_h + row * a_l) * 8 + column
+        found = tl.load(at_a, real, 0.0).to(tl.float32)
+        if BOTH:
+            at_b = b + (batch * b_b + head * b_h + row * b_l) * 8 + column
+            found += tl.load(at_b, real, 0.0).to(tl.float32)
+        tl.store(at_out, found.to(out.dtype.element_ty), real)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
         do_not_specialize=list(range(3, 13)), do_not_specialize_on_alignment=[1]

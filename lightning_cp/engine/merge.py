@@ -61,6 +61,22 @@ def merge_into(out: Tensor, lse: Tensor, a: Softmaxed, b: Softmaxed) -> None:
     torch.logaddexp(a_lse.to(lse.dtype), b_lse.to(lse.dtype), out=lse)
 
 
+def sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
+    """Write a, or a + b, to ``out``: added in at least float32, rounded once."""
+    if b is None and a.dtype == out.dtype:
+        out.copy_(a)
+    elif fused.can_take(out, a, *(() if b is None else (b,))):
+        fused.sum_into(out, a, b)
+    elif b is None:
+        out.copy_(a)
+    # torch adds in float32 what is narrower, and rounds to the wider of both before it writes.
+    elif torch.promote_types(a.dtype, b.dtype) == torch.promote_types(a.dtype, out.dtype):
+        torch.add(a, b, out=out)
+    else:
+        out.copy_(a)
+        out += b
+
+
 class Where(NamedTuple):
     """A part of a tensor [B, H, L, D], all heads: some rows of the batch and some tokens."""
 
@@ -264,16 +280,10 @@ class Sum(Patches[Tensor]):
         target.zero_()
 
     def _write(self, target: Tensor, where: Where, part: Tensor) -> None:
-        target[where.place].copy_(part)
+        sum_into(target[where.place], part)
 
     def _write_both(self, target: Tensor, where: Where, a: Tensor, b: Tensor) -> None:
-        place = target[where.place]
-        # torch adds in float32 what is narrower, and rounds to the wider of both before it writes.
-        if torch.promote_types(a.dtype, b.dtype) == torch.promote_types(a.dtype, target.dtype):
-            torch.add(a, b, out=place)
-        else:
-            place.copy_(a)
-            place += b
+        sum_into(target[where.place], a, b)
 
     def _add_to(self, total: Tensor, where: Where, part: Tensor) -> None:
         total[where.place] += part

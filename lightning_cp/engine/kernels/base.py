@@ -204,6 +204,12 @@ class TiledKernel(ABC):
         """Return the tiles to compute; whole and causal ones are as large as the block allows."""
         return block.tiles(self.tile_size, fused=self.fuses and bias is None)
 
+    def backward_tiles(
+        self, block: Block, bias: Tensor | None, num_heads: int
+    ) -> tuple[PlacedTile, ...]:
+        """Return the tiles to differentiate with so many query heads."""
+        return self.tiles(block, bias)
+
     @abstractmethod
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
@@ -232,7 +238,7 @@ class TiledKernel(ABC):
         self, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
     ) -> Iterator[BackwardPart]:
         """Compute tile after tile."""
-        for tile in self.tiles(block, bias):
+        for tile in self.backward_tiles(block, bias, given.q.shape[1]):
             batch, rows, columns = tile.batch, tile.rows, tile.columns
             mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), given.q.device)
             part = self.tile_backward(given.part(batch, rows, columns), mask, scores)
@@ -244,6 +250,18 @@ def part_of(x: Tensor, batch: slice, tokens: slice) -> Tensor:
     if batch == slice(None) and tokens.stop - tokens.start == x.shape[2]:
         return x
     return x[batch, :, tokens]
+
+
+def halved(tile: PlacedTile, multiple: int) -> tuple[PlacedTile, PlacedTile]:
+    """Cut a whole tile across its keys, at a multiple of a number."""
+    width = -(-tile.keys.size // (2 * multiple)) * multiple
+    middle, column = tile.keys.start + width, tile.columns.start + width
+    return (
+        tile._replace(
+            keys=Range(tile.keys.start, middle), columns=slice(tile.columns.start, column)
+        ),
+        tile._replace(keys=Range(middle, tile.keys.stop), columns=slice(column, tile.columns.stop)),
+    )
 
 
 def cut_tile(tile: PlacedTile, size: int) -> Iterator[PlacedTile]:
