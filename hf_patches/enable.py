@@ -64,7 +64,7 @@ def enable(
         model: a model from transformers, or a PEFT model around one.
         chunked_loss: whether the loss is computed without holding the logits of all of this rank's
             tokens; ``output.logits`` is then None. ``auto`` does it in training, where they would
-            take more than 256 MiB.
+            take more than 1 GiB.
         allow_unknown: enable an architecture that is not in the table. Compare it with the stock
             model first: `hf_patches.verify`.
 

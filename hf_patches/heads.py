@@ -39,7 +39,7 @@ MARK: Final = "_lightning_cp"
 """Under which name an enabled model carries what it must know."""
 
 # Logits of a rank that take more than this in float32 are never held at once.
-LARGEST_LOGITS: Final = 1 << 28
+LARGEST_LOGITS: Final = 1 << 30
 
 _OURS: Final = (
     "document_ids",
@@ -204,7 +204,7 @@ def _chunked(
 
     with _stand_in(model, base, record):
         output = stock(**given)
-    (parts,) = found
+    (parts,), num_classes = found, output.logits.shape[-1]
 
     asked = dict(given)
     if "output_router_logits" in parameters_of(type(model).forward):
@@ -216,7 +216,12 @@ def _chunked(
         return logits
 
     loss = chunked_token_mean(
-        head, parts[0], labels, parameters=_head_parameters(model, real), shift=shift
+        head,
+        parts[0],
+        labels,
+        parameters=_head_parameters(model, real),
+        shift=shift,
+        chunk_len=max(1, LARGEST_LOGITS // (4 * num_classes)),
     )
     output["logits"] = None
     return output, loss

@@ -35,11 +35,8 @@ from lightning_cp.context import (
 )
 from lightning_cp.sequence import shard, shift_labels, unshard
 
-_CHUNK_NUMBERS: Final = 2**26
-"""How many logits are held at once unless the caller says: 256 MiB in float32."""
-
-_FIRST_LEN: Final = 256
-"""Tokens of the first piece, which says how large the vocabulary is."""
+_CHUNK_NUMBERS: Final = 2**28
+"""How many logits are held at once unless the caller says: 1 GiB in float32."""
 
 
 @outside_graphs
@@ -82,8 +79,9 @@ def chunked_token_mean(
 ) -> Tensor:
     """Return `token_mean` of ``head(hidden)`` without ever holding the logits of all tokens.
 
-    Gradients are computed in forward, piece by piece, and kept: as much memory as ``hidden`` and,
-    in float32, the parameters take. Activation checkpointing around it would do that work twice.
+    Gradients are computed in forward, piece by piece, and kept: as much memory as ``hidden`` and
+    the parameters take, these in float32 where there are several pieces. Activation checkpointing
+    around it would do that work twice.
 
     Args:
         head: what makes logits [1, n, V] of hidden states [1, n, d], for each token by itself. It
@@ -94,8 +92,9 @@ def chunked_token_mean(
             gradients are summed in float32. With FSDP2 call this inside the forward of the module
             that is sharded as one with them, where they are whole.
         shift: as in `token_mean`.
-        chunk_len: how many tokens ``head`` gets at once. By default the first 256, and then so many
-            that their logits take 256 MiB in float32; working on them takes a few times that.
+        chunk_len: how many tokens ``head`` gets at once, at most: pieces are of about equal length.
+            By default so many that their logits take 1 GiB in float32, for which ``head`` is first
+            asked about one token; working on them takes a few times that.
 
     Example:
         >>> head, hidden = torch.nn.Linear(4, 8), torch.randn(1, 6, 4)
@@ -108,7 +107,7 @@ def chunked_token_mean(
     if chunk_len is not None and chunk_len < 1:
         raise ValueError(
             f"chunked_token_mean(chunk_len={chunk_len}): give a number of tokens above 0, or None "
-            "for as many as take 256 MiB."
+            "for as many as take 1 GiB."
         )
     leaves = _leaves(parameters)
     step = current()
@@ -232,7 +231,7 @@ class _Work:
         head: makes logits of hidden states.
         targets: [tokens], what each is scored against.
         leaves: the parameters themselves, which ``head`` computes with.
-        chunk_len: tokens of a piece; None to go by the vocabulary.
+        chunk_len: tokens of a piece at most; None to go by the vocabulary.
         grad: whether the caller has gradients enabled.
     """
 
@@ -252,20 +251,19 @@ class _ChunkedSum(torch.autograd.Function):
         slopes = torch.zeros_like(tokens) if wanted else None
         sums: list[Tensor | None] = [None for _ in work.leaves]
         losses: list[Tensor] = []
-        start, length = 0, work.chunk_len or _FIRST_LEN
+        # Shapes alone say how many pieces there are: a head may need all ranks each time.
+        num_pieces = _num_pieces(work, tokens)
+        parts, targets = tokens.tensor_split(num_pieces, 1), work.targets.tensor_split(num_pieces)
+        kept = (None,) * num_pieces if slopes is None else slopes.tensor_split(num_pieces, 1)
         with _without_hooks(work.leaves if work.grad else ()):
-            # Shapes alone say how many pieces there are: a head may need all ranks each time.
-            while start < tokens.shape[1] or not losses:
-                part = slice(start, start + length)
-                piece = tokens[:, part].detach().requires_grad_(wanted)
-                found, num_classes = _piece_losses(work, piece, work.targets[part])
+            for part, target, into in zip(parts, targets, kept, strict=True):
+                piece = part.detach().requires_grad_(wanted)
+                with _own_graph(work):
+                    found = _cross_entropy(_logits(work, piece), target, "none")
                 losses.append(found.detach())
-                slope = _add_gradients(found, piece, work.leaves, sums)
-                if slopes is not None and slope is not None:
-                    slopes[:, part] = slope
-                start = part.stop
-                if work.chunk_len is None:
-                    length = max(1, _CHUNK_NUMBERS // num_classes)
+                slope = _add_gradients(found, piece, work.leaves, sums, alone=num_pieces == 1)
+                if into is not None and slope is not None:
+                    into.copy_(slope)
         ctx.save_for_backward(None if slopes is None else slopes.view(hidden.shape), *sums)
         ctx.dtypes = [x.dtype for x in (hidden, *work.leaves)]
         by_token = torch.cat(losses)
@@ -284,30 +282,63 @@ class _ChunkedSum(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         kept = zip(ctx.saved_tensors, ctx.dtypes, needed, strict=True)
         return None, *(
-            (x * grad).to(dtype) if need and x is not None else None for x, dtype, need in kept
+            _times(x, grad, dtype) if need and x is not None else None for x, dtype, need in kept
         )
 
 
-def _piece_losses(work: _Work, piece: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Return the cross entropy of each token of a piece, and the number of classes."""
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x * factor`` in ``dtype``: one pass, rounded once."""
+    if type(x) is not Tensor:  # a DTensor takes plain factors without dimensions only
+        return (x.to(torch.promote_types(x.dtype, factor.dtype)) * factor).to(dtype)
+    # Beside a tensor that has dimensions, a factor without would be rounded to that one's dtype.
+    return torch.mul(x, factor.expand_as(x), out=torch.empty_like(x, dtype=dtype))
+
+
+def _num_pieces(work: _Work, tokens: Tensor) -> int:
+    """Return into how many pieces the tokens are cut."""
+    length = work.chunk_len
+    if length is None:
+        # As the pieces, not under no_grad: autocast may keep what it made of the weights there,
+        # without gradients, for the pieces too (pytorch/pytorch#112583).
+        with _own_graph(work):
+            num_classes = _logits(work, tokens[:, :1]).shape[-1]
+        length = max(1, _CHUNK_NUMBERS // num_classes)
+    return max(1, -(-tokens.shape[1] // length))
+
+
+@contextmanager
+def _own_graph(work: _Work) -> Iterator[None]:
+    """Record what the head does, if the caller has gradients enabled, for nobody else to see."""
     # What a piece saves lives for a moment. Those who take saved tensors away until backward, as
     # activation checkpointing and offloading do, must not see it.
     with torch.set_grad_enabled(work.grad), saved_tensors_hooks(_detached, _unchanged):
-        logits = work.head(piece)
-        if logits.dim() != 3 or logits.shape[:-1] != piece.shape[:-1]:
-            raise ValueError(
-                "chunked_token_mean() needs a head that makes logits [batch, tokens, classes] of "
-                f"hidden states [batch, tokens, width]; it made {tuple(logits.shape)} of "
-                f"{tuple(piece.shape)}."
-            )
-        _check_listed(logits, (piece, *work.leaves))
-        return _cross_entropy(logits, targets, "none"), logits.shape[-1]
+        yield
+
+
+def _logits(work: _Work, piece: Tensor) -> Tensor:
+    logits = work.head(piece)
+    if logits.dim() != 3 or logits.shape[:-1] != piece.shape[:-1]:
+        raise ValueError(
+            "chunked_token_mean() needs a head that makes logits [batch, tokens, classes] of "
+            f"hidden states [batch, tokens, width]; it made {tuple(logits.shape)} of "
+            f"{tuple(piece.shape)}."
+        )
+    _check_listed(logits, (piece, *work.leaves))
+    return logits
 
 
 def _add_gradients(
-    losses: Tensor, piece: Tensor, leaves: Sequence[Tensor], sums: list[Tensor | None]
+    losses: Tensor,
+    piece: Tensor,
+    leaves: Sequence[Tensor],
+    sums: list[Tensor | None],
+    *,
+    alone: bool,
 ) -> Tensor | None:
-    """Add the gradients of the leaves to ``sums``, and return that of the piece."""
+    """Add the gradients of the leaves to ``sums``, and return that of the piece.
+
+    Those of a piece that is alone are kept as they are: no sum is taken.
+    """
     if not losses.requires_grad:
         return None
     inputs = [x for x in (piece, *leaves) if x.requires_grad]
@@ -317,7 +348,9 @@ def _add_gradients(
     gradients = {id(x): gradient for x, gradient in zip(inputs, found, strict=True)}
     for at, leaf in enumerate(leaves):
         gradient, total = gradients.get(id(leaf)), sums[at]
-        if gradient is not None and total is None:
+        if alone:
+            sums[at] = gradient
+        elif gradient is not None and total is None:
             # A copy, for two leaves may have been given the same tensor.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             sums[at] = gradient.to(wide, copy=True)

@@ -187,8 +187,11 @@ def test_chunked_gradients_of_parameters_that_share_a_tensor_in_autograd():
 
     exact = torch.autograd.grad(token_mean(added(hidden), labels), both)
     weights = [*both, *head.parameters()]
-    loss = chunked_token_mean(added, hidden, labels, parameters=weights, chunk_len=2)
-    torch.testing.assert_close(torch.autograd.grad(loss, both), exact)
+    for chunk_len in (2, 18):
+        loss = chunked_token_mean(added, hidden, labels, parameters=weights, chunk_len=chunk_len)
+        found = torch.autograd.grad(loss, both)
+        torch.testing.assert_close(found, exact)
+        assert found[0].data_ptr() != found[1].data_ptr()
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing requires a gradient"])
@@ -206,8 +209,19 @@ def test_chunked_computes_no_gradient_that_nobody_wants(mode, monkeypatch):
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("chunk_len", "largest"), [(1, 1), (7, 7), (500, 500), (None, 256)])
-def test_chunked_never_gives_the_head_more_tokens_than_asked(chunk_len, largest, monkeypatch):
+@pytest.mark.parametrize(
+    ("chunk_len", "expected"),
+    [
+        (1, [1] * 753),
+        (7, [7] * 105 + [6] * 3),
+        (500, [377, 376]),
+        (752, [377, 376]),
+        (753, [753]),
+        (2000, [753]),
+        (None, [1] + [40] * 12 + [39] * 7),  # one token says how large the vocabulary is
+    ],
+)
+def test_chunked_cuts_equal_pieces_of_no_more_tokens_than_asked(chunk_len, expected, monkeypatch):
     monkeypatch.setattr(loss_module, "_CHUNK_NUMBERS", VOCAB * 40 + 5)
     weight, sizes = torch.randn(WIDTH, VOCAB), []
 
@@ -218,10 +232,38 @@ def test_chunked_never_gives_the_head_more_tokens_than_asked(chunk_len, largest,
     hidden = torch.randn(3, 251, WIDTH, requires_grad=True)
     labels = torch.zeros(3, 251).long()
     chunked_token_mean(spy, hidden, labels, parameters=[weight], chunk_len=chunk_len).backward()
-    assert max(sizes) == largest
-    assert sum(sizes) == 753
-    if chunk_len is None:  # the first piece says how large the vocabulary is
-        assert sizes[1:] == [40] * 12 + [17]
+    assert sizes == expected
+
+
+@pytest.mark.parametrize(("chunk_len", "wide"), [(18, False), (9, True), (None, False)])
+def test_chunked_sums_gradients_in_float32_where_there_is_a_sum(chunk_len, wide):
+    head, hidden, labels = build("bias", torch.bfloat16)
+    dtypes = []
+    with saved_tensors_hooks(lambda x: dtypes.append(x.dtype) or x, lambda x: x):
+        loss = chunked(head, hidden, labels, chunk_len=chunk_len)
+    kept = torch.float32 if wide else torch.bfloat16
+    assert dtypes[:3] == [torch.bfloat16, kept, kept]
+    loss.backward()
+    assert {x.grad.dtype for x in (hidden, *head.parameters())} == {torch.bfloat16}
+
+
+def test_chunked_under_autocast_asks_for_the_vocabulary_without_losing_gradients():
+    """Autocast keeps what it made of the weights: the pieces get what the first call got."""
+    head, hidden, labels = build("bias", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        asked, told = chunked(head, hidden, labels), chunked(head, hidden, labels, chunk_len=18)
+    check(results(asked, hidden, head), results(told, hidden, head), 0.0)
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (40, 33)])
+def test_chunked_gradients_are_multiplied_in_float32_and_rounded_once(shape, kept, to):
+    x, factor = torch.randn(shape).to(kept), torch.tensor(3 / 4097)
+    wide = x.to(torch.promote_types(kept, torch.float32))
+    found = loss_module._times(x, factor, to)
+    assert found.dtype == to
+    assert torch.equal(found, (wide * factor).to(to))
 
 
 def test_chunked_half_precision_is_as_exact_as_token_mean_however_many_pieces():
@@ -317,7 +359,7 @@ def test_chunked_inside_activation_checkpointing(reentrant):
         assert len(context.current().losses) == 1
     found = {name: x.grad for name, x in head.named_parameters()}
     check({"loss": loss.detach(), "hidden": hidden.grad, **found}, exact)
-    assert sizes == [7, 7, 4] * 2
+    assert sizes == [6, 6, 6] * 2
 
 
 def test_chunked_around_a_head_that_is_checkpointed():

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, T5Config
 from transformers import T5ForConditionalGeneration as T5
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from hf_patches import enable
+from hf_patches import enable, heads
 from hf_patches.detect import find_mixing
 from lightning_cp import ContextParallel
 from tests.parity import zoo
@@ -338,6 +338,30 @@ def test_a_head_that_scores_rows_returns_a_tuple_if_asked(cp, batch):
     exact = zoo.build_model("bert", head="sequence")(**rows)
     torch.testing.assert_close(loss, exact.loss)
     torch.testing.assert_close(logits, exact.logits)
+
+
+def test_large_logits_are_made_in_equal_pieces_without_asking_for_the_vocabulary(
+    cp, batch, monkeypatch
+):
+    exact, model = zoo.build_model("llama"), zoo.build_model("llama")
+    stock = exact(**unpack(batch, PAD)).loss
+    stock.backward()
+    num_tokens, sizes = batch["input_ids"].numel(), []
+    largest = 4 * zoo.VOCAB_SIZE * (num_tokens - 1)
+    monkeypatch.setattr(heads, "LARGEST_LOGITS", largest)
+    enable(model.train())
+    model.lm_head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[:-1].numel()))
+    loss = loss_in_step(model, cp, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, stock)
+    found, wanted = model.lm_head.weight.grad, exact.lm_head.weight.grad
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    # One token of each row for the rest of the output, then two pieces.
+    assert sizes == [len(batch["input_ids"]), -(-num_tokens // 2), num_tokens // 2]
+    sizes.clear()
+    monkeypatch.setattr(heads, "LARGEST_LOGITS", 4 * zoo.VOCAB_SIZE * num_tokens)
+    loss_in_step(model, cp, batch)
+    assert sizes == [num_tokens]
 
 
 # ---------------------------------------------------------------- what users do around it

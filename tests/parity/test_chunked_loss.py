@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -183,6 +184,26 @@ def test_a_head_that_is_gathered_by_itself_is_refused(ranks):
     for message in ranks(2).run(head_apart):
         assert "is not in `parameters`: its gradient would be lost" in message
         assert "With FSDP2, call chunked_token_mean() in the forward()" in message
+
+
+def head_of_dtensors(chunk_len):
+    """Cut the rows of the head's weight over the ranks; return how far gradients are off."""
+    torch.manual_seed(5)
+    whole, head = nn.Linear(4, VOCAB).double(), nn.Linear(4, VOCAB).double()
+    head.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    hidden, labels = torch.randn(1, 6, 4).double(), torch.arange(6)[None]
+    token_mean(whole(hidden), labels).backward()
+    weights = list(head.parameters())
+    chunked_token_mean(head, hidden, labels, parameters=weights, chunk_len=chunk_len).backward()
+    found = {name: x.grad.full_tensor() for name, x in head.named_parameters()}
+    return max(errors(found, {name: x.grad for name, x in whole.named_parameters()}).values())
+
+
+@pytest.mark.parametrize("chunk_len", [2, 6, None])
+def test_a_head_whose_weights_are_dtensors(ranks, chunk_len):
+    assert max(ranks(2).run(head_of_dtensors, chunk_len)) < 1e-12
 
 
 def evaluate(batch):

@@ -1,7 +1,8 @@
 """How much memory a config takes on each GPU, by arithmetic: what its header says.
 
 Bytes of `bf16-mixed` under FSDP2 with activation checkpointing. What a layer takes while it is
-computed is rough. Measured on one H200 (torch 2.11, November 2026, GB of `max_memory_allocated`):
+computed is rough. Measured on one H200 (torch 2.11, November 2026, GB of `max_memory_allocated`),
+when the loss held 256 MiB of logits at once; with 1 GiB, 3.2 GB more are computed:
 
     model, layers, tokens            computed   measured
     Llama 8B, 4, all, 16,384             55.2       43.5
@@ -23,6 +24,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from hf_patches.heads import LARGEST_LOGITS
 from lightning_cp.sharding import find_blocks
 
 _LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8}
@@ -179,7 +181,7 @@ def compute(job: Job) -> dict[str, float]:
         # keys and values in bfloat16, their gradients in float32
         "keys and values of whole rows": job.batch_size * job.row_len * 2 * keys * 6 / job.ulysses,
         # logits of a piece in float32, a few times
-        "the loss": 4 * (1 << 28) + tokens * width * 2 * residual,
+        "the loss": 4 * LARGEST_LOGITS + tokens * width * 2 * residual,
     }
     if job.ulysses > 1:
         # queries, keys, values and output once more, and their gradients
