@@ -36,11 +36,12 @@ def can_start(device: torch.device) -> bool:
     """Say whether a kernel can be compiled and started here, by trying; a failure is logged."""
     if triton is None or device.type != "cuda":
         return False
-    x, factors = torch.ones(1, 1, 4, 16, device=device), torch.full((1, 1, 4), 2.0, device=device)
+    x = torch.ones(1, 1, 4, 16, device=device)
+    lse, sinks = torch.zeros(1, 1, 4, device=device), torch.zeros(1, device=device)
     try:
         for _ in range(2):  # compiled and started, then started only
-            scale_rows(x, factors, x)
-        works = bool((x == 4).all())
+            add_sinks(x, lse, sinks, x, in_lse=False)
+        works = bool(((x - 0.25).abs() < 1e-3).all())
     except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no place to write: anything
         works = False
         _logger.warning(
@@ -67,9 +68,6 @@ def merge_into(
     out: Tensor, lse: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
 ) -> None:
     """Do what `merge.merge_into` does: each number is read once and written once."""
-    batch, heads, length, dim = out.shape
-    if out.numel() == 0:
-        return
     (a_out, a_lse), (b_out, b_lse) = a, b
     args = (
         out,
@@ -82,60 +80,102 @@ def merge_into(
         *lse.stride(),
         *a_lse.stride(),
         *b_lse.stride(),
-        length,
     )
-    _start(_merge, (-(-length // _ROWS), heads, batch), args, *_constants(dim))
+    _start(_merge, out.shape, args)
 
 
 def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
-    """Write a, or a + b, to ``out``, all [B, H, L, D]; added in float32. ``out`` may be a."""
-    batch, heads, length, dim = out.shape
-    if out.numel():
-        both = a if b is None else b
-        strides = (stride // 8 for x in (out, a, both) for stride in x.stride()[:3])
-        args = (out, a, both, *strides, length)
-        _start(_sum, (-(-length // _ROWS), heads, batch), args, b is not None, *_constants(dim))
+    """Write a, or a + b, to ``out``, which may be a; all [B, H, L, D], added in float32."""
+    second = a if b is None else b
+    strides = (stride // 8 for x in (out, a, second) for stride in x.stride()[:3])
+    _start(_sum, out.shape, (out, a, second, *strides), b is not None)
 
 
-def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write x [B, H, L, D] times factors [B, H, L] to ``out``, which may be x."""
-    batch, heads, length, dim = x.shape
-    if x.numel():
-        strides = (stride // 8 for t in (x, out) for stride in t.stride()[:3])
-        args = (x, factors, out, *strides, *factors.stride(), length)
-        _start(_scale, (-(-length // _ROWS), heads, batch), args, *_constants(dim))
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, into: Tensor, *, in_lse: bool) -> None:
+    """Write what sinks [H] leave of ``out`` to ``into``, which may be ``out``.
+
+    Args:
+        out: [B, H, L, D], attention without sinks.
+        lse: [B, H, L], its log of sums.
+        sinks: one logit per head, in any precision.
+        into: the same with sinks, rounded once.
+        in_lse: whether ``lse`` becomes that with sinks, in place.
+    """
+    args = (
+        out,
+        into,
+        lse,
+        sinks,
+        *(stride // 8 for x in (out, into) for stride in x.stride()[:3]),
+        *lse.stride(),
+        *sinks.stride(),
+    )
+    _start(_add_sinks, out.shape, args, in_lse)
 
 
-def dot_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum over D of x times y, [B, H, L] in float32."""
-    batch, heads, length, dim = x.shape
-    out = x.new_empty(batch, heads, length, dtype=torch.float32)
-    if x.numel():
-        strides = (stride // 8 for t in (x, y) for stride in t.stride()[:3])
-        args = (x, y, out, *strides, *out.stride(), length)
-        _start(_dot, (-(-length // _ROWS), heads, batch), args, *_constants(dim))
-    return out
+def sink_gradients(
+    dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, into: Tensor | None
+) -> Tensor:
+    """Return what sinks take of the gradient, [B, H, L]: the gradient of lse without sinks.
+
+    Args:
+        dout: [B, H, L, D], the gradient of attention with sinks.
+        out: attention, without sinks; with them where ``into`` is None.
+        lse: its log of sums, likewise.
+        sinks: one logit per head, in any precision.
+        into: gets the gradient of attention without sinks.
+    """
+    dlse = lse.new_empty(lse.shape)
+    scaled = dout if into is None else into
+    args = (
+        dout,
+        out,
+        scaled,
+        lse,
+        dlse,
+        sinks,
+        *(stride // 8 for x in (dout, out, scaled) for stride in x.stride()[:3]),
+        *lse.stride(),
+        *dlse.stride(),
+        *sinks.stride(),
+    )
+    _start(_sink_gradients, dout.shape, args, into is None)
+    return dlse
 
 
-def _constants(dim: int) -> tuple[int, int, int]:
-    """Return what kernels are compiled for: the head dim, rows and columns of a tile."""
-    return dim, _ROWS, 1 << (dim - 1).bit_length()
+def _start(kernel: Any, shape: tuple[int, ...], args: tuple[Any, ...], *flags: bool) -> None:
+    """Start a kernel on all tiles of [B, H, L, D].
 
-
-def _start(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], *constants: int) -> None:
-    """Start a kernel; ``constants``, its last arguments, are what it is compiled for."""
+    It is compiled for the dtypes, its flags, the head dim, and the rows and columns of a tile.
+    """
+    batch, heads, length, dim = shape
+    if 0 in shape:
+        return
+    grid = (-(-length // _ROWS), heads, batch)
+    constants = (*flags, dim, _ROWS, 1 << (dim - 1).bit_length())
     device = args[0].device
-    dtypes = tuple(x.dtype for x in args if isinstance(x, Tensor))
-    key = (kernel, device, dtypes, constants)
+    key = (kernel, device, tuple(x.dtype for x in args if isinstance(x, Tensor)), constants)
     ready = _ready.get(key)
     if ready is not None and device.index == torch.cuda.current_device():
-        ready[grid](*args, *constants)
+        ready[grid](*args, length, *constants)
     else:
         with torch.cuda.device(device):
-            _ready[key] = kernel[grid](*args, *constants)
+            _ready[key] = kernel[grid](*args, length, *constants)
 
 
 if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def _shares(x, y):  # type: ignore[no-untyped-def]
+        """Return the shares of e^x and e^y in their sum, each by itself, and the log of the sum."""
+        never = float("-inf")
+        top = tl.maximum(x, y)
+        # Where neither side has seen anything: 0 - -inf instead of -inf - -inf, which is NaN.
+        base = tl.where(top == never, 0.0, top)
+        x, y = tl.exp(x - base), tl.exp(y - base)
+        total = x + y
+        some = tl.where(total > 0, total, 1.0)
+        return x / some, y / some, tl.where(top == never, never, base + tl.log(total))
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
         do_not_specialize=list(range(6, 25)), do_not_specialize_on_alignment=[3, 4, 5]
@@ -179,21 +219,15 @@ if triton is not None:
         never = float("-inf")
         x = tl.load(a_lse + batch * alse_b + head * alse_h + row * alse_l, real_row, never)
         y = tl.load(b_lse + batch * blse_b + head * blse_h + row * blse_l, real_row, never)
-        top = tl.maximum(x, y)
-        # Where neither side has seen anything: 0 - -inf instead of -inf - -inf, which is NaN.
-        base = tl.where(top == never, 0.0, top)
-        x, y = tl.exp(x - base), tl.exp(y - base)
-        total = x + y
-        share = tl.where(total > 0, y / tl.where(total > 0, total, 1.0), 0.0)[:, None]
+        _, share, summed = _shares(x, y)
         # Strides come in units of 8 numbers.
         at_a = a_out + (batch * a_b + head * a_h + row[:, None] * a_l) * 8 + column[None, :]
         at_b = b_out + (batch * b_b + head * b_h + row[:, None] * b_l) * 8 + column[None, :]
         at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column[None, :]
         first = tl.load(at_a, real, 0.0).to(tl.float32)
         second = tl.load(at_b, real, 0.0).to(tl.float32)
-        mixed = first + share * (second - first)
+        mixed = first + share[:, None] * (second - first)
         tl.store(at_out, mixed.to(out.dtype.element_ty), real)
-        summed = tl.where(top == never, never, base + tl.log(total))
         # In place, all warps must have read what one of them writes.
         tl.debug_barrier()
         tl.store(lse + batch * lse_b + head * lse_h + row * lse_l, summed, real_row)
@@ -223,31 +257,34 @@ if triton is not None:
         column = tl.arange(0, WIDTH)[None, :]
         real = (row < length) & (column < DIM)
         row = row.to(tl.int64)
-        at_out = out + (batch * out_b + head * out_h + row * out_l) * 8 + column
         at_a = a + (batch * a_b + head * a_h + row * a_l) * 8 + column
         found = tl.load(at_a, real, 0.0).to(tl.float32)
         if BOTH:
             at_b = b + (batch * b_b + head * b_h + row * b_l) * 8 + column
             found += tl.load(at_b, real, 0.0).to(tl.float32)
+        at_out = out + (batch * out_b + head * out_h + row * out_l) * 8 + column
         tl.store(at_out, found.to(out.dtype.element_ty), real)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(3, 13)), do_not_specialize_on_alignment=[1]
+        do_not_specialize=list(range(4, 15)), do_not_specialize_on_alignment=[2, 3]
     )
-    def _scale(  # type: ignore[no-untyped-def]
-        x,
-        factors,
+    def _add_sinks(  # type: ignore[no-untyped-def]
         out,
-        x_b,
-        x_h,
-        x_l,
+        into,
+        lse,
+        sinks,
         out_b,
         out_h,
         out_l,
-        factors_b,
-        factors_h,
-        factors_l,
+        into_b,
+        into_h,
+        into_l,
+        lse_b,
+        lse_h,
+        lse_l,
+        sinks_h,
         length,
+        IN_LSE: tl.constexpr,
         DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -258,30 +295,46 @@ if triton is not None:
         real_row = row < length
         real = real_row[:, None] & (column < DIM)
         row = row.to(tl.int64)
-        at_factors = factors + batch * factors_b + head * factors_h + row * factors_l
-        factor = tl.load(at_factors, real_row, 0.0)[:, None]
-        at_x = x + (batch * x_b + head * x_h + row[:, None] * x_l) * 8 + column
+        at_lse = lse + batch * lse_b + head * lse_h + row * lse_l
+        sink = tl.load(sinks + head * sinks_h).to(tl.float32)
+        share, _, summed = _shares(tl.load(at_lse, real_row, float("-inf")), sink)
         at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column
-        scaled = tl.load(at_x, real, 0.0).to(tl.float32) * factor
-        tl.store(at_out, scaled.to(out.dtype.element_ty), real)
+        at_into = into + (batch * into_b + head * into_h + row[:, None] * into_l) * 8 + column
+        scaled = tl.load(at_out, real, 0.0).to(tl.float32) * share[:, None]
+        tl.store(at_into, scaled.to(into.dtype.element_ty), real)
+        if IN_LSE:
+            # All warps must have read what one of them writes.
+            tl.debug_barrier()
+            tl.store(at_lse, summed, real_row)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(3, 13)), do_not_specialize_on_alignment=[2]
+        do_not_specialize=list(range(6, 23)), do_not_specialize_on_alignment=[3, 4, 5]
     )
-    def _dot(  # type: ignore[no-untyped-def]
-        x,
-        y,
+    def _sink_gradients(  # type: ignore[no-untyped-def]
+        dout,
         out,
-        x_b,
-        x_h,
-        x_l,
-        y_b,
-        y_h,
-        y_l,
+        into,
+        lse,
+        dlse,
+        sinks,
+        dout_b,
+        dout_h,
+        dout_l,
         out_b,
         out_h,
         out_l,
+        into_b,
+        into_h,
+        into_l,
+        lse_b,
+        lse_h,
+        lse_l,
+        dlse_b,
+        dlse_h,
+        dlse_l,
+        sinks_h,
         length,
+        WITH_SINKS: tl.constexpr,
         DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -292,8 +345,18 @@ if triton is not None:
         real_row = row < length
         real = real_row[:, None] & (column < DIM)
         row = row.to(tl.int64)
-        at_x = x + (batch * x_b + head * x_h + row[:, None] * x_l) * 8 + column
-        at_y = y + (batch * y_b + head * y_h + row[:, None] * y_l) * 8 + column
-        product = tl.load(at_x, real, 0.0).to(tl.float32) * tl.load(at_y, real, 0.0).to(tl.float32)
-        at_out = out + batch * out_b + head * out_h + row * out_l
-        tl.store(at_out, tl.sum(product, 1), real_row)
+        at_dout = dout + (batch * dout_b + head * dout_h + row[:, None] * dout_l) * 8 + column
+        at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column
+        given = tl.load(at_dout, real, 0.0).to(tl.float32)
+        product = tl.sum(given * tl.load(at_out, real, 0.0).to(tl.float32), 1)
+        summed = tl.load(lse + batch * lse_b + head * lse_h + row * lse_l, real_row, 0.0)
+        sink = tl.load(sinks + head * sinks_h).to(tl.float32)
+        if WITH_SINKS:
+            product *= tl.exp(sink - summed)
+        else:
+            share, sink_share, _ = _shares(summed, sink)
+            at_into = into + (batch * into_b + head * into_h + row[:, None] * into_l) * 8 + column
+            tl.store(at_into, (given * share[:, None]).to(into.dtype.element_ty), real)
+            # The share is a sigmoid of lse - sink: its derivative is the product of both shares.
+            product *= share * sink_share
+        tl.store(dlse + batch * dlse_b + head * dlse_h + row * dlse_l, product, real_row)

@@ -302,32 +302,73 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         lse: [B, H, L], its log of sums; afterwards with the sink.
         sinks: [H], one logit per head.
     """
-    logits = sinks.detach().to(lse.dtype)[:, None].expand_as(lse)
-    share = torch.where(lse == NEVER, 0.0, torch.sigmoid(lse - logits))
-    scale_rows(out, share, out)
+    if _can_fuse(sinks, out):
+        fused.add_sinks(out, lse, sinks, out, in_lse=True)
+        return
+    logits = _logits(sinks, lse)
+    torch.mul(out, _share(lse, logits).unsqueeze(-1), out=out)
     torch.logaddexp(lse, logits, out=lse)
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return d loss / d sinks, [H], from this rank's queries.
+    """Return d loss / d sinks, [H], from this rank's queries; of `add_sinks_` and its results.
 
     The softmax's derivative for a key of value v is p (dout.v - dout.out); here v = 0.
     """
-    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return -(share * dot_rows(dout, out)).sum((0, 2)).to(sinks.dtype)
-
-
-def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write x [B, H, L, D] times factors [B, H, L] to ``out``, which may be x; rounded once."""
-    if fused.can_take(x, out):
-        fused.scale_rows(x, factors, out)
+    if _can_fuse(sinks, dout, out):
+        dlse = fused.sink_gradients(dout, out, lse, sinks, None)
     else:
-        torch.mul(x, factors.unsqueeze(-1), out=out)
+        dlse = _dot_rows(dout, out) * torch.exp(_logits(sinks, lse) - lse)
+    return sum_to_sinks(dlse, sinks)
 
 
-def dot_rows(x: Tensor, y: Tensor) -> Tensor:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return what `add_sinks_` makes of ``out``, and leave both as they are; rounded once."""
+    shared = torch.empty_like(out)
+    if _can_fuse(sinks, out, shared):
+        fused.add_sinks(out, lse, sinks, shared, in_lse=False)
+        return shared
+    share = _share(lse, _logits(sinks, lse))
+    return torch.mul(out, share.unsqueeze(-1), out=shared)
+
+
+def with_sinks_backward(
+    dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `with_sinks` for ``out`` and ``lse``; `sum_to_sinks` has the last."""
+    scaled = torch.empty_like(dout)
+    if _can_fuse(sinks, dout, out, scaled):
+        return scaled, fused.sink_gradients(dout, out, lse, sinks, scaled)
+    logits = _logits(sinks, lse)
+    share = _share(lse, logits)
+    torch.mul(dout, share.unsqueeze(-1), out=scaled)
+    # The share is a sigmoid of lse - sink: its derivative is the product of both shares.
+    return scaled, _dot_rows(dout, out) * share * _share(logits, lse)
+
+
+def sum_to_sinks(dlse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks [H]: what the keys' sums [B, H, L] get is taken from them."""
+    return -dlse.sum((0, 2)).to(sinks.dtype)
+
+
+def _can_fuse(sinks: Tensor, *tensors: Tensor) -> bool:
+    # Kernels take any address. A DTensor has none, and torch refuses what is elsewhere.
+    return fused.can_take(*tensors) and sinks.device == tensors[0].device and sinks.data_ptr() != 0
+
+
+def _logits(sinks: Tensor, lse: Tensor) -> Tensor:
+    return sinks.detach().to(lse.dtype)[:, None].expand_as(lse)
+
+
+def _share(part: Tensor, other: Tensor) -> Tensor:
+    """Return e^part / (e^part + e^other); 0 where neither is there.
+
+    Each share by itself: that of a small part, as 1 - the other's, would be rounding.
+    """
+    return torch.where(part == NEVER, 0.0, torch.sigmoid(part - other))
+
+
+def _dot_rows(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum over D of x times y, [B, H, L] in at least float32."""
-    if fused.can_take(x, y):
-        return fused.dot_rows(x, y)
     dtype = accumulation_dtype(x.dtype)
     return (x.to(dtype) * y.to(dtype)).sum(-1)

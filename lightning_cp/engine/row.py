@@ -25,7 +25,12 @@ from lightning_cp.engine.flex import is_plain
 from lightning_cp.engine.gathered import Arriving, Way, bring, whole_row
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import Mods, attend_compiled, attend_plain
-from lightning_cp.engine.merge import NEVER, accumulation_dtype, dot_rows, scale_rows
+from lightning_cp.engine.merge import (
+    accumulation_dtype,
+    sum_to_sinks,
+    with_sinks,
+    with_sinks_backward,
+)
 from lightning_cp.engine.mods import (
     BLOCK_SIZE,
     Keys,
@@ -294,30 +299,11 @@ class _Sinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         ctx.save_for_backward(out, lse, sinks)
-        _, share = _shares(lse, sinks)
-        shared = torch.empty_like(out)
-        scale_rows(out, share, shared)
-        return shared
+        return with_sinks(out, lse, sinks)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         refuse_second_derivative()
         out, lse, sinks = ctx.saved_tensors
-        sink_share, share = _shares(lse, sinks)
-        # share = 1 - sink_share is a sigmoid of lse - sink: its derivative is their product.
-        dlse = dot_rows(dout, out) * share * sink_share
-        dsinks = -dlse.sum((0, 2)).to(sinks.dtype)
-        scaled = torch.empty_like(dout)
-        scale_rows(dout, share, scaled)
-        return scaled, dlse, dsinks
-
-
-def _shares(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sink's share of each query's softmax, and that of the keys.
-
-    Each by the sum: 1 - sigmoid, the share of a small sink, would be rounding.
-    """
-    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    total = torch.logaddexp(lse, logits)
-    total = torch.where(total == NEVER, 0.0, total)  # neither is there: both shares are 0
-    return torch.exp(logits - total), torch.exp(lse - total)
+        scaled, dlse = with_sinks_backward(dout, out, lse, sinks)
+        return scaled, dlse, sum_to_sinks(dlse, sinks) if ctx.needs_input_grad[2] else None

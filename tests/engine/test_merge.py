@@ -12,6 +12,7 @@ from lightning_cp.engine.merge import (
     add_sinks_,
     merge_,
     sink_gradient,
+    with_sinks,
 )
 from lightning_cp.mask import Range
 
@@ -78,6 +79,17 @@ def test_a_sink_is_a_key_of_value_zero():
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(lse, torch.logsumexp(with_sink, -1).detach())
     torch.testing.assert_close(sink_gradient(dout, out, lse, sinks.detach()), expected_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks_take_the_same_share_in_place_and_out_of_place(dtype):
+    out, lse, sinks = torch.randn(2, 3, 5, 6).to(dtype), torch.randn(2, 3, 5), torch.randn(3)
+    kept, kept_lse = out.clone(), lse.clone()
+    shared = with_sinks(out, lse, sinks)
+    assert torch.equal(out, kept)
+    assert torch.equal(lse, kept_lse)
+    add_sinks_(out, lse, sinks)
+    assert torch.equal(shared, out)
 
 
 def test_a_row_that_sees_only_its_sink_is_zero():

@@ -54,21 +54,81 @@ def test_merged_parts(dtype, dim, monkeypatch):
         torch.testing.assert_close(lse, found[1])
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("dtype", "sinks_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_sinks(dtype, sinks_dtype, dim, monkeypatch):
+    for length in (77, 1, 300):  # the second and third start what the first has compiled
+        out, dout = (draw(length, dim, dtype, kind=kind) for kind in ("tokens", "cut"))
+        lse = sums(length)
+        lse[0, :, : length // 2], lse[1, 2, -1] = NEVER, 700.0
+        out[0, :, : length // 2] = 0
+        for logits in ([0.5, NEVER, -15.0], [6e4, -6e4, 2.0]):
+            # No start at a multiple of 16 bytes, and a stride.
+            sinks = torch.zeros(7, device="cuda", dtype=sinks_dtype)[1::2]
+            sinks.copy_(torch.tensor(logits))
+            assert fused.can_take(out, dout)
+            found = by_sinks(out, dout, lse, sinks)
+            with monkeypatch.context() as patch:
+                patch.setattr(fused, "can_take", lambda *_: False)
+                same = by_sinks(out, dout, lse, sinks)
+                exact = by_sinks(out.double(), dout.double(), lse.double(), sinks)
+            for name in ("shared", "dout", "out", "lse"):
+                torch.testing.assert_close(
+                    found[name], same[name], msg=lambda m, n=name: f"{n}: {m}"
+                )
+            torch.testing.assert_close(found["dlse"].double(), exact["dlse"], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found["shared"], found["out"])
+
+
+def by_sinks(out, dout, lse, sinks):
+    """Return all that sinks do, out of place and in place."""
+    own, own_lse = out.clone(), lse.clone()
+    merge.add_sinks_(own, own_lse, sinks)
+    given, dlse = merge.with_sinks_backward(dout, out, lse, sinks)
+    shared = merge.with_sinks(out, lse, sinks)
+    return {"shared": shared, "dout": given, "dlse": dlse, "out": own, "lse": own_lse}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_sinks(dtype):
+    for length in (77, 1, 300):
+        out, dout = (draw(length, 64, dtype, kind=kind) for kind in ("tokens", "cut"))
+        lse, sinks = sums(length), torch.tensor([0.5, -15.0, 6.0], device="cuda")
+        merge.add_sinks_(out, lse, sinks)
+        assert fused.can_take(out, dout)
+        found = merge.sink_gradient(dout, out, lse, sinks)
+        exact = merge.sink_gradient(*(x.double() for x in (dout, out, lse, sinks)))
+        torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=1e-4)
+
+
+def test_sinks_elsewhere_are_refused():
+    out, lse = torch.randn(1, 2, 4, 16, device="cuda"), torch.randn(1, 2, 4, device="cuda")
+    with pytest.raises(RuntimeError, match="same device"):
+        merge.add_sinks_(out, lse, torch.zeros(2))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scaled_rows_and_their_products(dtype, dim):
+def test_sums(dtype, dim):
     for length in (77, 300):
-        x, y = (draw(length, dim, dtype, kind=kind) for kind in ("tokens", "cut"))
-        factors = sums(length)
-        assert fused.can_take(x, y)
-        out = torch.empty_like(y)
-        merge.scale_rows(x, factors, out)
-        torch.testing.assert_close(out, (x.float() * factors.unsqueeze(-1)).to(dtype))
-        merge.scale_rows(x, factors, x)
-        torch.testing.assert_close(x, out)
-        dots = merge.dot_rows(x, y)
-        exact = (x.double() * y.double()).sum(-1)
-        torch.testing.assert_close(dots.double(), exact, atol=1e-3, rtol=1e-4)
+        a, b = (draw(length, dim, dtype, kind=kind) for kind in ("tokens", "cut"))
+        exact = a.double() + b.double()
+        for into in (dtype, torch.float32):
+            out = draw(length, dim, into, kind="tokens")
+            assert fused.can_take(out, a, b)
+            merge.sum_into(out, a, b)
+            torch.testing.assert_close(out, exact.float().to(into), rtol=1e-6, atol=0)
+            merge.sum_into(out, a)
+            torch.testing.assert_close(out, a.to(into), rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_left_to_torch():
