@@ -7,7 +7,8 @@ process group, no layout and no kernel. Read next: `layout.py`, `engine/plan.py`
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -142,12 +143,17 @@ class Mask:
         own_documents = _whole_row("documents", self.documents, seq_len)
         own_padding = _whole_row("padding", self.padding, seq_len)
         spans = _whole_row("spans", self.spans, seq_len)
+        documents = documents if self.documents is None else own_documents
+        hidden = padding if self.padding is None else own_padding
+        padded_len = seq_len if padded_len is None else padded_len
+        if documents is None and hidden is None and spans is None:
+            return _work_out_once(self.causal, self.window, self.chunk, seq_len, padded_len)
         return _work_out(
             self,
             seq_len=seq_len,
-            padded_len=seq_len if padded_len is None else padded_len,
-            documents=documents if self.documents is None else own_documents,
-            padding=padding if self.padding is None else own_padding,
+            padded_len=padded_len,
+            documents=documents,
+            padding=hidden,
             spans=spans,
         )
 
@@ -174,11 +180,13 @@ class Bounds:
         first: int64 [R, S], the first visible key.
         last: int64 [R, S], one past the last visible key; equal to ``first`` where there is none.
         real_before: int64 [R, S + 1], how many keys before a position can be seen at all.
+        is_kept: whether later batches get the same object.
     """
 
     first: IntArray
     last: IntArray
     real_before: IntArray
+    is_kept: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -411,6 +419,26 @@ def check_runs(name: str, ids: IntArray) -> None:
                 "Tokens that belong together must be neighbours: give each run an id of its own, "
                 "or sort the row."
             )
+
+
+@lru_cache(maxsize=8)
+def _work_out_once(
+    causal: bool,
+    window: int | tuple[int, int] | None,
+    chunk: int | None,
+    seq_len: int,
+    padded_len: int,
+) -> Bounds:
+    """Work out rows of one document each, which are the same in every batch."""
+    bounds = _work_out(
+        Mask(causal=causal, window=window, chunk=chunk),
+        seq_len=seq_len,
+        padded_len=padded_len,
+        documents=None,
+        padding=None,
+        spans=None,
+    )
+    return replace(bounds, is_kept=True)
 
 
 def _work_out(

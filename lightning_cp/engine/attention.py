@@ -44,6 +44,9 @@ _logger = logging.getLogger(__name__)
 
 AnyCall = Call | RowCall | SwappedCall
 
+# Rows of one document each are planned once for all batches.
+_build_plan_once = lru_cache(maxsize=16)(build_plan)
+
 
 @outside_graphs
 def attention(
@@ -209,7 +212,8 @@ def _call(
         selected = select_kernel(step.kernel, request)
         choice = _choose_way(step, bounds, q, k, v, budget)
         algorithm = choice.algorithm
-        plan = build_plan(
+        build = _build_plan_once if bounds.is_kept else build_plan
+        plan = build(
             algorithm,
             layout=place.layout,
             bounds=bounds,
@@ -312,7 +316,8 @@ def _whole_row_call(
     if _takes_flex("auto", "gather", request, bounds, place, q, v, bias):
         lone = LoneTransport()
         return build_row_call(q, v, bounds, request.scores, place, lone, num_heads=heads)
-    plan = build_plan("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
+    build = _build_plan_once if bounds.is_kept else build_plan
+    plan = build("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
     return Call(plan, LoneTransport(), select_kernel("auto", request), request.scores)
 
 

@@ -97,12 +97,29 @@ def test_layers_share_one_plan(monkeypatch):
     monkeypatch.setattr(
         attention_module, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw)
     )
-    q = draw(1, 2, 6, 4)
-    with ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
+    q, ids = draw(1, 2, 6, 4), torch.arange(6)[None]
+    batch = {"input_ids": ids, "document_ids": ids // 4}
+    with ContextParallel(None, layout="contiguous").step(batch):
         for _ in range(5):
             attention(q, q, q, mask=Mask(causal=True))
             attention(q, q, q, mask=Mask(causal=True, window=3))
     assert len(built) == 2
+
+
+def test_rows_of_one_document_are_planned_once():
+    q, count = draw(1, 2, 7, 4), attention_module._build_plan_once.cache_info
+    cp, found = ContextParallel(None, layout="contiguous"), []
+    for length in (7, 7, 6, 7):
+        with cp.step({"input_ids": torch.arange(length)[None]}):
+            part = q[:, :, :length]
+            found.append(attention(part, part, part, mask=Mask(causal=True, window=5)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[3])
+    assert torch.equal(found[0][:, :, :6], found[2])
+    before = count().misses
+    with cp.step({"input_ids": torch.arange(7)[None]}):
+        attention(q, q, q, mask=Mask(causal=True, window=5))
+    assert count().misses == before
 
 
 def test_the_choice_is_logged_once(caplog):
