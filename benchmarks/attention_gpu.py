@@ -51,6 +51,7 @@ class Case:
         cp_size: ranks that share it.
         algorithm: how keys travel.
         ulysses_size: how many ranks swap tokens for heads first.
+        memory: what attention may take, in bytes of a rank's queries; None to leave it open.
         window: of the mask.
         softcap: of the scores.
         sinks: whether each head has one.
@@ -64,6 +65,7 @@ class Case:
     cp_size: int = 8
     algorithm: str = "auto"
     ulysses_size: int = 1
+    memory: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -102,6 +104,7 @@ CASES = (
     Case("causal-32k", 1 << 15, has_peer=True),
     Case("causal-128k", 1 << 17, has_peer=True),
     Case("ring-32k", 1 << 15, algorithm="ring"),
+    Case("ring-32k-small", 1 << 15, algorithm="ring", memory=6),
     Case("ring-128k", 1 << 17, algorithm="ring"),
     Case("documents-1k-16k", 1 << 17, documents=ROWS[0], wholes=("flex",)),
     Case("documents-16k-64k", 1 << 17, documents=ROWS[1], wholes=("flex",)),
@@ -199,6 +202,10 @@ def stepped(cp: ContextParallel, case: Case, device: torch.device) -> Iterator[S
 def play(case: Case, rank: int, machine: Machine, link_gbs: float | None = None) -> Measured:
     """Be one rank."""
     device = machine.device
+    memory = None
+    if case.memory is not None:
+        size = case.seq_len // case.cp_size * machine.heads * machine.dim * machine.dtype.itemsize
+        memory = case.memory * size / 2**30
     cp = emulated_parallel(
         rank,
         case.cp_size,
@@ -207,6 +214,7 @@ def play(case: Case, rank: int, machine: Machine, link_gbs: float | None = None)
         fill=device.type != "cuda",
         algorithm=case.algorithm,
         kernel=machine.kernel,
+        attention_memory=memory,
     )
     with stepped(cp, case, device) as step:
         inputs = Inputs(machine, case, step.held_len)

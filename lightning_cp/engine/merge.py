@@ -6,6 +6,7 @@ The whole is their mean, weighted by those sums. Accumulated in float32, in floa
 """
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -255,8 +256,13 @@ def laid_out_like(q: Tensor, x: Tensor) -> Tensor:
     """Return x in the layout of `empty_softmaxed`: some kernels want one for both."""
     if x.shape != q.shape:
         return x.contiguous()
-    layout = torch.empty_like(q, device="meta").stride()
-    return x if x.stride() == layout else torch.empty_like(q).copy_(x)
+    return x if x.stride() == _own_strides(q.shape, q.stride()) else torch.empty_like(q).copy_(x)
+
+
+@lru_cache(maxsize=64)
+def _own_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that torch gives to a new tensor like one of these."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 class Sum(Patches[Tensor]):
