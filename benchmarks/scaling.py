@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-plot", action="store_true")
     args = parser.parse_args(arguments)
     links = FREE if args.free_links else Links()
-    print(f"{H200}\n{links}\nmemory: six times the queries of a rank, at least 0.75 GiB\n")
+    print(f"{H200}\n{links}\nmemory: six times the queries of a rank, at least 800 MiB\n")
     print("\n".join(table(links)))
     if not args.no_plot:
         points = read_points(args.measured, linked=not args.free_links)

@@ -54,7 +54,6 @@ class Chip:
         num_cores: blocks of threads that run at once.
         tile: tokens of a block of threads.
         memory_gbs: bandwidth of its memory, as far as simple kernels reach it.
-        workspace: what backward needs beside its results, in bytes of a call's queries.
     """
 
     forward: Pass
@@ -63,7 +62,6 @@ class Chip:
     num_cores: int
     tile: int
     memory_gbs: float
-    workspace: float
 
 
 H200 = Chip(
@@ -73,7 +71,6 @@ H200 = Chip(
     num_cores=132,
     tile=128,
     memory_gbs=4000,
-    workspace=4,
 )
 """cuDNN on an H200: fitted to 14 kernel times and 12 splits of a gather, all within 8%."""
 
@@ -84,7 +81,6 @@ A100 = Chip(
     num_cores=108,
     tile=128,
     memory_gbs=1400,
-    workspace=4,
 )
 """FA2 on an A100, from its public numbers, not measured here: stands for chips that are unknown."""
 
@@ -353,10 +349,12 @@ def estimate_gather(
         time = max(time, num_groups * len(tiles) * speed.host_us / 1e6)
         # Also what a rank sends itself, for this group and the next.
         held = keys * (2 if num_groups > 1 else 1) * (1 + 1 / size)
-        rows = max(tile.queries for tile in tiles) / problem.local_len
-        held += _held(problem, chip, num_groups, rows, is_merged=size > 1, backward=bool(backward))
-        # Beside the sums, what a kernel found for them.
-        passes.append(Cost(time, held + (sums + keys if backward else 0.0)))
+        held += _results(problem, num_groups, is_merged=size > 1, backward=bool(backward))
+        if backward:
+            # What kernels find is kept beside their workspace, and then beside its sum.
+            work = max(_workspace(problem, tile, num_groups) for tile in tiles)
+            held += keys + max(work, sums)
+        passes.append(Cost(time, held))
     return Estimate(*passes)
 
 
@@ -380,31 +378,32 @@ def estimate_ring(
         speed = chip.backward if backward else chip.forward
         time = num_groups * max(time, len(tiles) * speed.host_us / 1e6)
         # Gradients travel in the precision of the keys, and are summed by their owner.
-        held = 2 * keys + (sums + 3 * keys if backward else 0.0)
-        held += _held(problem, chip, num_groups, 1.0, is_merged=travels, backward=bool(backward))
+        held = 2 * keys + _results(problem, num_groups, is_merged=travels, backward=bool(backward))
+        if backward:
+            work = max(_workspace(problem, tile, num_groups) for tile in tiles)
+            held += sums + 3 * keys + work
         passes.append(Cost(time, held))
     return Estimate(*passes)
 
 
-def _held(
-    problem: Problem,
-    chip: Chip,
-    num_groups: int,
-    rows: float,
-    *,
-    is_merged: bool,
-    backward: bool,
-) -> float:
-    """Return results, sums over blocks and workspace, which all ways have alike.
-
-    ``rows`` is the share of the queries that the largest call has.
-    """
+def _results(problem: Problem, num_groups: int, *, is_merged: bool, backward: bool) -> float:
+    """Return the bytes of results and of parts of them, which all ways have alike."""
     queries, shard = problem.query_bytes, problem.key_bytes(problem.local_len)
     parts = queries / num_groups * (2 if is_merged else 1)
-    if not backward:
-        return queries + parts
     # Backward keeps the output, too.
-    return 2 * queries + shard + parts + chip.workspace * queries * rows / num_groups
+    return 2 * queries + shard + parts if backward else queries + parts
+
+
+def _workspace(problem: Problem, tile: Tile, num_groups: int) -> float:
+    """Return the bytes that backward of a call takes for itself.
+
+    The gradient of its queries in float32; and, where several query heads share a key head, those
+    of its keys for each query head, before they are added up.
+    """
+    sharing = problem.num_heads / problem.num_kv_heads
+    queries = problem.query_bytes * tile.queries / problem.local_len * _SUM_BYTES / problem.itemsize
+    keys = problem.key_bytes(tile.keys) * sharing if sharing > 1 else 0.0
+    return (queries + keys) / num_groups
 
 
 def estimate(
@@ -480,11 +479,11 @@ def memory_budget(problem: Problem) -> float:
     may take what hardly counts on a GPU, for their kernels are slow in groups.
 
     Example:
-        >>> problem = Problem(131072, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> problem = Problem(262144, 8, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> memory_budget(problem) / problem.query_bytes
         6.0
     """
-    return max(6 * problem.query_bytes, 768 * 2**20)
+    return max(6 * problem.query_bytes, 800 * 2**20)
 
 
 @lru_cache(maxsize=64)
