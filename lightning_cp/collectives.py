@@ -7,17 +7,26 @@ same order; sizes are known beforehand on both sides.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import compat
+from lightning_cp.choices import check_choice
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]
 """A peer's rank in the group, and the contiguous tensor that goes to it or comes from it."""
+
+GradientWire = Literal["float32", "model"]
+"""In which precision gradients travel that are added up on the way: at least that of the model."""
+
+
+def check_gradient_wire(name: str) -> None:
+    """Refuse a precision that gradients cannot travel in."""
+    check_choice("gradient_wire", name, get_args(GradientWire))
 
 
 class Transport(Protocol):

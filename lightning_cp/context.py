@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import GradientWire, Transport
 from lightning_cp.compat import in_backward
 from lightning_cp.layout import Layout
 from lightning_cp.mask import BoolArray, Bounds, IntArray, Mask
@@ -72,6 +72,7 @@ class Step:
         kernel: what computes a block: ``auto`` or a name.
         attention_memory: GiB that attention may take on a GPU beside what it is given; None to
             leave it open.
+        gradient_wire: how precise gradients of keys and values are that collectives add up.
         gpu: what the GPUs of all ranks can do; None where nobody asked.
         has_position_ids: whether the batch brought them, or we counted.
         is_checked: whether the ranks compare what they hold in this step.
@@ -89,6 +90,7 @@ class Step:
     algorithm: str
     kernel: str
     attention_memory: float | None = None
+    gradient_wire: GradientWire = "float32"
     gpu: Gpu | None = None
     has_position_ids: bool = False
     is_checked: bool = False

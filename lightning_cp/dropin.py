@@ -397,6 +397,7 @@ def _build_step(
         "algorithm": _algorithm,
         "kernel": cp.kernel,
         "attention_memory": cp.attention_memory,
+        "gradient_wire": cp.gradient_wire,
         "gpu": cp.gpu,
         "is_checked": checked,
     }

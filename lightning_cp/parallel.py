@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import adapters, agreement, context, dispatch
 from lightning_cp import batch as batches
 from lightning_cp.batch import WholeBatch
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import GradientWire, Transport, check_gradient_wire
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
 from lightning_cp.dispatch import Unsharded
@@ -115,6 +115,10 @@ class ContextParallel:
         attention_memory: GiB that an attention call may take on a GPU beside what it is given:
             keys then travel in more groups of heads, or by ring. By default six times the local
             queries, and at least 0.75.
+        gradient_wire: in which precision gradients of keys and values travel where they are added
+            up on the way (``gather``): ``float32``, or ``model``, that of the keys. This is half
+            of the bytes for bf16, for slow networks, and rounds the sum at each rank. The same on
+            all ranks.
         sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
             dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
         balance: the mask under which ranks shall have equal work, by default ``Mask(causal=True)``;
@@ -139,6 +143,7 @@ class ContextParallel:
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
+        gradient_wire: GradientWire = "float32",
         ulysses_size: int | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
         balance: Mask | None = None,
@@ -151,6 +156,7 @@ class ContextParallel:
         check_kernel(kernel)
         check_pair(kernel, algorithm)
         check_memory(attention_memory)
+        check_gradient_wire(gradient_wire)
         if algorithm == "ulysses" and ulysses_size is not None:
             raise ValueError(
                 f"algorithm='ulysses' swaps tokens for heads among all ranks, but ulysses_size="
@@ -161,6 +167,7 @@ class ContextParallel:
         self.algorithm = algorithm
         self.kernel = kernel
         self.attention_memory = attention_memory
+        self.gradient_wire: GradientWire = gradient_wire
         self.sequence_dims = dict(sequence_dims or {})
         self.balance = balance
         self.check_batches = check_batches
@@ -333,6 +340,7 @@ class ContextParallel:
             algorithm=self.algorithm,
             kernel="reference" if groups is self._alone else self.kernel,
             attention_memory=self.attention_memory,
+            gradient_wire=self.gradient_wire,
             gpu=self.gpu,
             has_position_ids=isinstance(batch.get("position_ids"), Tensor),
             is_checked=checked,

@@ -36,6 +36,7 @@ from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, enable_models
 from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.choices import check_choice
+from lightning_cp.collectives import GradientWire, check_gradient_wire
 from lightning_cp.context import IGNORED_LABEL, Step
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import (
@@ -94,6 +95,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         kernel: what computes attention; ``auto`` takes the fastest that can.
         attention_memory: GiB that an attention call may take on a GPU beside what it is given; by
             default six times the local queries, and at least 0.75.
+        gradient_wire: precision of gradients of keys and values that collectives add up:
+            ``float32``, or ``model``, half of the bytes for bf16: for slow networks.
         sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
             to keep one whole.
         balance_window: ranks shall have equal work under a causal mask with this window, where
@@ -128,6 +131,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
+        gradient_wire: GradientWire = "float32",
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
@@ -152,6 +156,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         check_kernel(kernel)
         check_pair(kernel, algorithm)
         check_memory(attention_memory)
+        check_gradient_wire(gradient_wire)
         check_parameter_sharding(parameter_sharding)
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -166,6 +171,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             "algorithm": algorithm,
             "kernel": kernel,
             "attention_memory": attention_memory,
+            "gradient_wire": gradient_wire,
             "sequence_dims": sequence_dims,
             "balance": None if balance_window is None else Mask(True, balance_window),
             "check_batches": check_batches,

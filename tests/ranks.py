@@ -234,6 +234,8 @@ class ThreadTransport:
         self.size = size
         self.log: list[str] = []
         self.numbers_sent = 0
+        self.bytes_reduced = 0
+        self.dtypes_reduced: list[torch.dtype] = []
         self._hub = hub
         self._calls = itertools.count()
         self._peers = list(range(size))
@@ -275,6 +277,8 @@ class ThreadTransport:
         return self._start("all_gather", [(p, x) for p in peers], [(p, out[p]) for p in peers])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
+        self.dtypes_reduced.append(x.dtype)
+        self.bytes_reduced += (self.size - 1) * out.nbytes
         parts = [torch.empty_like(out) for _ in range(self.size)]
         wait = self._start("reduce_scatter", list(enumerate(x)), list(enumerate(parts)))
 

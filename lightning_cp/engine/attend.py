@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport, nothing
+from lightning_cp.collectives import GradientWire, Transport, nothing
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of, refuse_second_derivative
 from lightning_cp.engine.exchange import Found, KeyValues, Shard, fetch, give_back
@@ -34,6 +34,7 @@ from lightning_cp.engine.merge import (
     empty_softmaxed,
     laid_out_like,
     sink_gradient,
+    wire_dtype,
 )
 from lightning_cp.engine.plan import Block, Plan, Stage
 from lightning_cp.mask import Range
@@ -49,6 +50,7 @@ class Call:
         kernel: what computes a block.
         scores: how a score is made.
         uid: the step that the call belongs to; 0 for none.
+        gradient_wire: how precise gradients are that collectives add up.
     """
 
     plan: Plan
@@ -56,6 +58,7 @@ class Call:
     kernel: Kernel
     scores: Scores
     uid: int = 0
+    gradient_wire: GradientWire = "float32"
 
     @cached_property
     def mark(self) -> Tensor:
@@ -217,7 +220,7 @@ def _backward(
         if return_keys:
             # Of what one rank sends straight to another nothing is lost by the kernels' own
             # precision: the owner adds it up in a higher one. A reduce-scatter has no such owner.
-            wire = dtype if stage.collective else q.dtype
+            wire = wire_dtype(q.dtype, call.gradient_wire) if stage.collective else q.dtype
             if stage.travels:
                 finish()
             sent = give_back(stage, found, sums, call.transport, wire)

@@ -31,6 +31,7 @@ from lightning_cp.engine.kernels.select import (
     prefer_flex,
     select_kernel,
 )
+from lightning_cp.engine.merge import wire_dtype
 from lightning_cp.engine.mods import Place
 from lightning_cp.engine.plan import build_plan, resolve_algorithm
 from lightning_cp.engine.row import RowCall, attend_row, build_row_call
@@ -206,6 +207,7 @@ def _call(
             kernel=step.kernel,
             uid=step.uid,
             budget=budget,
+            gradient_wire=step.gradient_wire,
         )
         kernel = "flex"
     else:
@@ -222,7 +224,8 @@ def _call(
             num_groups=choice.num_groups_forward,
             num_backward_groups=choice.num_groups_backward,
         )
-        call = Call(plan, step.groups.attend, selected, request.scores, step.uid)
+        transport, wire = step.groups.attend, step.gradient_wire
+        call = Call(plan, transport, selected, request.scores, step.uid, wire)
         kernel = selected.name
     if step.cp_rank == 0:
         _say(name_algorithm(algorithm, step.groups), step.layout.name, kernel, step.cp_size)
@@ -249,6 +252,7 @@ def _choose_way(
         batch_size=q.shape[0],
         kind="full" if (bounds.last[:, 0] >= seq_len).all() else "causal",
         ulysses_size=step.groups.inside.size,
+        wire_itemsize=wire_dtype(q.dtype, step.gradient_wire).itemsize,
     )
     return choose(
         problem,

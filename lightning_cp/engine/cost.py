@@ -154,6 +154,7 @@ class Problem:
         work: visible pairs as a share of all; only ``masked`` asks for it.
         reach: keys that a rank's queries see, as a share of the row's.
         ulysses_size: neighbours that swap tokens for heads first.
+        wire_itemsize: bytes of a gradient while a collective adds it up.
 
     Example:
         >>> Problem(seq_len=32768, cp_size=8, num_heads=32, num_kv_heads=8, head_dim=128).local_len
@@ -172,6 +173,7 @@ class Problem:
     work: float = 0.5
     reach: float = 1.0
     ulysses_size: int = 1
+    wire_itemsize: int = _SUM_BYTES
 
     @cached_property
     def local_len(self) -> int:
@@ -331,10 +333,14 @@ def estimate_gather(
         computed = compute_times(tiles, problem, num_groups, chip, backward=bool(backward))
         keys = problem.key_bytes(row) / num_groups if size > 1 else 0.0
         sums = problem.key_bytes(row, _SUM_BYTES) / num_groups if size > 1 else 0.0
+        wire = sums * problem.wire_itemsize / _SUM_BYTES
+        lowered = wire if problem.wire_itemsize < _SUM_BYTES else 0.0
         fetch = links.collective(keys * (size - 1) / size, size, stride)
-        give = links.collective(sums * (size - 1) / size, size, stride) if backward else 0.0
-        # Keys are used as they arrive; their gradients are written once more, to be sent.
+        give = links.collective(wire * (size - 1) / size, size, stride) if backward else 0.0
+        # Keys are used as they arrive; their gradients are written once more, to be sent, and read
+        # and written again to be lowered.
         copied = keys + sums if backward else 0.0
+        copied += sums + wire if backward and lowered else 0.0
         compute = sum(computed) + copied / (chip.memory_gbs * 1e9)
         # A rank's own tokens are computed while the first keys arrive, in backward while the last
         # gradients leave.
@@ -353,7 +359,7 @@ def estimate_gather(
         if backward:
             # What kernels find is kept beside their workspace, and then beside its sum.
             work = max(_workspace(problem, tile, num_groups) for tile in tiles)
-            held += keys + max(work, sums)
+            held += keys + max(work, sums + lowered)
         passes.append(Cost(time, held))
     return Estimate(*passes)
 

@@ -56,8 +56,12 @@ class KeyValues(NamedTuple):
 
     def open_rows(self, rows: Tensor) -> "KeyValues":
         """Return rows seen as keys and values of the same kind."""
-        dim, rows = self.keys.shape[3], rows.permute(1, 2, 0, 3)
-        return KeyValues(rows[..., :dim], rows[..., dim:])
+        return _open(rows, self.keys.shape[3])
+
+
+def _open(rows: Tensor, key_dim: int) -> KeyValues:
+    rows = rows.permute(1, 2, 0, 3)
+    return KeyValues(rows[..., :key_dim], rows[..., key_dim:])
 
 
 class Shard:
@@ -379,7 +383,8 @@ def give_back(
     if stage.is_alone:
         return nothing
     if stage.slots:
-        return _scatter_slots(stage, total, found.rows().to(dtype), transport, add)
+        key_dim = total.keys.shape[3]
+        return _scatter_slots(stage, key_dim, found.rows().to(dtype), transport, add)
     if stage.collective:
         local_len = sums[0].whole.tokens.size
         return _scatter_whole_shards(stage, total, local_len, transport, dtype, add)
@@ -417,8 +422,9 @@ def _ready(x: Tensor, runs: Sequence[Run], dtype: torch.dtype) -> Tensor:
 
 
 def _scatter_slots(
-    stage: Stage, like: KeyValues, rows: Tensor, transport: Transport, add: Add
+    stage: Stage, key_dim: int, rows: Tensor, transport: Transport, add: Add
 ) -> Callable[[], None]:
+    """Start the sums slot by slot; the rows are all that is kept of the gradients."""
     summed = [rows.new_empty(slot.size, *rows.shape[1:]) for slot in stage.slots]
     places = _by_slot(rows, stage, transport.size)
     waits = [
@@ -428,7 +434,7 @@ def _scatter_slots(
     def finish() -> None:
         for wait, slot, out in zip(waits, stage.slots, summed, strict=True):
             wait()
-            add(like.open_rows(out), slot.start)
+            add(_open(out, key_dim), slot.start)
 
     return finish
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import GradientWire, Transport
 from lightning_cp.compat import as_autocast, outside_graphs, without_modes
 from lightning_cp.context import (
     Step,
@@ -70,6 +70,7 @@ def flex_attend(
     wants: AuxRequest = _LSE,
     kernel_options: Any = None,
     uid: int = 0,
+    gradient_wire: GradientWire = "float32",
 ) -> Attended:
     """Attend with this rank's queries to the keys of the whole row.
 
@@ -85,8 +86,9 @@ def flex_attend(
         wants: what is returned beside out.
         kernel_options: of the fused kernel.
         uid: the step that the call belongs to; 0 for none.
+        gradient_wire: how precise gradients of keys are while they are added up.
     """
-    k, v = whole_row(k, v, Way(place.layout, transport, uid))
+    k, v = whole_row(k, v, Way(place.layout, transport, uid, gradient_wire))
     if plain:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return attend_plain(q, k, v, mods, scale=scale)
@@ -201,6 +203,7 @@ def _attend_in(step: Step, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> At
         wants=wants,
         kernel_options=kernel_options,
         uid=step.uid,
+        gradient_wire=step.gradient_wire,
     )
     return _to_tokens(found, step, swap, held_len, wants)
 

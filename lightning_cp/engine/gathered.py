@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of other ranks as differentiable tensors: of whole rows, or what is needed.
 
-Both travel in forward; their gradients travel back in backward, summed in at least float32. Who
-attends to them, and how, is the caller's business: `flex.py`, `row.py`.
+Both travel in forward; their gradients travel back in backward, summed in at least float32 unless
+the `Way` says otherwise. Who attends to them is the caller's business: `flex.py`, `row.py`.
 
 Shapes: B batch, K key/value heads, L local tokens, S tokens of the row.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import GradientWire, Transport
 from lightning_cp.compat import plain_functions
 from lightning_cp.context import check_mark, enter_backward_of, refuse_second_derivative
 from lightning_cp.engine.exchange import (
@@ -26,7 +26,7 @@ from lightning_cp.engine.exchange import (
     give_back,
     scatter_row,
 )
-from lightning_cp.engine.merge import Sum, accumulation_dtype
+from lightning_cp.engine.merge import Sum, accumulation_dtype, wire_dtype
 from lightning_cp.engine.plan import Stage
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range
@@ -40,11 +40,13 @@ class Way:
         layout: who owns what.
         transport: the ranks that share the row.
         uid: the step; 0 for none.
+        gradient_wire: how precise gradients are that collectives add up.
     """
 
     layout: Layout
     transport: Transport
     uid: int
+    gradient_wire: GradientWire = "float32"
 
 
 def whole_row(k: Tensor, v: Tensor, way: Way) -> tuple[Tensor, Tensor]:
@@ -68,11 +70,12 @@ class _WholeRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        way, dtype = ctx.way, accumulation_dtype(dk.dtype)
+        way = ctx.way
+        wire = wire_dtype(dk.dtype, way.gradient_wire)
         with plain_functions():
             check_mark(ctx.saved_tensors[0], way.uid)
             enter_backward_of(way.uid)
-            local = scatter_row(KeyValues(dk, dv), way.layout, way.transport, dtype)
+            local = scatter_row(KeyValues(dk, dv), way.layout, way.transport, wire)
             return local.keys.to(dk.dtype), local.values.to(dv.dtype), None
 
 
@@ -136,6 +139,8 @@ class _Needed(torch.autograd.Function):
             found = Found(ctx.stage, given, dtype)
             found.add(slice(None), slice(0, ctx.num_tokens), given)
             keys, values = (Sum(x) for x in given.empty(way.layout.local_len, dk.dtype))
-            wire = dtype if ctx.stage.collective else dk.dtype
+            wire = dk.dtype
+            if ctx.stage.collective:
+                wire = wire_dtype(wire, way.gradient_wire)
             give_back(ctx.stage, found, (keys, values), way.transport, wire)()
             return keys.result(), values.result(), None, None, None

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_cp.collectives import GradientWire
 from lightning_cp.engine import fused
 from lightning_cp.mask import Range
 
@@ -22,6 +23,16 @@ NEVER = float("-inf")
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the precision in which sums over blocks are kept: never less than the input's."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def wire_dtype(dtype: torch.dtype, gradient_wire: GradientWire) -> torch.dtype:
+    """Return the precision in which gradients travel that are added up on the way.
+
+    Example:
+        >>> wire_dtype(torch.bfloat16, "float32"), wire_dtype(torch.bfloat16, "model")
+        (torch.float32, torch.bfloat16)
+    """
+    return dtype if gradient_wire == "model" else accumulation_dtype(dtype)
 
 
 Softmaxed = tuple[Tensor, Tensor]

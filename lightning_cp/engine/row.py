@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
-from lightning_cp.collectives import Transport
+from lightning_cp.collectives import GradientWire, Transport
 from lightning_cp.compat import without_modes
 from lightning_cp.context import refuse_second_derivative
 from lightning_cp.engine.flex import is_plain
@@ -87,6 +87,7 @@ def build_row_call(
     kernel: str = "flex",
     uid: int = 0,
     budget: int | None = None,
+    gradient_wire: GradientWire = "float32",
 ) -> RowCall:
     """Make functions of a mask that was worked out, and plan what travels.
 
@@ -101,6 +102,7 @@ def build_row_call(
         kernel: the step's.
         uid: the step.
         budget: bytes for the buffers of a group of heads; `group_budget` when None.
+        gradient_wire: how precise gradients of keys are that collectives add up.
     """
     layout = place.layout
     plain = is_plain(q, kernel, layout.local_len)
@@ -138,7 +140,7 @@ def build_row_call(
         device=q.device,
         fused=not plain,
     )
-    way = Way(layout, transport, uid)
+    way = Way(layout, transport, uid, gradient_wire)
     return RowCall(mods, place, keys, stages, way, scores.scale, plain)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import LoneTransport, Transport
+from lightning_cp.collectives import GradientWire, LoneTransport, Transport
 from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Request, Scores
 from lightning_cp.engine.kernels.select import _KERNELS
@@ -80,6 +80,7 @@ class Case:
     bias: Tensor | None = None
     ulysses: int = 1
     groups: tuple[int, int] | None = None  # of heads, forward and backward
+    gradient_wire: GradientWire = "float32"
 
     @property
     def whole_bias(self) -> Tensor | None:
@@ -128,7 +129,9 @@ def _build_call(
         num_backward_groups=backward,
     )
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
-    return Call(plan, transport, ALL_KERNELS[case.kernel], Scores(scale, case.softcap))
+    scores = Scores(scale, case.softcap)
+    wire = case.gradient_wire
+    return Call(plan, transport, ALL_KERNELS[case.kernel], scores, gradient_wire=wire)
 
 
 def build_swapped_call(case: Case, transport: ThreadTransport) -> SwappedCall:

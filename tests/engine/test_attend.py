@@ -85,6 +85,60 @@ def test_lower_precisions_earn_their_tolerance(algorithm, mask, dtype):
     assert_earned(found, same, exact, dtype)
 
 
+def attend_and_count(transport, case):
+    """Return a rank's results, what it sent to be added up, in bytes, and in which precisions."""
+    found = attend_rank(transport, case)
+    return found, transport.bytes_reduced, set(transport.dtypes_reduced)
+
+
+def run_wire(case, cp_size, wire):
+    case.gradient_wire = wire
+    parts, num_bytes, dtypes = zip(*run_threads(cp_size, attend_and_count, case), strict=True)
+    return put_together(list(parts), case), num_bytes, set.union(*dtypes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "bidirectional", "prefix"])
+def test_gradients_in_the_models_precision_are_half_of_the_bytes(mask, dtype):
+    case = make_case(mask, length=104)
+    case.inputs = case.inputs.to(dtype)
+    whole, whole_bytes, whole_dtypes = run_wire(case, 4, "float32")
+    half, half_bytes, half_dtypes = run_wire(case, 4, "model")
+    assert (whole_dtypes, half_dtypes) == ({torch.float32}, {dtype})
+    numbers = case.inputs.k.numel() + case.inputs.v.numel()
+    assert set(whole_bytes) == {numbers * 4 * 3 // 4}  # 4 bytes, to 3 of 4 ranks
+    assert set(half_bytes) == {numbers * 2 * 3 // 4}
+    same = attend_whole(case.inputs, case.mask)
+    exact = attend_whole(case.inputs.to(torch.float64), case.mask)
+    assert_earned(whole, same, exact, dtype)
+    ours, theirs = errors(half, exact), errors(same, exact)
+    for name in ("dk", "dv"):
+        assert ours[name] <= 3 * theirs[name] + 4 * torch.finfo(dtype).eps, name
+        assert not torch.equal(half[name], whole[name])
+    for name in ("out", "dq", "dsinks"):
+        assert torch.equal(half[name], whole[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_higher_precisions_travel_as_they_are_on_any_wire(dtype):
+    case = make_case("causal")
+    case.inputs = case.inputs.to(dtype)
+    default, model = (run_wire(case, 3, wire) for wire in ("float32", "model"))
+    assert default[1:] == model[1:]
+    assert model[2] == {dtype}
+    for name, x in default[0].items():
+        assert torch.equal(x, model[0][name]), name
+
+
+def test_a_ring_has_no_sums_on_the_wire():
+    case = make_case("causal", algorithm="ring")
+    case.inputs = case.inputs.to(torch.bfloat16)
+    default, model = (run_wire(case, 3, wire) for wire in ("float32", "model"))
+    assert default[1] == model[1] == (0, 0, 0)
+    for name, x in default[0].items():
+        assert torch.equal(x, model[0][name]), name
+
+
 def shuffled_layout(length, cp_size, random):
     """Hand out blocks in any order: nothing may rely on what our own layouts have in common."""
     per_rank = 3

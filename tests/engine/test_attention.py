@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp import ContextParallel, Mask, attention, context
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.context import Step, StepMask
 from lightning_cp.engine import attention as attention_module
+from lightning_cp.engine.flex import _Asked, _attend_in
 from lightning_cp.layout import build_layout
 from lightning_cp.mesh import Groups
 from lightning_cp.sequence import shard, unshard
@@ -253,6 +255,43 @@ def test_an_empty_row_is_refused():
 def test_memory_for_nothing_is_refused():
     with pytest.raises(ValueError, match=r"attention_memory=-1: give the GiB .* above 0, or None"):
         ContextParallel(None, attention_memory=-1)
+
+
+def test_a_wire_that_does_not_exist_is_refused():
+    message = "gradient_wire='bf16' is unknown. Use one of 'float32', 'model'"
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(None, gradient_wire="bf16")
+
+
+def own_step(transport, wire, kernel, layout):
+    groups = Groups(transport, LoneTransport(), transport, LoneTransport())
+    nothing = torch.zeros(1, layout.local_len)
+    return Step(layout, groups, 1, None, None, nothing, True, "gather", kernel, gradient_wire=wire)
+
+
+@pytest.mark.parametrize("wire", ["float32", "model"])
+@pytest.mark.parametrize("kernel", ["auto", "flex", "function"])
+def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
+    layout = build_layout("zigzag", seq_len=16, cp_size=2)
+
+    def work(transport):
+        step = own_step(transport, wire, "auto" if kernel == "function" else kernel, layout)
+        q, k, v = (draw(1, 2, 8, 4).bfloat16().requires_grad_() for _ in range(3))
+        if kernel == "function":
+            out = _attend_in(step, q, k, v, _Asked(None, None, None, AuxRequest(), None)).out
+        else:
+            out = attention(q, k, v, mask=StepMask(causal=True, step=step))
+        torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
+        return set(transport.dtypes_reduced)
+
+    expected = {"float32": torch.float32, "model": torch.bfloat16}[wire]
+    assert run_threads(2, work) == [{expected}] * 2
+
+
+def test_steps_know_the_wire():
+    cp = ContextParallel(None, gradient_wire="model")
+    with cp.step({"input_ids": torch.arange(6)[None]}):
+        assert context.current().gradient_wire == "model"
 
 
 @pytest.mark.parametrize("rows", [1, "held"])

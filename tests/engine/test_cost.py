@@ -100,6 +100,18 @@ def test_slower_links_never_make_it_faster(algorithm):
         assert times == sorted(times)
 
 
+def test_gradients_in_half_precision_save_time_on_slow_links_and_cost_memory():
+    links, row = Links(inside_gbs=1.0), problem(32768, 8).key_bytes(32768, 2)
+    wires = [problem(32768, 8, wire_itemsize=size) for size in (4, 2)]
+    whole, half = (estimate("gather", wire, links=links) for wire in wires)
+    assert whole.forward == half.forward
+    saved = whole.backward.time - half.backward.time
+    assert saved == pytest.approx(row * 7 / 8 / 1e9, rel=0.01)
+    assert half.backward.memory - whole.backward.memory == row
+    whole, half = (estimate("ring", wire, links=links) for wire in wires)
+    assert whole == half
+
+
 def test_more_groups_need_less_memory_and_small_kernels_more_time():
     costs = [estimate("gather", problem(32768, 8), groups=(n, n)) for n in (1, 2, 4, 8)]
     memory = [cost.memory for cost in costs]

@@ -141,34 +141,29 @@ def test_nothing_that_grows_with_the_square_is_kept_for_backward():
     assert max(kept, default=0) <= case.inputs.q.numel()
 
 
-def row_there_and_back(transport, layout, dtype):
-    reduce_scatter, dtypes = transport.reduce_scatter, []
-
-    def recording(out, x):
-        dtypes.append(x.dtype)
-        return reduce_scatter(out, x)
-
-    transport.reduce_scatter = recording
+def row_there_and_back(transport, layout, dtype, gradient_wire):
     generator = torch.Generator().manual_seed(transport.rank)
     k, v = (
         torch.randn(2, 3, layout.local_len, dim, generator=generator).to(dtype) for dim in (4, 5)
     )
-    way = Way(layout, transport, 0)
+    way = Way(layout, transport, 0, gradient_wire)
     k.requires_grad_(), v.requires_grad_()
     whole = whole_row(k, v, way)
     grads = [torch.full_like(x, transport.rank + 1.0) for x in whole]
     found = torch.autograd.grad(whole, [k, v], grads)
-    assert dtypes == [torch.promote_types(dtype, torch.float32)]  # one sum, never lower
+    kept = dtype if gradient_wire == "model" else torch.promote_types(dtype, torch.float32)
+    assert transport.dtypes_reduced == [kept]  # one sum
     return [k, v], whole, found
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("length", [12, 7])
-def test_rows_are_gathered_in_their_order_and_gradients_are_summed(name, length, dtype):
+@pytest.mark.parametrize("wire", ["float32", "model"])
+def test_rows_are_gathered_in_their_order_and_gradients_are_summed(wire, name, length, dtype):
     """What torch checks of its own gather: forward and its transpose."""
     layout = build_layout(name, seq_len=length, cp_size=3)
-    found = run_threads(3, row_there_and_back, layout, dtype)
+    found = run_threads(3, row_there_and_back, layout, dtype, wire)
     for part in (0, 1):
         row = torch.cat([local[part] for local, *_ in found], 2).index_select(2, layout.order)
         for rank, (_, whole, grads) in enumerate(found):

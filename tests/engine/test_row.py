@@ -51,6 +51,7 @@ def build_call(case, transport, budget=None):
         transport,
         num_heads=heads,
         budget=budget,
+        gradient_wire=case.gradient_wire,
     )
     return call, (None if swap is None else SwappedCall(swap, inside, call))
 
@@ -129,6 +130,17 @@ def test_out_and_gradients_are_those_of_one_device(mask, cp_size):
     for options, layout in zip(added, layouts, strict=False):
         case = make_case(mask, **{"layout": layout, **options})
         assert worst_error(case, cp_size) < 1e-10, (options, layout)
+
+
+@pytest.mark.parametrize("wire", ["float32", "model"])
+def test_gradients_on_any_wire_earn_their_tolerance(wire):
+    case = make_case("causal", length=101, gradient_wire=wire)
+    assert worst_error(case, 4) < 1e-10  # float64 is never lowered
+    case.inputs = case.inputs.to(torch.bfloat16)
+    found, same, truth = run_row(case, 4)[0], exact(case, torch.bfloat16), exact(case)
+    ours, theirs = errors(found, truth), errors(same, truth)
+    for name in ("dk", "dv"):
+        assert ours[name] <= 3 * theirs[name] + 4 * torch.finfo(torch.bfloat16).eps, name
 
 
 @pytest.mark.slow

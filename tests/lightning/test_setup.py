@@ -69,6 +69,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"layout": "round"}, "layout='round' is unknown"),
         ({"balance_window": 0}, r"Mask\(window=0\): a window holds at least 1 key"),
         ({"attention_memory": 0}, r"attention_memory=0: give the GiB .* above 0, or None"),
+        ({"gradient_wire": "bf16"}, "gradient_wire='bf16' .* one of 'float32', 'model'"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
         ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),

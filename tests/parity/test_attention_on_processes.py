@@ -51,3 +51,20 @@ def test_lower_precisions_earn_their_tolerance(ranks, dtype):
         same = attend_whole(case.inputs, case.mask)
         exact = attend_whole(case.inputs.to(torch.float64), case.mask)
         assert_earned(put_together(parts, case), same, exact, dtype)
+
+
+def attend_on_wire(dtype):
+    transport = GroupTransport(dist.group.WORLD)
+    case = grid_case("gather", "zigzag", "causal", "gqa", dtype)
+    case.gradient_wire = "model"
+    return attend_rank(transport, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gradients_may_be_added_up_in_the_models_precision(ranks, dtype):
+    case = grid_case("gather", "zigzag", "causal", "gqa", dtype)
+    found = put_together(ranks(3).run(attend_on_wire, dtype), case)
+    exact = attend_whole(case.inputs.to(torch.float64), case.mask)
+    ours, theirs = errors(found, exact), errors(attend_whole(case.inputs, case.mask), exact)
+    for name in exact:
+        assert ours[name] <= 3 * theirs[name] + 4 * torch.finfo(dtype).eps, name
