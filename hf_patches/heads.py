@@ -26,7 +26,7 @@ from hf_patches.positions import name_arguments, parameters_of
 from hf_patches.routers import balance_loss
 from lightning_cp.context import IGNORED_LABEL, LossMark, Step
 from lightning_cp.layout import build_layout
-from lightning_cp.loss import chunked_token_mean, global_mean, token_mean
+from lightning_cp.loss import chunked_token_mean, global_mean, piece_len, token_mean
 from lightning_cp.sequence import unshard
 
 HeadKind = Literal["next token", "same token", "row", "none"]
@@ -142,7 +142,8 @@ def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: 
     if enabled.chunked_loss == "always":
         return True
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
-    if not step.training or 4 * labels.numel() * vocabulary <= LARGEST_LOGITS:
+    num_tokens = labels.shape[0] * step.layout.local_len  # the same on all ranks
+    if not step.training or 4 * num_tokens * vocabulary <= LARGEST_LOGITS:
         return False
     # A head that gathers its own weights for each call would do so for each piece.
     return not any(isinstance(p, DTensor) for p in head.parameters())
@@ -204,7 +205,7 @@ def _chunked(
 
     with _stand_in(model, base, record):
         output = stock(**given)
-    (parts,), num_classes = found, output.logits.shape[-1]
+    (parts,), parameters = found, _head_parameters(model, real)
 
     asked = dict(given)
     if "output_router_logits" in parameters_of(type(model).forward):
@@ -219,9 +220,9 @@ def _chunked(
         head,
         parts[0],
         labels,
-        parameters=_head_parameters(model, real),
+        parameters=parameters,
         shift=shift,
-        chunk_len=max(1, LARGEST_LOGITS // (4 * num_classes)),
+        chunk_len=piece_len(output.logits, parameters),
     )
     output["logits"] = None
     return output, loss

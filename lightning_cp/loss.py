@@ -93,8 +93,9 @@ def chunked_token_mean(
             that is sharded as one with them, where they are whole.
         shift: as in `token_mean`.
         chunk_len: how many tokens ``head`` gets at once, at most: pieces are of about equal length.
-            By default so many that their logits take 1 GiB in float32, for which ``head`` is first
-            asked about one token; working on them takes a few times that.
+            By default so many that their logits take 1 GiB in float32 (for float16 256 MiB, since
+            larger sums overflow), for which ``head`` is first asked about one token; working on
+            them takes a few times that.
 
     Example:
         >>> head, hidden = torch.nn.Linear(4, 8), torch.randn(1, 6, 4)
@@ -113,7 +114,9 @@ def chunked_token_mean(
     step = current()
     check_recompute(step)
     targets = _targets(labels, shift, step)
-    work = _Work(head, targets.flatten(), leaves, chunk_len, torch.is_grad_enabled())
+    # As many on all ranks that share the rows: a head may need all of them for each piece.
+    num_tokens = hidden.shape[0] * (hidden.shape[1] if step is None else step.layout.local_len)
+    work = _Work(head, targets.flatten(), leaves, chunk_len, num_tokens, torch.is_grad_enabled())
     total, losses = _ChunkedSum.apply(work, hidden, *leaves)  # type: ignore[no-untyped-call]
     by_position = _by_position(losses, targets, step)
     return global_mean(total, _num_valid(targets), by_position=by_position)
@@ -232,6 +235,7 @@ class _Work:
         targets: [tokens], what each is scored against.
         leaves: the parameters themselves, which ``head`` computes with.
         chunk_len: tokens of a piece at most; None to go by the vocabulary.
+        num_tokens: by how many the pieces are counted.
         grad: whether the caller has gradients enabled.
     """
 
@@ -239,6 +243,7 @@ class _Work:
     targets: Tensor
     leaves: Sequence[Tensor]
     chunk_len: int | None
+    num_tokens: int
     grad: bool
 
 
@@ -251,7 +256,6 @@ class _ChunkedSum(torch.autograd.Function):
         slopes = torch.zeros_like(tokens) if wanted else None
         sums: list[Tensor | None] = [None for _ in work.leaves]
         losses: list[Tensor] = []
-        # Shapes alone say how many pieces there are: a head may need all ranks each time.
         num_pieces = _num_pieces(work, tokens)
         parts, targets = tokens.tensor_split(num_pieces, 1), work.targets.tensor_split(num_pieces)
         kept = (None,) * num_pieces if slopes is None else slopes.tensor_split(num_pieces, 1)
@@ -301,9 +305,20 @@ def _num_pieces(work: _Work, tokens: Tensor) -> int:
         # As the pieces, not under no_grad: autocast may keep what it made of the weights there,
         # without gradients, for the pieces too (pytorch/pytorch#112583).
         with _own_graph(work):
-            num_classes = _logits(work, tokens[:, :1]).shape[-1]
-        length = max(1, _CHUNK_NUMBERS // num_classes)
-    return max(1, -(-tokens.shape[1] // length))
+            length = piece_len(_logits(work, tokens[:, :1]), work.leaves)
+    return max(1, -(-work.num_tokens // length))
+
+
+def piece_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
+    """Return how many tokens a piece may have.
+
+    Args:
+        logits: of some token.
+        parameters: of the head. In float16 a gradient that is summed over very many tokens ends
+            beyond 65,504, and no loss scaling helps: pieces have a quarter.
+    """
+    is_narrow = any(x.dtype == torch.float16 for x in (logits, *parameters))
+    return max(1, _CHUNK_NUMBERS // (4 if is_narrow else 1) // logits.shape[-1])
 
 
 @contextmanager

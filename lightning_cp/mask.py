@@ -180,13 +180,14 @@ class Bounds:
         first: int64 [R, S], the first visible key.
         last: int64 [R, S], one past the last visible key; equal to ``first`` where there is none.
         real_before: int64 [R, S + 1], how many keys before a position can be seen at all.
-        is_kept: whether later batches get the same object.
+        kept: what others have worked out from these bounds, where later batches get the same
+            object; else None.
     """
 
     first: IntArray
     last: IntArray
     real_before: IntArray
-    is_kept: bool = False
+    kept: dict[object, object] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -421,7 +422,7 @@ def check_runs(name: str, ids: IntArray) -> None:
             )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=6)
 def _work_out_once(
     causal: bool,
     window: int | tuple[int, int] | None,
@@ -438,7 +439,7 @@ def _work_out_once(
         padding=None,
         spans=None,
     )
-    return replace(bounds, is_kept=True)
+    return replace(bounds, kept={})
 
 
 def _work_out(

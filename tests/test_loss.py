@@ -235,6 +235,22 @@ def test_chunked_cuts_equal_pieces_of_no_more_tokens_than_asked(chunk_len, expec
     assert sizes == expected
 
 
+@pytest.mark.parametrize("narrow", ["nothing", "head", "autocast"])
+def test_chunked_float16_has_small_pieces(narrow):
+    """Gradients are summed before any loss scale: many tokens of one label go beyond 65,504."""
+    head, hidden = torch.nn.Linear(8, 32000, bias=False), torch.randn(1, 8192, 8)
+    hidden[..., 0] = 60
+    labels = torch.randint(0, 32000, (1, 8192))
+    labels[torch.rand(labels.shape) < 0.15] = 7
+    dtype = torch.float16 if narrow == "head" else torch.float32
+    head, hidden = head.to(dtype), hidden.to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=narrow == "autocast"):
+        loss = chunked(head, hidden, labels)
+    loss.backward()
+    assert head.weight.grad.isfinite().all()
+    assert hidden.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(("chunk_len", "wide"), [(18, False), (9, True), (None, False)])
 def test_chunked_sums_gradients_in_float32_where_there_is_a_sum(chunk_len, wide):
     head, hidden, labels = build("bias", torch.bfloat16)

@@ -33,7 +33,7 @@ from lightning_cp.engine.kernels.select import (
 )
 from lightning_cp.engine.merge import wire_dtype
 from lightning_cp.engine.mods import Place
-from lightning_cp.engine.plan import build_plan, resolve_algorithm
+from lightning_cp.engine.plan import Plan, build_plan, resolve_algorithm
 from lightning_cp.engine.row import RowCall, attend_row, build_row_call
 from lightning_cp.engine.ulysses import SwappedCall
 from lightning_cp.layout import build_layout
@@ -44,9 +44,6 @@ from lightning_cp.sequence import pad_end
 _logger = logging.getLogger(__name__)
 
 AnyCall = Call | RowCall | SwappedCall
-
-# Rows of one document each are planned once for all batches.
-_build_plan_once = lru_cache(maxsize=16)(build_plan)
 
 
 @outside_graphs
@@ -214,22 +211,36 @@ def _call(
         selected = select_kernel(step.kernel, request)
         choice = _choose_way(step, bounds, q, k, v, budget)
         algorithm = choice.algorithm
-        build = _build_plan_once if bounds.is_kept else build_plan
-        plan = build(
-            algorithm,
-            layout=place.layout,
-            bounds=bounds,
-            rank=place.rank,
-            num_kv_heads=num_kv_heads,
-            num_groups=choice.num_groups_forward,
-            num_backward_groups=choice.num_groups_backward,
-        )
+        groups = choice.num_groups_forward, choice.num_groups_backward
+        plan = _plan(algorithm, bounds, place, num_kv_heads, groups)
         transport, wire = step.groups.attend, step.gradient_wire
         call = Call(plan, transport, selected, request.scores, step.uid, wire)
         kernel = selected.name
     if step.cp_rank == 0:
         _say(name_algorithm(algorithm, step.groups), step.layout.name, kernel, step.cp_size)
     return call if swap is None else SwappedCall(swap, step.groups.inside, call)
+
+
+def _plan(
+    algorithm: str, bounds: Bounds, place: Place, num_kv_heads: int, groups: tuple[int, int]
+) -> Plan:
+    """Plan a call; under bounds that last longer than a batch, once."""
+    kept = {} if bounds.kept is None else bounds.kept
+    key = (algorithm, place, num_kv_heads, groups)
+    if key not in kept:
+        forward, backward = groups
+        kept[key] = build_plan(
+            algorithm,
+            layout=place.layout,
+            bounds=bounds,
+            rank=place.rank,
+            num_kv_heads=num_kv_heads,
+            num_groups=forward,
+            num_backward_groups=backward,
+        )
+    plan = kept[key]
+    assert isinstance(plan, Plan)  # noqa: S101  for the types
+    return plan
 
 
 def _choose_way(
@@ -320,8 +331,7 @@ def _whole_row_call(
     if _takes_flex("auto", "gather", request, bounds, place, q, v, bias):
         lone = LoneTransport()
         return build_row_call(q, v, bounds, request.scores, place, lone, num_heads=heads)
-    build = _build_plan_once if bounds.is_kept else build_plan
-    plan = build("gather", layout=layout, bounds=bounds, rank=0, num_kv_heads=k.shape[1])
+    plan = _plan("gather", bounds, place, k.shape[1], (1, 1))
     return Call(plan, LoneTransport(), select_kernel("auto", request), request.scores)
 
 

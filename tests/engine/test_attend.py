@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from lightning_cp.engine import attend as attend_module
 from lightning_cp.engine import merge
 from lightning_cp.engine.attend import attend
+from lightning_cp.engine.kernels import base, dense
+from lightning_cp.engine.kernels.cpu import CpuKernel
 from lightning_cp.engine.merge import merge_into
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask, Range
@@ -498,3 +500,33 @@ def test_parity_notices_a_missing_sink(monkeypatch):
     monkeypatch.setattr(attend_module, "add_sinks_", lambda out, lse, sinks: None)
     assert broken(monkeypatch, case) > 1e-3
     assert merge.add_sinks_ is attend_module.add_sinks_
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_huge_tiles_are_differentiated_in_halves(algorithm, monkeypatch):
+    """Only a GPU's kernels do; here those of the CPU, with less for huge."""
+    cut = []
+
+    def halved(tile, multiple):
+        cut.append(tile.keys.size)
+        return base.halved(tile, multiple)
+
+    monkeypatch.setattr(dense, "halved", halved)
+    monkeypatch.setattr(CpuKernel, "backward_tiles", dense.DenseKernel.backward_tiles)
+    monkeypatch.setattr(CpuKernel, "huge", 5_000, raising=False)
+    monkeypatch.setattr(CpuKernel, "tile_size", 64)
+    masks = {
+        "causal": Mask(causal=True),
+        "full": Mask(),
+        "window": Mask(causal=True, window=150),
+        "chunk": Mask(chunk=100),
+        "documents": Mask(causal=True, documents=torch.arange(601) // 220),
+    }
+    for name, heads in [*((name, "gqa") for name in masks), ("full", "mha")]:
+        case, mask = make_case("causal", heads=heads, length=601, algorithm=algorithm), masks[name]
+        case.mask = mask
+        cut.clear()
+        assert worst_error(case, 3) < 1e-10, (name, heads)
+        assert cut or heads == "mha" or name not in ("causal", "full"), name
+        assert not cut or heads == "gqa", name
+        assert all(size > 128 for size in cut)

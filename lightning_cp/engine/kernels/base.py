@@ -205,9 +205,9 @@ class TiledKernel(ABC):
         return block.tiles(self.tile_size, fused=self.fuses and bias is None)
 
     def backward_tiles(
-        self, block: Block, bias: Tensor | None, num_heads: int
+        self, block: Block, bias: Tensor | None, num_heads: tuple[int, int]
     ) -> tuple[PlacedTile, ...]:
-        """Return the tiles to differentiate with so many query heads."""
+        """Return the tiles to differentiate with so many query and key heads."""
         return self.tiles(block, bias)
 
     @abstractmethod
@@ -238,7 +238,8 @@ class TiledKernel(ABC):
         self, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
     ) -> Iterator[BackwardPart]:
         """Compute tile after tile."""
-        for tile in self.backward_tiles(block, bias, given.q.shape[1]):
+        num_heads = given.q.shape[1], given.k.shape[1]
+        for tile in self.backward_tiles(block, bias, num_heads):
             batch, rows, columns = tile.batch, tile.rows, tile.columns
             mask = TileMask(tile, block.bounds, _tile_bias(bias, tile), given.q.device)
             part = self.tile_backward(given.part(batch, rows, columns), mask, scores)
@@ -253,7 +254,7 @@ def part_of(x: Tensor, batch: slice, tokens: slice) -> Tensor:
 
 
 def halved(tile: PlacedTile, multiple: int) -> tuple[PlacedTile, PlacedTile]:
-    """Cut a whole tile across its keys, at a multiple of a number."""
+    """Cut a whole tile across its keys, of which it has more than a number, at a multiple of it."""
     width = -(-tile.keys.size // (2 * multiple)) * multiple
     middle, column = tile.keys.start + width, tile.columns.start + width
     return (

@@ -87,13 +87,15 @@ class DenseKernel(TiledKernel):
         return tuple(part for tile in tiles for part in cut_tile(tile, self.tile_size))
 
     def backward_tiles(
-        self, block: Block, bias: Tensor | None, num_heads: int
+        self, block: Block, bias: Tensor | None, num_heads: tuple[int, int]
     ) -> tuple[PlacedTile, ...]:
-        """Halve what is huge: backward takes memory for the keys of every query head."""
+        """Halve what is huge, where query heads share key heads."""
+        heads, key_heads = num_heads
         tiles: list[PlacedTile] = []
         for tile in self.tiles(block, bias):
-            pairs = tile.query.size * tile.keys.size * num_heads
-            is_huge = tile.kind == "full" and pairs > self.huge
+            pairs = tile.query.size * tile.keys.size * heads
+            many = tile.kind == "full" and tile.keys.size > 2 * self.tile_size
+            is_huge = many and heads > key_heads and pairs > self.huge
             tiles += halved(tile, 128) if is_huge else (tile,)
         return tuple(tiles)
 
