@@ -302,19 +302,37 @@ def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
 def keeping_buffers(backend: Any) -> Callable[..., Any]:
     """Return a compiler's backend whose backward may run again (``retain_graph=True``).
 
-    By itself it writes over what forward has saved, and then refuses to be called twice. Who asks
-    for attention has not asked for a compiler. torch has this as a setting of a private module.
+    By itself compiled code writes over what forward has saved, and then refuses to run twice. Who
+    asks for attention has not asked for a compiler. torch's own switch for it
+    (``torch._functorch.config.donated_buffer``) must be off whenever backward runs, on whichever
+    thread: so the compiler finds nothing that it may write over. Its caches keep such code apart.
     """
     from torch._dynamo import lookup_backend  # takes seconds to import
-    from torch._functorch import config
 
     compile_graph = lookup_backend(backend) if isinstance(backend, str) else backend
 
     def compile_keeping(*args: Any, **kwargs: Any) -> Any:
-        with config.patch(donated_buffer=False):
+        tagged = torch.compiler.config.patch(cache_key_tag="lightning_cp")  # type: ignore[attr-defined]
+        with tagged, _no_donations():
             return compile_graph(*args, **kwargs)
 
     return compile_keeping
+
+
+@contextmanager
+def _no_donations() -> Iterator[None]:
+    from torch._functorch._aot_autograd import graph_compile
+
+    name = "collect_bw_donated_buffer_idxs"
+    collect = getattr(graph_compile, name, None)
+    if collect is None:  # another version: then backward runs once, or says why not
+        yield
+        return
+    setattr(graph_compile, name, lambda *_, **__: [])
+    try:
+        yield
+    finally:
+        setattr(graph_compile, name, collect)
 
 
 def in_backward() -> bool:

@@ -7,7 +7,6 @@ taken away. Ranks are taken one after the other, with the keys of the whole row.
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch import config as functorch_config
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -361,18 +360,21 @@ def test_other_errors_of_the_compiler_are_raised(monkeypatch):
         kernel.attend_compiled(q, q, q, kernel.Mods(), scale=None, wants=AuxRequest())
 
 
-def test_compiled_code_is_told_to_keep_what_forward_saved(monkeypatch):
-    """Only a GPU's compiler writes over it: what it is told while it compiles."""
-    told = []
+def test_backward_of_compiled_code_may_run_again():
+    """Also once it was compiled for a backward that runs once: it may not reuse what it reads."""
 
-    def compile_graph(graph, inputs):
-        told.append(functorch_config.donated_buffer)
-        return graph.forward
+    def power(x):
+        y = torch.exp(torch.exp(x) + 1)
+        return y * torch.exp(y)
 
-    monkeypatch.setattr(kernel, "_backend", compile_graph)
-    attend = kernel.compiled_flex_attention("told", torch.Size([1]))
-    q = torch.randn(1, 1, 128, 16)
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    attend(q, q, q)
-    assert told == [False]
-    assert functorch_config.donated_buffer
+    def differentiate_twice(compiled):
+        x = torch.full((5,), -3.0, requires_grad=True)
+        compiled(x).sum().backward()
+        out = compiled(x).sum()
+        grads = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
+        return all(torch.equal(x.grad, grad) for grad in grads)
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="donated buffer"):
+        differentiate_twice(torch.compile(power, backend="aot_eager"))
+    assert differentiate_twice(kernel._compiled(power, "twice", "aot_eager"))
