@@ -95,6 +95,17 @@ def host_time(call: Callable[[], object], device: torch.device, *, repeats: int 
     return median(times)
 
 
+def busy_time(call: Callable[[], object], device: torch.device) -> float:
+    """Return for how many milliseconds a call keeps the GPU, gaps left out; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiled:
+        call()
+        torch.cuda.synchronize(device)
+    return float(sum(event.self_device_time_total for event in profiled.key_averages())) / 1e3
+
+
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     """Return the most bytes that a call holds beside what was there before; 0 on a CPU."""
     if device.type != "cuda":

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.emulate import emulated_parallel
-from benchmarks.measure import Records, describe, peak_memory, timed
+from benchmarks.measure import Records, busy_time, describe, peak_memory, timed
 from hf_patches import enable
 from hf_patches.heads import ChunkedLoss
 
@@ -159,9 +159,10 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Spent:
-    """Milliseconds of a step and of its attention, peak bytes, and the loss."""
+    """Milliseconds of a step, of its kernels and of its attention, peak bytes, and the loss."""
 
     ms: float
+    busy_ms: float
     attention_ms: float
     peak: int
     loss: float
@@ -192,7 +193,8 @@ def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], 
         spent = timed(call, device, repeats=7)
         inside = watch.total()  # of the last one; the GPU has finished it
         peak = peak_memory(call, device)
-    return Spent(spent, inside, peak, float(losses[0]))
+        busy = busy_time(call, device)
+    return Spent(spent, busy, inside, peak, float(losses[0]))
 
 
 def run_one(
@@ -227,8 +229,8 @@ def run_one(
         rate = local_len / spent.ms * 1e3
         peak = shape.flops(model, local_len, pairs) / spent.ms / 1e9 / PEAK_TFLOPS
         print(
-            f"| {one.name} | {how} | {spent.ms:.1f} | {rate:,.0f} | {peak:.2f} "
-            f"| {spent.attention_ms:.1f} | {spent.other_ms:.1f} "
+            f"| {one.name} | {how} | {spent.ms:.1f} | {spent.busy_ms:.1f} | {rate:,.0f} "
+            f"| {peak:.2f} | {spent.attention_ms:.1f} | {spent.other_ms:.1f} "
             f"| {ideal.other_ms / spent.other_ms:.2f} | {spent.peak / 2**30:.1f} "
             f"| {spent.loss:.3f} |",
             flush=True,
@@ -243,6 +245,7 @@ def run_one(
             vocab=shape.vocab,
             checkpointing=one.checkpointing,
             ms=spent.ms,
+            busy_ms=spent.busy_ms,
             attention_ms=spent.attention_ms,
             other_ms=spent.other_ms,
             tokens_per_second=rate,
@@ -255,9 +258,10 @@ def run_one(
 
 
 HEADER = (
-    "| run | how | step, ms | tokens/s of the rank | share of peak | attention, ms | the rest, ms "
-    "| the rest alone / the rest | peak memory of the step, GiB | loss |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| run | how | step, ms | kernels, ms | tokens/s of the rank | share of peak | attention, ms "
+    "| the rest, ms | the rest alone / the rest | peak memory of the step, GiB | loss |\n"
+    + "|---" * 11
+    + "|"
 )
 
 
@@ -281,7 +285,7 @@ def run(
             run_one(one, shape, device, records, options=options, chunked_loss=chunked_loss)
         except Exception as error:  # noqa: BLE001  the other runs go on
             told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            print(f"| {one.name} | failed: {told} ||||||||", flush=True)
+            print(f"| {one.name} | failed: {told} |||||||||", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -67,6 +67,23 @@ def test_measured_points_are_drawn_over_the_model(measured, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_auto_takes_is_never_much_slower_than_the_best_measured_way():
+    """Causal rows of one length, with links that take no time, and with those of 400 GB/s."""
+    lines = [
+        json.loads(line)
+        for path in scaling.RESULTS.glob("attention_gpu*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    for size, name in ((1 << 15, "32k"), (1 << 17, "128k")):
+        ways = {f"{way}-{name}" for way in ("causal", "ring", "ulysses", "two-axes")}
+        found = {line["case"]: line for line in lines if line.get("case") in ways and "how" in line}
+        assert len(found) > 1
+        assert {line["seq_len"] for line in found.values()} == {size}
+        for time in ("ms", "linked_ms"):
+            best = min(line[time] for line in found.values())
+            assert found[f"causal-{name}"][time] <= 1.1 * best, (name, time)
+
+
 def test_training_runs(tmp_path):
     from benchmarks import training_gpu
 
