@@ -9,6 +9,7 @@ the process.
 import contextlib
 import copy
 import faulthandler
+import fcntl
 import itertools
 import os
 import pickle
@@ -174,9 +175,7 @@ def _serve(
             "NCCL_SOCKET_IFNAME": "lo",
         }
         torch.cuda.set_device(0)
-        from torch._inductor import config
-
-        config.compile_threads = 1  # a daemon may not have children of its own
+        _compile_in_turn(said.parent / "compiling")
     dist.init_process_group(
         backend,
         init_method=rendezvous,
@@ -196,6 +195,21 @@ def _serve(
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc(), True))
         pipe.send_bytes(answer)
+
+
+def _compile_in_turn(lock: Path) -> None:
+    """Let one rank compile at a time: the others mostly find the same in the compiler's cache."""
+    from torch._inductor import compile_fx, config
+
+    config.compile_threads = 1  # a daemon may not have children of its own
+    compile_graph = compile_fx._compile_fx_inner
+
+    def compile_alone(*args: Any, **kwargs: Any) -> Any:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compile_graph(*args, **kwargs)
+
+    compile_fx._compile_fx_inner = compile_alone  # type: ignore[assignment]
 
 
 def _is_tired() -> bool:
