@@ -291,10 +291,12 @@ def _where(batch: slice, rows: slice, block: Block, q: Tensor) -> Where:
 
 def _of(x: Tensor, heads: slice, rows: slice | None = None) -> Tensor:
     """Return some heads and rows; slicing costs microseconds, so not where that is all."""
-    num_heads, length = x.shape[1:3]
-    rows = slice(0, length) if rows is None else rows
-    size = heads.stop - heads.start, rows.stop - rows.start
-    return x if (num_heads, length) == size else x[:, heads, rows]
+    num_heads = heads.stop - heads.start
+    if num_heads != x.shape[1]:
+        x = x.narrow(1, heads.start, num_heads)
+    if rows is None or rows.stop - rows.start == x.shape[2]:
+        return x
+    return x.narrow(2, rows.start, rows.stop - rows.start)
 
 
 def _bias_of(bias: Tensor, heads: slice, rows: slice) -> Tensor:

@@ -35,9 +35,10 @@ class KeyValues(NamedTuple):
 
     def tokens(self, start: int, stop: int) -> "KeyValues":
         """Return some of the tokens, as a view."""
-        if stop - start == self.num_tokens:
+        size = stop - start
+        if size == self.num_tokens:
             return self
-        return KeyValues(self.keys[:, :, start:stop], self.values[:, :, start:stop])
+        return KeyValues(self.keys.narrow(2, start, size), self.values.narrow(2, start, size))
 
     def empty(self, num_tokens: int, dtype: torch.dtype) -> "KeyValues":
         """Return memory for so many tokens, each of which lies in one piece."""
