@@ -169,6 +169,17 @@ class Tile(NamedTuple):
     kind: Literal["full", "causal", "masked"]
 
 
+class Kept:
+    """What others have worked out from bounds that outlive their batch.
+
+    No plain dict: FSDP2 follows those through whatever a module returns, and plans hold their
+    bounds.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[object, object] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class Bounds:
     """The visible keys of every query: ``first[row, q] <= k < last[row, q]``, if ``k`` is real.
@@ -180,14 +191,14 @@ class Bounds:
         first: int64 [R, S], the first visible key.
         last: int64 [R, S], one past the last visible key; equal to ``first`` where there is none.
         real_before: int64 [R, S + 1], how many keys before a position can be seen at all.
-        kept: what others have worked out from these bounds, where later batches get the same
-            object; else None.
+        kept: what was worked out from these bounds, where later batches get the same object; else
+            None.
     """
 
     first: IntArray
     last: IntArray
     real_before: IntArray
-    kept: dict[object, object] | None = None
+    kept: Kept | None = None
 
     @property
     def num_rows(self) -> int:
@@ -439,7 +450,7 @@ def _work_out_once(
         padding=None,
         spans=None,
     )
-    return replace(bounds, kept={})
+    return replace(bounds, kept=Kept())
 
 
 def _work_out(

@@ -225,7 +225,7 @@ def _plan(
     algorithm: str, bounds: Bounds, place: Place, num_kv_heads: int, groups: tuple[int, int]
 ) -> Plan:
     """Plan a call; under bounds that last longer than a batch, once."""
-    kept = {} if bounds.kept is None else bounds.kept
+    kept = {} if bounds.kept is None else bounds.kept.plans
     key = (algorithm, place, num_kv_heads, groups)
     if key not in kept:
         forward, backward = groups
