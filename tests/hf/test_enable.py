@@ -15,6 +15,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from hf_patches import enable, heads
 from hf_patches.detect import find_mixing
 from lightning_cp import ContextParallel
+from lightning_cp import loss as loss_module
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, unpack
 
@@ -347,8 +348,9 @@ def test_large_logits_are_made_in_equal_pieces_without_asking_for_the_vocabulary
     stock = exact(**unpack(batch, PAD)).loss
     stock.backward()
     num_tokens, sizes = batch["input_ids"].numel(), []
-    largest = 4 * zoo.VOCAB_SIZE * (num_tokens - 1)
-    monkeypatch.setattr(heads, "LARGEST_LOGITS", largest)
+    largest = zoo.VOCAB_SIZE * (num_tokens - 1)
+    monkeypatch.setattr(heads, "LARGEST_LOGITS", 4 * largest)
+    monkeypatch.setattr(loss_module, "_CHUNK_NUMBERS", largest)
     enable(model.train())
     model.lm_head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[:-1].numel()))
     loss = loss_in_step(model, cp, batch)
