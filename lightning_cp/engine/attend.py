@@ -34,7 +34,6 @@ from lightning_cp.engine.merge import (
     empty_softmaxed,
     laid_out_like,
     sink_gradient,
-    wire_dtype,
 )
 from lightning_cp.engine.plan import Block, Plan, Stage
 from lightning_cp.mask import Range
@@ -218,12 +217,9 @@ def _backward(
         if turn.is_last:
             dq.settle(heads, dq_sum)
         if return_keys:
-            # Of what one rank sends straight to another nothing is lost by the kernels' own
-            # precision: the owner adds it up in a higher one. A reduce-scatter has no such owner.
-            wire = wire_dtype(q.dtype, call.gradient_wire) if stage.collective else q.dtype
             if stage.travels:
                 finish()
-            sent = give_back(stage, found, sums, call.transport, wire)
+            sent = give_back(stage, found, sums, call.transport, call.gradient_wire)
             if stage.travels:
                 finish = sent
             if turn.is_last:

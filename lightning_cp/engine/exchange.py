@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport, nothing
-from lightning_cp.engine.merge import Sum, Where, sum_into
+from lightning_cp.collectives import GradientWire, Transport, nothing
+from lightning_cp.engine.merge import Sum, Where, sum_into, wire_dtype
 from lightning_cp.engine.plan import Run, Stage
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range, union
@@ -101,7 +101,7 @@ def as_rows(part: KeyValues, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _picked(rows: Tensor, runs: Iterable[tuple[int, int]]) -> Tensor:
-    """Return some runs of rows, (start, size) each, as one contiguous tensor."""
+    """Return some runs of rows, (start, size) each, as one tensor."""
     parts = [rows[start : start + size] for start, size in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -249,16 +249,14 @@ class Found:
         elif self._first is None:
             self._first = here, part
         else:
-            (there, first), self._first = self._first, None
+            first, second, self._first = self._first, (here, part), None
             _, total = self._open()
-            both = here.meet(there)
-            for where in _outside(there, both):
-                _write(total, where, first, there)
-            for where in _outside(here, both):
-                _write(total, where, part, here)
-            if both.size:
-                _write(total, both, first, there, part, here)
-            self._written = union((there, here))
+            both = here.meet(first[0])
+            for one in (first, second):
+                for where in _outside(one[0], both):
+                    _write(total, where, one)
+            _write(total, both, first, second)
+            self._written = union((first[0], here))
 
     def _add(self, here: Range, part: KeyValues) -> None:
         """Add a part to what was written, and write it elsewhere."""
@@ -267,10 +265,10 @@ class Found:
         for written in self._written:
             both = rest.meet(written)
             if both.size:
-                _write(total, Range(rest.start, both.start), part, here)
+                _write(total, Range(rest.start, both.start), (here, part))
                 _add(total, slice(None), both, _cut(part, both, here))
                 rest = Range(both.stop, rest.stop)
-        _write(total, rest, part, here)
+        _write(total, rest, (here, part))
         self._written = union((*self._written, here))
 
     def total(self) -> KeyValues:
@@ -289,6 +287,11 @@ class Found:
         self._written = (self._all,)
         return total
 
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Return the precision of the keys."""
+        return self._like.keys.dtype
+
     def rows(self) -> Tensor:
         """Return the sum as rows; for stages with slots."""
         self.total()
@@ -305,9 +308,9 @@ class Found:
             else:
                 self._opened = None, self._like.empty(self._all.stop, self._dtype)
             if self._first is not None:
-                (there, first), self._first = self._first, None
-                _write(self._opened[1], there, first, there)
-                self._written = (there,)
+                first, self._first = self._first, None
+                _write(self._opened[1], first[0], first)
+                self._written = (first[0],)
         return self._opened
 
 
@@ -323,24 +326,12 @@ def _cut(part: KeyValues, where: Range, columns: Range) -> KeyValues:
     return part.tokens(where.start - columns.start, where.stop - columns.start)
 
 
-def _write(
-    total: KeyValues,
-    where: Range,
-    part: KeyValues,
-    columns: Range,
-    second: KeyValues | None = None,
-    second_columns: Range | None = None,
-) -> None:
-    """Write the tokens ``where`` of a part that covers ``columns``, or the sum of two."""
-    if where.size <= 0:
-        return
-    to, a = total.tokens(*where), _cut(part, where, columns)
-    if second is None or second_columns is None:
-        for place, x in zip(to, a, strict=True):
-            sum_into(place, x)
-        return
-    for place, x, y in zip(to, a, _cut(second, where, second_columns), strict=True):
-        sum_into(place, x, y)
+def _write(total: KeyValues, where: Range, *parts: tuple[Range, KeyValues]) -> None:
+    """Write the tokens ``where`` of a part, or the sum of two; each comes with what it covers."""
+    if where.size > 0:
+        cut = (_cut(part, where, columns) for columns, part in parts)
+        for place, *found in zip(total.tokens(*where), *cut, strict=True):
+            sum_into(place, *found)
 
 
 def _add(total: KeyValues, batch: slice, columns: Range, part: KeyValues) -> None:
@@ -353,7 +344,11 @@ Add = Callable[[KeyValues, int], None]
 
 
 def give_back(
-    stage: Stage, found: Found, sums: tuple[Sum, Sum], transport: Transport, dtype: torch.dtype
+    stage: Stage,
+    found: Found,
+    sums: tuple[Sum, Sum],
+    transport: Transport,
+    gradient_wire: GradientWire,
 ) -> Callable[[], None]:
     """Start sending the gradients of a stage's key buffer to the owners of the keys.
 
@@ -363,13 +358,17 @@ def give_back(
         sums: those of this rank's keys and values, for the stage's heads; its own share is added
             at once.
         transport: how it travels.
-        dtype: in which it travels. Owners add up in their own precision what comes from one rank
-            at a time; a reduce-scatter adds up in this one.
+        gradient_wire: how precise gradients are that a reduce-scatter adds up.
 
     Returns:
         A function that waits and adds what the other ranks found for this rank's keys.
     """
     total = found.total()
+    # Of what one rank sends straight to another nothing is lost by the kernels' own precision: the
+    # owner adds it up in a higher one. A reduce-scatter has no such owner.
+    dtype = found.key_dtype
+    if stage.collective:
+        dtype = wire_dtype(dtype, gradient_wire)
 
     def add(part: KeyValues, start: int) -> None:
         where = Where(Range(0, part.keys.shape[0]), Range(start, start + part.num_tokens))
@@ -416,10 +415,8 @@ def give_back(
 
 def _ready(x: Tensor, runs: Sequence[Run], dtype: torch.dtype) -> Tensor:
     """Return some runs of [B, K, n, D] as one contiguous [m, B, K, D]."""
-    tokens = x.permute(2, 0, 1, 3)
-    parts = [tokens[run.buffer : run.buffer + run.size] for run in runs]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined.to(dtype).contiguous()
+    picked = _picked(x.permute(2, 0, 1, 3), ((run.buffer, run.size) for run in runs))
+    return picked.to(dtype).contiguous()
 
 
 def _scatter_slots(

@@ -139,8 +139,5 @@ class _Needed(torch.autograd.Function):
             found = Found(ctx.stage, given, dtype)
             found.add(slice(None), slice(0, ctx.num_tokens), given)
             keys, values = (Sum(x) for x in given.empty(way.layout.local_len, dk.dtype))
-            wire = dk.dtype
-            if ctx.stage.collective:
-                wire = wire_dtype(wire, way.gradient_wire)
-            give_back(ctx.stage, found, (keys, values), way.transport, wire)()
+            give_back(ctx.stage, found, (keys, values), way.transport, way.gradient_wire)()
             return keys.result(), values.result(), None, None, None

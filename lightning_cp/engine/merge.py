@@ -75,9 +75,9 @@ def merge_into(out: Tensor, lse: Tensor, a: Softmaxed, b: Softmaxed) -> None:
 
 def sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
     """Write a, or a + b, to ``out``: added in at least float32, rounded once."""
-    if b is None and a.dtype == out.dtype:
-        out.copy_(a)
-    elif fused.can_take(out, a, *(() if b is None else (b,))):
+    parts = (a,) if b is None else (a, b)
+    is_copy = b is None and a.dtype == out.dtype
+    if not is_copy and fused.can_take(out, *parts):
         fused.sum_into(out, a, b)
     elif b is None:
         out.copy_(a)

@@ -90,14 +90,15 @@ class DenseKernel(TiledKernel):
         self, block: Block, bias: Tensor | None, num_heads: tuple[int, int]
     ) -> tuple[PlacedTile, ...]:
         """Halve what is huge, where query heads share key heads."""
-        heads, key_heads = num_heads
-        tiles: list[PlacedTile] = []
-        for tile in self.tiles(block, bias):
+        tiles, (heads, key_heads) = self.tiles(block, bias), num_heads
+        if heads == key_heads:
+            return tiles
+        parts: list[PlacedTile] = []
+        for tile in tiles:
             pairs = tile.query.size * tile.keys.size * heads
             many = tile.kind == "full" and tile.keys.size > 2 * self.tile_size
-            is_huge = many and heads > key_heads and pairs > self.huge
-            tiles += halved(tile, 128) if is_huge else (tile,)
-        return tuple(tiles)
+            parts += halved(tile, 128) if many and pairs > self.huge else (tile,)
+        return tuple(parts)
 
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
