@@ -26,7 +26,13 @@ from hf_patches.positions import name_arguments, parameters_of
 from hf_patches.routers import balance_loss
 from lightning_cp.context import IGNORED_LABEL, LossMark, Step
 from lightning_cp.layout import build_layout
-from lightning_cp.loss import chunked_token_mean, global_mean, piece_len, token_mean
+from lightning_cp.loss import (
+    CHUNK_NUMBERS,
+    chunked_token_mean,
+    global_mean,
+    piece_len,
+    token_mean,
+)
 from lightning_cp.sequence import unshard
 
 HeadKind = Literal["next token", "same token", "row", "none"]
@@ -39,7 +45,7 @@ MARK: Final = "_lightning_cp"
 """Under which name an enabled model carries what it must know."""
 
 # Logits of a rank that take more than this in float32 are never held at once.
-LARGEST_LOGITS: Final = 1 << 30
+LARGEST_LOGITS: Final = 4 * CHUNK_NUMBERS
 
 _OURS: Final = (
     "document_ids",

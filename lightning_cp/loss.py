@@ -35,7 +35,7 @@ from lightning_cp.context import (
 )
 from lightning_cp.sequence import shard, shift_labels, unshard
 
-_CHUNK_NUMBERS: Final = 2**28
+CHUNK_NUMBERS: Final = 2**28
 """How many logits are held at once unless the caller says: 1 GiB in float32."""
 
 
@@ -318,7 +318,7 @@ def piece_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
             beyond 65,504, and no loss scaling helps: pieces have a quarter.
     """
     is_narrow = any(x.dtype == torch.float16 for x in (logits, *parameters))
-    return max(1, _CHUNK_NUMBERS // (4 if is_narrow else 1) // logits.shape[-1])
+    return max(1, CHUNK_NUMBERS // (4 if is_narrow else 1) // logits.shape[-1])
 
 
 @contextmanager

@@ -222,7 +222,7 @@ def test_chunked_computes_no_gradient_that_nobody_wants(mode, monkeypatch):
     ],
 )
 def test_chunked_cuts_equal_pieces_of_no_more_tokens_than_asked(chunk_len, expected, monkeypatch):
-    monkeypatch.setattr(loss_module, "_CHUNK_NUMBERS", VOCAB * 40 + 5)
+    monkeypatch.setattr(loss_module, "CHUNK_NUMBERS", VOCAB * 40 + 5)
     weight, sizes = torch.randn(WIDTH, VOCAB), []
 
     def spy(x):
