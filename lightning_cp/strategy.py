@@ -94,7 +94,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         algorithm: how keys travel: ``gather``, ``ring``, ``ulysses``, or ``auto``.
         kernel: what computes attention; ``auto`` takes the fastest that can.
         attention_memory: GiB that an attention call may take on a GPU beside what it is given; by
-            default six times the local queries, and at least 0.75.
+            default six times the local queries, and at least 0.78.
         gradient_wire: precision of gradients of keys and values that collectives add up:
             ``float32``, or ``model``, half of the bytes for bf16: for slow networks.
         sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
