@@ -10,14 +10,16 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 
-NUM_WORKERS = 6
+NUM_WORKERS = 9
 # Whole models beside their stock runs: more of them at once do not fit into the GPU's memory.
 LARGE, NUM_LARGE_WORKERS = "test_hf", 3
-NUM_PARTS = {"test_flex": 6, "test_hf": 6, "test_kernels": 3, "test_lightning": 3, "test_nccl": 4}
+NUM_PARTS = {"test_flex": 8, "test_hf": 8, "test_kernels": 3, "test_lightning": 9, "test_nccl": 6}
 PYTEST = (
     sys.executable,
     "-m",
@@ -48,11 +50,11 @@ def collect(paths: list[str]) -> list[list[str]]:
     return parts
 
 
-def run(number: int, names: list[str]) -> tuple[bool, str]:
+def run(names: list[str]) -> tuple[bool, str]:
     """Run some tests; return whether they passed, and what pytest said at its end."""
     file, _, first = names[0].partition("::")
     start = time.monotonic()
-    log = Path(os.environ.get("OUT", ".")) / f"{Path(file).stem}-{number}.log"
+    log = Path(os.environ.get("OUT", ".")) / f"{Path(file).stem}-{time.monotonic_ns()}.log"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # references are computed on CPUs, beside others'
     with log.open("w") as output:
         done = subprocess.run([*PYTEST, *names], stdout=output, stderr=output, env=env, check=False)
@@ -66,22 +68,31 @@ def run(number: int, names: list[str]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Run them all; those that compile most first, since nothing waits for them then."""
+    """Run them all; those that take longest first, since nothing waits for them then."""
     start = time.monotonic()
     parts = collect(sys.argv[1:] or ["tests/gpu"])
-    order = ["test_flex", "test_lightning", "test_nccl", "test_kernels"]
-    parts.sort(key=lambda names: ([*(n in names[0] for n in order), True]).index(True))
-    all_passed = True
-    with ThreadPoolExecutor(NUM_WORKERS) as pool, ThreadPoolExecutor(NUM_LARGE_WORKERS) as large:
-        runs = [
-            (large if LARGE in names[0] else pool).submit(run, number, names)
-            for number, names in enumerate(parts)
-        ]
-        for done in as_completed(runs):
-            passed, said = done.result()
-            all_passed &= passed
-            print(said, flush=True)
     total = sum(len(names) for names in parts)
+    order = ["test_lightning", "test_flex", "test_nccl", "test_kernels"]
+    parts.sort(key=lambda names: ([*(n in names[0] for n in order), True]).index(True))
+    large = deque(names for names in parts if LARGE in names[0])
+    others = deque(names for names in parts if LARGE not in names[0])
+    lock = Lock()
+
+    def work(*queues: deque[list[str]]) -> int:
+        num_passed = 0
+        while True:
+            with lock:
+                names = next((queue.popleft() for queue in queues if queue), None)
+            if names is None:
+                return num_passed
+            passed, said = run(names)
+            num_passed += len(names) if passed else 0
+            print(said, flush=True)
+
+    with ThreadPoolExecutor(NUM_WORKERS) as pool:
+        first = [pool.submit(work, large, others) for _ in range(NUM_LARGE_WORKERS)]
+        rest = [pool.submit(work, others) for _ in range(NUM_WORKERS - NUM_LARGE_WORKERS)]
+    all_passed = sum(done.result() for done in first + rest) == total
     print(f"{total} tests {'passed' if all_passed else 'ran'} in {time.monotonic() - start:.0f} s")
     sys.exit(not all_passed)
 
