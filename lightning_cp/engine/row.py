@@ -230,6 +230,9 @@ def attend_row(
     with without_modes(), torch.autocast(q.device.type, enabled=False):
         num_groups = max(1, len(call.stages))
         size = q.shape[1] // num_groups
+        if num_groups == 1:
+            (arriving,) = _bring_groups(k, v, call)
+            return _attend_group(q, *arriving(), sinks, bias, call)
         heads = (slice(size * group, size * (group + 1)) for group in range(num_groups))
         parts = [
             _attend_group(
@@ -243,7 +246,7 @@ def attend_row(
                 q.chunk(num_groups, 1), _bring_groups(k, v, call), heads, strict=True
             )
         ]
-        return parts[0] if num_groups == 1 else torch.cat(parts, 1)
+        return torch.cat(parts, 1)
 
 
 def _bring_groups(k: Tensor, v: Tensor, call: RowCall) -> Iterator[Arriving]:
@@ -252,11 +255,11 @@ def _bring_groups(k: Tensor, v: Tensor, call: RowCall) -> Iterator[Arriving]:
         yield lambda: whole_row(k, v, call.way)
         return
     num_groups = len(call.stages)
-    # By `chunk`, whose gradient is put together once.
-    shards = zip(k.chunk(num_groups, 1), v.chunk(num_groups, 1), call.stages, strict=True)
+    # By `chunk`, whose gradient is put together once; even that of one chunk is copied.
+    keys, values = ((x,) if num_groups == 1 else x.chunk(num_groups, 1) for x in (k, v))
     before: Arriving | None = None
-    for keys, values, stage in shards:
-        following = bring(keys, values, stage, call.way, buffer_len=call.keys.buffer_len)
+    for group, stage in zip(zip(keys, values, strict=True), call.stages, strict=True):
+        following = bring(*group, stage, call.way, buffer_len=call.keys.buffer_len)
         if before is not None:
             yield before
         before = following
