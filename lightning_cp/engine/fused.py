@@ -40,7 +40,7 @@ def can_start(device: torch.device) -> bool:
     lse, sinks = torch.zeros(1, 1, 4, device=device), torch.zeros(1, device=device)
     try:
         for _ in range(2):  # compiled and started, then started only
-            add_sinks(x, lse, sinks, x, in_lse=False)
+            add_sinks_(x, lse.clone(), sinks)
         works = bool(((x - 0.25).abs() < 1e-3).all())
     except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no place to write: anything
         works = False
@@ -91,56 +91,36 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
     _start(_sum, out.shape, (out, a, second, *strides), b is not None)
 
 
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, into: Tensor, *, in_lse: bool) -> None:
-    """Write what sinks [H] leave of ``out`` to ``into``, which may be ``out``.
-
-    Args:
-        out: [B, H, L, D], attention without sinks.
-        lse: [B, H, L], its log of sums.
-        sinks: one logit per head, in any precision.
-        into: the same with sinks, rounded once.
-        in_lse: whether ``lse`` becomes that with sinks, in place.
-    """
-    args = (
-        out,
-        into,
-        lse,
-        sinks,
-        *(stride // 8 for x in (out, into) for stride in x.stride()[:3]),
-        *lse.stride(),
-        *sinks.stride(),
-    )
-    _start(_add_sinks, out.shape, args, in_lse)
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Do what `merge.add_sinks_` does, in one pass."""
+    strides = (stride // 8 for stride in out.stride()[:3])
+    args = (out, lse, sinks, *strides, *lse.stride(), *sinks.stride())
+    _start(_add_sinks, out.shape, args)
 
 
-def sink_gradients(
-    dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, into: Tensor | None
-) -> Tensor:
-    """Return what sinks take of the gradient, [B, H, L]: the gradient of lse without sinks.
+def sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return what sinks take of the gradient of each query, [B, H, L].
 
     Args:
         dout: [B, H, L, D], the gradient of attention with sinks.
-        out: attention, without sinks; with them where ``into`` is None.
-        lse: its log of sums, likewise.
+        out: attention, with sinks.
+        lse: its log of sums, with sinks.
         sinks: one logit per head, in any precision.
-        into: gets the gradient of attention without sinks.
     """
-    dlse = lse.new_empty(lse.shape)
-    scaled = dout if into is None else into
+    taken = lse.new_empty(lse.shape)
     args = (
         dout,
         out,
-        scaled,
         lse,
-        dlse,
+        taken,
         sinks,
-        *(stride // 8 for x in (dout, out, scaled) for stride in x.stride()[:3]),
+        *(stride // 8 for x in (dout, out) for stride in x.stride()[:3]),
         *lse.stride(),
-        *dlse.stride(),
+        *taken.stride(),
         *sinks.stride(),
     )
-    _start(_sink_gradients, dout.shape, args, into is None)
-    return dlse
+    _start(_sink_gradients, dout.shape, args)
+    return taken
 
 
 def _start(kernel: Any, shape: tuple[int, ...], args: tuple[Any, ...], *flags: bool) -> None:
@@ -266,25 +246,20 @@ if triton is not None:
         tl.store(at_out, found.to(out.dtype.element_ty), real)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(4, 15)), do_not_specialize_on_alignment=[2, 3]
+        do_not_specialize=list(range(3, 11)), do_not_specialize_on_alignment=[1, 2]
     )
     def _add_sinks(  # type: ignore[no-untyped-def]
         out,
-        into,
         lse,
         sinks,
         out_b,
         out_h,
         out_l,
-        into_b,
-        into_h,
-        into_l,
         lse_b,
         lse_h,
         lse_l,
         sinks_h,
         length,
-        IN_LSE: tl.constexpr,
         DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -299,23 +274,20 @@ if triton is not None:
         sink = tl.load(sinks + head * sinks_h).to(tl.float32)
         share, _, summed = _shares(tl.load(at_lse, real_row, float("-inf")), sink)
         at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column
-        at_into = into + (batch * into_b + head * into_h + row[:, None] * into_l) * 8 + column
         scaled = tl.load(at_out, real, 0.0).to(tl.float32) * share[:, None]
-        tl.store(at_into, scaled.to(into.dtype.element_ty), real)
-        if IN_LSE:
-            # All warps must have read what one of them writes.
-            tl.debug_barrier()
-            tl.store(at_lse, summed, real_row)
+        tl.store(at_out, scaled.to(out.dtype.element_ty), real)
+        # All warps must have read what one of them writes.
+        tl.debug_barrier()
+        tl.store(at_lse, summed, real_row)
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(6, 23)), do_not_specialize_on_alignment=[3, 4, 5]
+        do_not_specialize=list(range(5, 19)), do_not_specialize_on_alignment=[2, 3, 4]
     )
     def _sink_gradients(  # type: ignore[no-untyped-def]
         dout,
         out,
-        into,
         lse,
-        dlse,
+        taken,
         sinks,
         dout_b,
         dout_h,
@@ -323,18 +295,14 @@ if triton is not None:
         out_b,
         out_h,
         out_l,
-        into_b,
-        into_h,
-        into_l,
         lse_b,
         lse_h,
         lse_l,
-        dlse_b,
-        dlse_h,
-        dlse_l,
+        taken_b,
+        taken_h,
+        taken_l,
         sinks_h,
         length,
-        WITH_SINKS: tl.constexpr,
         DIM: tl.constexpr,
         ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -351,12 +319,5 @@ if triton is not None:
         product = tl.sum(given * tl.load(at_out, real, 0.0).to(tl.float32), 1)
         summed = tl.load(lse + batch * lse_b + head * lse_h + row * lse_l, real_row, 0.0)
         sink = tl.load(sinks + head * sinks_h).to(tl.float32)
-        if WITH_SINKS:
-            product *= tl.exp(sink - summed)
-        else:
-            share, sink_share, _ = _shares(summed, sink)
-            at_into = into + (batch * into_b + head * into_h + row[:, None] * into_l) * 8 + column
-            tl.store(at_into, (given * share[:, None]).to(into.dtype.element_ty), real)
-            # The share is a sigmoid of lse - sink: its derivative is the product of both shares.
-            product *= share * sink_share
-        tl.store(dlse + batch * dlse_b + head * dlse_h + row * dlse_l, product, real_row)
+        product *= tl.exp(sink - summed)
+        tl.store(taken + batch * taken_b + head * taken_h + row * taken_l, product, real_row)

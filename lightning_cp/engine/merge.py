@@ -320,7 +320,7 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         sinks: [H], one logit per head.
     """
     if _can_fuse(sinks, out):
-        fused.add_sinks(out, lse, sinks, out, in_lse=True)
+        fused.add_sinks_(out, lse, sinks)
         return
     logits = _logits(sinks, lse)
     torch.mul(out, _share(lse, logits).unsqueeze(-1), out=out)
@@ -333,7 +333,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     The softmax's derivative for a key of value v is p (dout.v - dout.out); here v = 0.
     """
     if _can_fuse(sinks, dout, out):
-        dlse = fused.sink_gradients(dout, out, lse, sinks, None)
+        dlse = fused.sink_gradients(dout, out, lse, sinks)
     else:
         dlse = _dot_rows(dout, out) * torch.exp(_logits(sinks, lse) - lse)
     return sum_to_sinks(dlse, sinks)
@@ -341,26 +341,19 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return what `add_sinks_` makes of ``out``, and leave both as they are; rounded once."""
-    shared = torch.empty_like(out)
-    if _can_fuse(sinks, out, shared):
-        fused.add_sinks(out, lse, sinks, shared, in_lse=False)
-        return shared
     share = _share(lse, _logits(sinks, lse))
-    return torch.mul(out, share.unsqueeze(-1), out=shared)
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def with_sinks_backward(
     dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `with_sinks` for ``out`` and ``lse``; `sum_to_sinks` has the last."""
-    scaled = torch.empty_like(dout)
-    if _can_fuse(sinks, dout, out, scaled):
-        return scaled, fused.sink_gradients(dout, out, lse, sinks, scaled)
     logits = _logits(sinks, lse)
     share = _share(lse, logits)
-    torch.mul(dout, share.unsqueeze(-1), out=scaled)
     # The share is a sigmoid of lse - sink: its derivative is the product of both shares.
-    return scaled, _dot_rows(dout, out) * share * _share(logits, lse)
+    dlse = _dot_rows(dout, out) * share * _share(logits, lse)
+    return (dout * share.unsqueeze(-1)).to(dout.dtype), dlse
 
 
 def sum_to_sinks(dlse: Tensor, sinks: Tensor) -> Tensor:

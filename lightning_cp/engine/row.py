@@ -11,7 +11,6 @@ Shapes: B batch, H query heads, K key/value heads, L local tokens, S tokens of t
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +19,11 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from lightning_cp.collectives import GradientWire, Transport
 from lightning_cp.compat import without_modes
-from lightning_cp.context import refuse_second_derivative
 from lightning_cp.engine.flex import is_plain
 from lightning_cp.engine.gathered import Arriving, Way, bring, whole_row
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import Mods, attend_compiled, attend_plain
-from lightning_cp.engine.merge import (
-    accumulation_dtype,
-    sum_to_sinks,
-    with_sinks,
-    with_sinks_backward,
-)
+from lightning_cp.engine.merge import accumulation_dtype
 from lightning_cp.engine.mods import (
     BLOCK_SIZE,
     Keys,
@@ -229,7 +222,6 @@ def attend_row(
     # As in `attend.py`: what autocast would lower are sums.
     with without_modes(), torch.autocast(q.device.type, enabled=False):
         num_groups = max(1, len(call.stages))
-        size = q.shape[1] // num_groups
         if num_groups == 1:
             (arriving,) = _bring_groups(k, v, call)
             return _attend_group(q, *arriving(), sinks, bias, call)
@@ -285,30 +277,6 @@ def _attend_group(
         shape = (*q.shape[:3], call.keys.row_len)
         mods = add_bias(mods, bias, shape, call.keys, fused=fused)
     if call.plain:
-        out, lse, _ = attend_plain(q, k, v, mods, scale=call.scale)
-    else:
-        wants = AuxRequest(lse=sinks is not None)
-        out, lse, _ = attend_compiled(q, k, v, mods, scale=call.scale, wants=wants)
-    if sinks is None or lse is None:
-        return out
-    shared: Tensor = _Sinks.apply(out, lse, sinks)  # type: ignore[no-untyped-call]
-    return shared
-
-
-class _Sinks(torch.autograd.Function):
-    """Let each head's sink, a key whose value is 0, take its share of the softmax.
-
-    ``out * e^lse / (e^lse + e^sink)``, in the precision of lse, which is float32 at least.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-        ctx.save_for_backward(out, lse, sinks)
-        return with_sinks(out, lse, sinks)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        refuse_second_derivative()
-        out, lse, sinks = ctx.saved_tensors
-        scaled, dlse = with_sinks_backward(dout, out, lse, sinks)
-        return scaled, dlse, sum_to_sinks(dlse, sinks) if ctx.needs_input_grad[2] else None
+        return attend_plain(q, k, v, mods, scale=call.scale, sinks=sinks).out
+    wants = AuxRequest()
+    return attend_compiled(q, k, v, mods, scale=call.scale, wants=wants, sinks=sinks).out

@@ -14,7 +14,7 @@ from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.merge import NEVER
 from lightning_cp.engine.mods import Place
-from lightning_cp.engine.row import _Sinks, attend_row, build_row_call
+from lightning_cp.engine.row import attend_row, build_row_call
 from lightning_cp.engine.ulysses import SwappedCall, build_swap
 from lightning_cp.layout import Layout, build_layout
 from lightning_cp.mask import Mask, Range
@@ -240,6 +240,46 @@ def test_keys_of_a_zigzag_lie_end_to_end():
     assert results[1][1].positions.tolist() == [*range(7, 36)]
 
 
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_keys_lie_in_blocks_as_in_the_row(monkeypatch, cp_size):
+    """A block of queries meets no more blocks of keys than in the row; gaps are seen by nobody."""
+    monkeypatch.setattr(row, "_block_size", lambda *, plain: 4)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
+    num_gaps = 0
+    for mask, layout in itertools.product(MASKS, LAYOUTS):
+        for bias in (None, SLOPES, numbers()):
+            case = make_case(mask, layout=layout, bias=bias)
+            whole, results = run_row(case, cp_size)
+            assert max(errors(whole, exact(case)).values()) < 1e-10, (mask, layout)
+        for _, keys, *_ in results:
+            places = torch.arange(len(keys.positions))
+            filled = torch.ones(len(places), dtype=torch.bool)
+            for gap in keys.gaps:
+                filled[slice(*gap)] = False
+            positions = torch.from_numpy(keys.positions)
+            off = (positions - places)[filled]
+            assert not keys.gaps or not (off % 4).any(), (mask, layout)
+            assert (positions.diff() >= 0).all()
+            num_gaps += len(keys.gaps)
+    assert num_gaps > 10
+
+
+def new_nan(x, *size, **options):
+    """Make memory that nobody has written noticed."""
+    size = size[0] if isinstance(size[0], (tuple, list)) else size
+    return torch.full(size, float("nan"), dtype=options.get("dtype") or x.dtype)
+
+
+def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
+    """No accumulator of a shard, where each token has been sent once."""
+    kept = []
+    monkeypatch.setattr(merge.Patches, "_gathered", lambda self: kept.append(self) or 1 / 0)
+    for layout in LAYOUTS:
+        case = make_case("window", length=96, layout=layout)
+        assert worst_error(case, 3) < 1e-10
+    assert not kept
+
+
 def buffer_len(num_needed, row_len, cp_size):
     layout = build_layout("contiguous", seq_len=row_len, cp_size=cp_size)
     return row._buffer_len(num_needed, layout, fused=True)
@@ -343,7 +383,7 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added):
     case = make_case("documents+window", length=520, layout="zigzag", softcap=2.0, **added)
     layout, inputs = case.build_layout(2), case.inputs
     monkeypatch.setattr(gathered, "fetch", lambda *_, buffer_len: lambda: brought(buffer_len))
-    outs = []
+    outs, grads, sink_grads = [], [], []
     for rank in range(2):
         call, _ = build_call(case, Replay(rank, 2), budget=1)
         assert len(call.stages) == 2
@@ -358,9 +398,18 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added):
             return exchange.KeyValues(*(pad_end(x, 2, short) for x in found))
 
         q, k, v = (shard(x, 2, layout=layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v))
-        outs.append(attend_row(q, k, v, inputs.sinks, case.bias, call))
-    found = put_back(outs, layout.order, 2)
-    assert float((found - exact(case)["out"]).abs().max()) < 1e-10
+        q, sinks = q.requires_grad_(), inputs.sinks.clone().requires_grad_()
+        outs.append(attend_row(q, k, v, sinks, case.bias, call))
+        dout = shard(inputs.dout, 2, layout=layout, rank=rank)
+        dq, dsinks = torch.autograd.grad(outs[-1], (q, sinks), dout)
+        grads.append(dq)
+        sink_grads.append(dsinks)
+    parts = {"out": [out.detach() for out in outs], "dq": grads}
+    found = {name: put_back(part, layout.order, 2) for name, part in parts.items()}
+    found["dsinks"] = sum(sink_grads)
+    truth = exact(case)
+    # torch keeps lse in float32 where gradients are wanted.
+    assert max(errors(found, {name: truth[name] for name in found}).values()) < 1e-6
 
 
 def test_blocks_of_a_trimmed_mask_are_those_of_its_pairs(counter):
@@ -411,13 +460,13 @@ def test_sinks_are_differentiated_exactly():
     lse = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64) * 3
     sinks = torch.tensor([-2.0, 0.5, 4.0], dtype=torch.float64)
     args = [x.requires_grad_() for x in (out, lse, sinks)]
-    assert torch.autograd.gradcheck(_Sinks.apply, args)
+    assert torch.autograd.gradcheck(kernel._Sinks.apply, args)
 
 
 def test_a_query_without_keys_and_sink_is_zero():
     out, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), NEVER)
     sinks = torch.tensor([NEVER, 0.5], requires_grad=True)
-    shared = _Sinks.apply(out, lse, sinks)
+    shared = kernel._Sinks.apply(out, lse, sinks)
     shared.sum().backward()
     assert torch.equal(shared, out)
     assert torch.equal(sinks.grad, torch.zeros(2))
@@ -428,7 +477,7 @@ def test_small_sinks_keep_their_gradient_in_float32():
     lse = torch.tensor([[[5.0, 30.0, float("-inf")]]])
     out, sinks = torch.tensor([1.0, 1.0, 0.0])[None, None, :, None], torch.tensor([-10.0])
     args = [x.requires_grad_() for x in (out, lse, sinks)]
-    dout, dlse, dsinks = torch.autograd.grad(_Sinks.apply(*args).sum(), args)
+    dout, dlse, dsinks = torch.autograd.grad(kernel._Sinks.apply(*args).sum(), args)
     assert torch.isfinite(torch.cat([dout.flatten(), dlse.flatten(), dsinks])).all()
     share = torch.tensor(-15.0, dtype=torch.float64).exp()
     assert abs(float(dlse[0, 0, 0]) / float(share / (1 + share)) - 1) < 1e-5

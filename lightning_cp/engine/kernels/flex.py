@@ -21,7 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.compat import copy_function, keeping_buffers, without_modes
-from lightning_cp.engine.merge import NEVER, accumulation_dtype
+from lightning_cp.context import refuse_second_derivative
+from lightning_cp.engine.merge import (
+    NEVER,
+    accumulation_dtype,
+    sum_to_sinks,
+    with_sinks,
+    with_sinks_backward,
+)
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key) to whether the query sees the key."""
@@ -64,7 +71,7 @@ class Mods:
 class Attended(NamedTuple):
     """What attention gives: out [B, H, L, Dv] and, per query, lse and largest score [B, H, L].
 
-    A query that sees nothing has out 0 and lse -inf.
+    A query that sees nothing has out 0 and lse -inf. Both numbers are those without sinks.
     """
 
     out: Tensor
@@ -85,15 +92,32 @@ def attend_compiled(
     *,
     scale: float | None,
     wants: AuxRequest,
+    sinks: Tensor | None = None,
     kernel_options: Any = None,
 ) -> Attended:
-    """Call torch's FlexAttention, compiled; ``wants`` says what is returned beside out."""
+    """Call torch's FlexAttention, compiled.
+
+    Args:
+        q: [B, H, L, D].
+        k: [B, K, S, D].
+        v: [B, K, S, Dv].
+        mods: what becomes of a score.
+        scale: factor on q.k; torch's default when None.
+        wants: what is returned beside out.
+        sinks: [H] or None, a logit per head that takes its share of each softmax.
+        kernel_options: torch's.
+    """
+    given, shapes = [q, k, v], [x.shape for x in (q, k, v)]
+    if sinks is None:
+        attend = compiled_flex_attention(mods.kind, *shapes)
+    else:
+        # In one graph: what sinks do to gradients is done by the pass that the kernel needs anyway.
+        attend = _compiled(_with_sinks, (mods.kind, *shapes), _backend)
+        given, wants = [*given, sinks], wants._replace(lse=True)
 
     def call(kernel_options: Any) -> Attended:
-        out, aux = compiled_flex_attention(mods.kind, *(x.shape for x in (q, k, v)))(
-            q,
-            k,
-            v,
+        out, aux = attend(
+            *given,
             score_mod=mods.score_mod,
             block_mask=table,
             scale=scale,
@@ -116,6 +140,32 @@ def attend_compiled(
         # What functions capture takes memory of the chip beside the tiles that torch has chosen.
         _options[key] = _MODEST
         return call(_MODEST)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Any:
+    out, aux = flex_attention_of_torch(q, k, v, **options)
+    return _Sinks.apply(out, aux.lse, sinks), aux  # type: ignore[no-untyped-call]
+
+
+class _Sinks(torch.autograd.Function):
+    """Let each head's sink, a key whose value is 0, take its share of the softmax.
+
+    ``out * e^lse / (e^lse + e^sink)``, in the precision of lse, which is float32 at least. Also
+    traced by compilers: plain torch, and nothing that depends on numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(out, lse, sinks)
+        return with_sinks(out, lse, sinks)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not torch.compiler.is_compiling():  # compiled code refuses by itself
+            refuse_second_derivative()
+        out, lse, sinks = ctx.saved_tensors
+        scaled, dlse = with_sinks_backward(dout, out, lse, sinks)
+        return scaled, dlse, sum_to_sinks(dlse, sinks)
 
 
 def build_block_mask(
@@ -155,7 +205,9 @@ def _compiled(fn: Callable[..., Any], kind: object, backend: Any) -> Callable[..
     )
 
 
-def attend_plain(q: Tensor, k: Tensor, v: Tensor, mods: Mods, *, scale: float) -> Attended:
+def attend_plain(
+    q: Tensor, k: Tensor, v: Tensor, mods: Mods, *, scale: float, sinks: Tensor | None = None
+) -> Attended:
     """Do what FlexAttention does in plain torch, some queries at a time.
 
     Scores are made in float32, in float64 for float64, and made again in backward. Gradients reach
@@ -171,6 +223,8 @@ def attend_plain(q: Tensor, k: Tensor, v: Tensor, mods: Mods, *, scale: float) -
         for start in range(0, length, size)
     ]
     out, lse, largest = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    if sinks is not None:
+        out = _Sinks.apply(out, lse, sinks)  # type: ignore[no-untyped-call]
     return Attended(out.to(q.dtype), lse, largest.detach())
 
 
