@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import GradientWire, Transport, nothing
 from lightning_cp.engine.merge import Sum, Where, sum_into, wire_dtype
-from lightning_cp.engine.plan import Run, Stage
+from lightning_cp.engine.plan import Parcel, Run, Stage, cut
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Range, union
 
@@ -102,7 +102,10 @@ def as_rows(part: KeyValues, dtype: torch.dtype | None = None) -> Tensor:
 
 def _picked(rows: Tensor, runs: Iterable[tuple[int, int]]) -> Tensor:
     """Return some runs of rows, (start, size) each, as one tensor."""
-    parts = [rows[start : start + size] for start, size in runs]
+    return _joined([rows[start : start + size] for start, size in runs])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -129,6 +132,8 @@ def fetch(
     own = shard.heads(stage.heads)
     if stage.is_alone and buffer_len is None:
         return lambda: own
+    if buffer_len is not None and not stage.collective:
+        return _fetch_into(stage, own, transport, buffer_len)
     rows = shard.rows(stage.heads)
     if stage.slots:
         return _fetch_slots(stage, own, rows, transport)
@@ -140,30 +145,75 @@ def fetch(
 
     def finish() -> KeyValues:
         wait()
-        if buffer_len is None and stage.is_local:
-            return own
-        if buffer_len is None and stage.is_one_parcel:
-            return own.open_rows(arriving[0][1])
-        buffer = _empty_buffer(stage, own, buffer_len)
         if stage.is_local:
-            _copy(rows, 0, buffer, 0, own.num_tokens)
-            return own.open_rows(buffer)
+            return own
+        if stage.is_one_parcel:
+            return own.open_rows(arriving[0][1])
+        buffer = _empty_buffer(stage, own, stage.buffer_len)
         for run in stage.own:
             _copy(rows, run.shard, buffer, run.buffer, run.size)
         for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
-            for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
-                _copy(came, at, buffer, run.buffer, run.size)
+            _unpack(came, parcel, buffer)
         return own.open_rows(buffer)
 
     return finish
 
 
-def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int | None) -> Tensor:
-    """Return memory for the key buffer; what follows the stage's tokens is cleared."""
-    filled = own.num_tokens if stage.is_local else stage.buffer_len
-    buffer = own.empty_rows(filled if buffer_len is None else buffer_len)
-    if buffer.shape[0] > filled:
-        buffer[filled:].zero_()
+def _fetch_into(
+    stage: Stage, own: KeyValues, transport: Transport, buffer_len: int
+) -> Callable[[], KeyValues]:
+    """Fetch parcels into a buffer: own tokens leave from it, others arrive in it, if they can."""
+    buffer = _empty_buffer(stage, own, buffer_len)
+    places = own.open_rows(buffer)
+    held = (Run(0, 0, own.num_tokens),) if stage.is_local else stage.own
+    for run in held:
+        there = places.tokens(run.buffer, run.buffer + run.size)
+        for to, from_ in zip(there, own.tokens(run.shard, run.shard + run.size), strict=True):
+            sum_into(to, from_)
+
+    def rows_of(run: Run) -> Tensor:
+        for mine in held:
+            if mine.shard <= run.shard and run.shard + run.size <= mine.shard + mine.size:
+                start = mine.buffer + run.shard - mine.shard
+                return buffer[start : start + run.size]
+        return as_rows(own.tokens(run.shard, run.shard + run.size))
+
+    sends = [
+        (parcel.peer, _joined([rows_of(run) for run in parcel.runs])) for parcel in stage.sends
+    ]
+    arriving = [(parcel.peer, _place(parcel, buffer, own)) for parcel in stage.receives]
+    wait = transport.exchange(sends, arriving)
+
+    def finish() -> KeyValues:
+        wait()
+        for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
+            if len(parcel.runs) > 1:
+                _unpack(came, parcel, buffer)
+        return places
+
+    return finish
+
+
+def _place(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
+    """Return where a parcel arrives: its place in the buffer, if it has one."""
+    if len(parcel.runs) > 1:
+        return own.empty_rows(parcel.num_tokens)
+    (run,) = parcel.runs
+    return buffer[run.buffer : run.buffer + run.size]
+
+
+def _unpack(came: Tensor, parcel: Parcel, buffer: Tensor) -> None:
+    for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
+        _copy(came, at, buffer, run.buffer, run.size)
+
+
+def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int) -> Tensor:
+    """Return memory for the key buffer; places that no key comes to are cleared."""
+    buffer = own.empty_rows(buffer_len)
+    used, gaps = (own.num_tokens, ()) if stage.is_local else (stage.buffer_len, stage.gaps)
+    for start, stop in (*gaps, Range(used, buffer_len)):
+        if start < stop:
+            buffer[start:stop].zero_()
     return buffer
 
 
@@ -206,7 +256,7 @@ def _fetch_whole_shards(
 
     def finish() -> KeyValues:
         wait()
-        buffer = _empty_buffer(stage, own, buffer_len)
+        buffer = _empty_buffer(stage, own, buffer_len or stage.buffer_len)
         for run in stage.own:
             _copy(rows, run.shard, buffer, run.buffer, run.size)
         for parcel in stage.receives:
@@ -375,11 +425,11 @@ def give_back(
         for summed, x in zip(sums, part, strict=True):
             summed.add(where, x)
 
-    if stage.is_local:
-        add(total, 0)
-    elif not stage.collective:
-        for run in stage.own:
-            add(total.tokens(run.buffer, run.buffer + run.size), run.shard)
+    if not stage.collective:
+        held = (Run(0, 0, total.num_tokens),) if stage.is_local else stage.own
+        for run in held:
+            for part in cut(run, stage.sent_edges):
+                add(total.tokens(part.buffer, part.buffer + part.size), part.shard)
     if stage.is_alone:
         return nothing
     if stage.slots:

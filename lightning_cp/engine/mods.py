@@ -23,7 +23,7 @@ from lightning_cp.engine.captured import identity_of
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.kernels.flex import MaskMod, Mods, ScoreMod, build_block_mask
 from lightning_cp.layout import Layout
-from lightning_cp.mask import Bounds, IntArray
+from lightning_cp.mask import Bounds, IntArray, Range
 
 BLOCK_SIZE = 128
 """Queries and keys of a block, as FlexAttention has them by default."""
@@ -75,11 +75,14 @@ class Keys:
         positions: int64 [n], rising: the keys, from the start of the buffer on.
         buffer_len: tokens of the buffer; those after the keys are seen by nobody.
         row_len: tokens of the row; keys at later positions are our padding.
+        gaps: places between keys that are seen by nobody, either. The position there is the one
+            after the key before, which is not in the buffer.
     """
 
     positions: IntArray
     buffer_len: int
     row_len: int
+    gaps: tuple[Range, ...] = ()
     _kept: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -445,6 +448,8 @@ def _build_seen(bounds: Bounds, place: Place, keys: Keys) -> _Seen:
     assert is_gapless, "the key buffer misses a key, or is not sorted"  # noqa: S101
     real = np.zeros((bounds.num_rows, keys.buffer_len), np.bool_)
     real[:, : len(keys.positions)] = (np.diff(bounds.real_before) > 0)[:, keys.positions]
+    for gap in keys.gaps:
+        real[:, slice(*gap)] = False
     return _Seen(at_first, at_last, real, bool((num_real != last - first).any()))
 
 

@@ -17,6 +17,9 @@ from lightning_cp.choices import check_choice
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Bounds, Range, Tile, union
 
+# More pieces cost more than an accumulator.
+_FEW_RUNS = 4
+
 AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
 
 
@@ -33,6 +36,18 @@ class Run(NamedTuple):
     shard: int
     buffer: int
     size: int
+
+
+def cut(run: Run, edges: Iterable[int]) -> Iterator[Run]:
+    """Cut a run where edges lie in its part of the shard.
+
+    Example:
+        >>> list(cut(Run(4, 10, 6), (2, 7)))
+        [Run(shard=4, buffer=10, size=3), Run(shard=7, buffer=13, size=3)]
+    """
+    stop = run.shard + run.size
+    for start, end in pairwise((run.shard, *(e for e in edges if run.shard < e < stop), stop)):
+        yield Run(start, run.buffer + start - run.shard, end - start)
 
 
 class Parcel(NamedTuple):
@@ -234,6 +249,27 @@ class Stage:
         ends = accumulate((run.size for run in runs), initial=0)
         return all(run.buffer == end for run, end in zip(runs, ends, strict=False))
 
+    @cached_property
+    def gaps(self) -> tuple[Range, ...]:
+        """Return the places of the key buffer that no key comes to."""
+        runs = [*self.own, *(run for parcel in self.receives for run in parcel.runs)]
+        filled = union(Range(run.buffer, run.buffer + run.size) for run in runs)
+        edges = [0, *(edge for part in filled for edge in part), self.buffer_len]
+        gaps = (Range(*gap) for gap in zip(edges[::2], edges[1::2], strict=True))
+        return tuple(gap for gap in gaps if gap.size)
+
+    @cached_property
+    def sent_edges(self) -> tuple[int, ...]:
+        """Return where in the shard a few parcels begin and end; none if some tokens leave twice.
+
+        Cut there, own gradients and those that come back are parts of the same tokens, two of each
+        at most, and add up without an accumulator of the whole shard.
+        """
+        sent = sorted((run.shard, run.shard + run.size) for p in self.sends for run in p.runs)
+        if len(sent) > _FEW_RUNS or any(a[1] > b[0] for a, b in pairwise(sent)):
+            return ()
+        return tuple(sorted({edge for run in sent for edge in run}))
+
     @property
     def num_tokens_sent(self) -> int:
         """Return how many tokens of its shard this rank sends, counted once per receiver."""
@@ -290,6 +326,7 @@ def build_plan(
     num_groups: int = 1,
     num_backward_groups: int | None = None,
     sorted_keys: bool = False,
+    block_size: int = 1,
 ) -> Plan:
     """Plan one attention call.
 
@@ -303,6 +340,8 @@ def build_plan(
         num_backward_groups: the same in backward, if it differs.
         sorted_keys: lay gathered keys in the order of the row. Otherwise they lie as they came,
             where that saves a copy.
+        block_size: keys that are sorted lie in blocks of so many, as they do in the row: where some
+            are left out, places may stay empty.
 
     Example:
         >>> from lightning_cp.layout import build_layout
@@ -323,8 +362,18 @@ def build_plan(
         # One all-gather is faster than many messages, but moves every shard to everyone.
         collective = 0 < layout.padded_len * (layout.cp_size - 1) <= 2 * moved
         slots = _slots(layout) if collective and not sorted_keys else ()
+        buffers = [_in_blocks(needed, block_size) for needed in needs]
+        if slots:
+            buffers = [_in_slots(layout, slots)] * layout.cp_size
         bare = _gather_stages(
-            layout, bounds, rank, needs, moved=moved > 0, collective=collective, slots=slots
+            layout,
+            bounds,
+            rank,
+            needs,
+            buffers,
+            moved=moved > 0,
+            collective=collective,
+            slots=slots,
         )
     else:
         bare = _ring_stages(layout, bounds, rank, needs)
@@ -431,17 +480,14 @@ def _gather_stages(
     bounds: Bounds,
     rank: int,
     needs: list[tuple[Range, ...]],
+    buffers: list[tuple[Piece, ...]],
     *,
     moved: bool,
     collective: bool,
     slots: tuple[Range, ...],
 ) -> tuple[Stage, ...]:
     """Bring all keys that the rank needs at once."""
-    # Sorted by position, so that what a run of queries sees is one slice of the buffer.
-    buffers = [_packed(needed) for needed in needs]
     shards = [_shard(layout, r) for r in range(layout.cp_size)]
-    if slots:
-        buffers = [_in_slots(layout, slots)] * layout.cp_size
     others = [r for r in range(layout.cp_size) if r != rank]
     sends = [Parcel(r, _runs(_wanted(shards[rank], needs[r]), buffers[r])) for r in others]
     receives = [Parcel(r, _runs(_wanted(shards[r], needs[rank]), buffers[rank])) for r in others]
@@ -453,7 +499,7 @@ def _gather_stages(
         sends=tuple(parcel for parcel in sends if parcel.runs),
         receives=tuple(parcel for parcel in receives if parcel.runs),
         own=_runs(own, buffers[rank]),
-        buffer_len=_num_tokens(needs[rank]),
+        buffer_len=_end(buffers[rank]),
         block=_build_block(layout, bounds, rank, own if alone else buffers[rank]),
         travels=moved,
     )
@@ -467,6 +513,30 @@ def _gather_stages(
         slots=slots,
     )
     return _local_stage(layout.local_len, _block_of(mine, mine, bounds, "same")), gathered
+
+
+def _in_blocks(needed: Iterable[Range], block_size: int) -> tuple[Piece, ...]:
+    """Lay keys in their order, so that what a run of queries sees is one slice of the buffer.
+
+    Each piece starts as far into a block as it does in the row: then a block of queries meets no
+    more blocks of keys than it would there.
+    """
+    placed, end = [], 0
+    for part in needed:
+        offset = end + (part.start - end) % block_size
+        placed.append(Piece(part, offset))
+        end = offset + part.size
+    return tuple(placed)
+
+
+def _end(pieces: tuple[Piece, ...]) -> int:
+    """Return where the last piece of a tensor ends."""
+    return pieces[-1].offset + pieces[-1].where.size if pieces else 0
+
+
+def num_places(layout: Layout, bounds: Bounds, rank: int, block_size: int) -> int:
+    """Return how long the key buffer of a rank is that needs not all keys; see `build_plan`."""
+    return _end(_in_blocks(_needs(layout, bounds, rank), block_size))
 
 
 def _local_stage(local_len: int, block: Block | None) -> Stage:

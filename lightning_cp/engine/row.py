@@ -33,9 +33,9 @@ from lightning_cp.engine.mods import (
     bounds_mods,
     whole_row_keys,
 )
-from lightning_cp.engine.plan import Stage, build_plan
+from lightning_cp.engine.plan import Stage, build_plan, num_places
 from lightning_cp.layout import Layout
-from lightning_cp.mask import Bounds, IntArray, Range, union
+from lightning_cp.mask import Bounds, IntArray, Range
 
 SHORT_ROW = 16384
 """Rows of fewer tokens have one length of key buffers: another one is compiled for 10 to 40 s."""
@@ -99,13 +99,14 @@ def build_row_call(
     """
     layout = place.layout
     plain = is_plain(q, kernel, layout.local_len)
+    block_size = _block_size(plain=plain)
     if all(_rises(layout.ranges(rank)) for rank in range(layout.cp_size)):
         size = sum(x.shape[-1] for x in (q, v)) * q.shape[0]
         kinds = (q.dtype, accumulation_dtype(q.dtype))  # of keys, and of their gradients
         num_bytes = size * sum(dtype.itemsize for dtype in kinds)
         # The same on all ranks, though the length of buffers is not: messages pair up.
         longest = max(
-            _buffer_len(_num_needed(layout, bounds, rank), layout, fused=not plain)
+            _buffer_len(num_places(layout, bounds, rank, block_size), layout, fused=not plain)
             for rank in range(layout.cp_size)
         )
         queries = q.shape[0] * num_heads[0] * layout.local_len * q.shape[-1] * q.dtype.itemsize
@@ -118,6 +119,7 @@ def build_row_call(
             rank=place.rank,
             num_kv_heads=num_heads[1],
             sorted_keys=True,
+            block_size=block_size,
         ).stages
         stage = replace(stage, heads=Range(0, num_heads[1] // num_groups))
         keys = _keys_of(stage, place, fused=not plain)
@@ -135,6 +137,11 @@ def build_row_call(
     )
     way = Way(layout, transport, uid, gradient_wire)
     return RowCall(mods, place, keys, stages, way, scores.scale, plain)
+
+
+def _block_size(*, plain: bool) -> int:
+    """Return in blocks of how many keys lie: the fused kernel's."""
+    return 1 if plain else BLOCK_SIZE
 
 
 def group_budget(query_bytes: int) -> int:
@@ -161,29 +168,24 @@ def _rises(ranges: tuple[Range, ...]) -> bool:
     return all(a.stop <= b.start for a, b in pairwise(ranges))
 
 
-def _num_needed(layout: Layout, bounds: Bounds, rank: int) -> int:
-    needed = union(keys for query in layout.ranges(rank) for keys in bounds.hull(query))
-    return sum(part.size for part in needed)
-
-
-def _buffer_len(num_needed: int, layout: Layout, *, fused: bool) -> int:
-    """Return how long a buffer for so many keys is.
+def _buffer_len(least: int, layout: Layout, *, fused: bool) -> int:
+    """Return how long a buffer of so many places for keys is.
 
     Fused kernels are compiled for one length. Under documents what is needed changes with every
     batch, so lengths are those of a short ladder: the row, 3/4, 1/2, 3/8, 1/4 of it, and so on down
     to what a rank holds itself. What is empty costs memory, but no time.
 
     Args:
-        num_needed: keys.
+        least: places that are needed.
         layout: who owns what.
         fused: whether a fused kernel is compiled for it.
     """
     if not fused:
-        return max(1, num_needed)
+        return max(1, least)
     row_len = layout.seq_len
     if row_len < SHORT_ROW:
         return row_len
-    least = max(num_needed, layout.local_len)
+    least = max(least, layout.local_len)
     halvings = range(layout.cp_size.bit_length())
     quarters = [(part, (4 << n) * BLOCK_SIZE) for n in halvings for part in (4, 3)]
     rungs = [-(-row_len * part // size) * BLOCK_SIZE for part, size in quarters]
@@ -195,11 +197,15 @@ def _keys_of(stage: Stage, place: Place, *, fused: bool) -> Keys:
     num_keys = len(positions)
     # What a rank holds may be all that it needs, and reach into our padding.
     buffer_len = max(num_keys, _buffer_len(num_keys, layout, fused=fused))
-    return Keys(positions, buffer_len, layout.seq_len)
+    gaps = () if stage.is_local else stage.gaps
+    return Keys(positions, buffer_len, layout.seq_len, gaps)
 
 
 def _positions_of(stage: Stage, place: Place) -> IntArray:
-    """Return the position of each key that a stage brings, in the order of its buffer."""
+    """Return the position of each key that a stage brings, in the order of its buffer.
+
+    See `Keys` for what stands where there is none.
+    """
     layout, rank = place.layout, place.rank
     if stage.is_local:  # the shard itself is the buffer
         own: IntArray = layout.positions(rank).numpy()
@@ -210,6 +216,8 @@ def _positions_of(stage: Stage, place: Place) -> IntArray:
         for run in runs:
             part = held[run.shard : run.shard + run.size]
             positions[run.buffer : run.buffer + run.size] = part
+    for start, stop in stage.gaps:
+        positions[start:stop] = positions[start - 1] + 1 if start else 0
     return positions
 
 
@@ -225,6 +233,7 @@ def attend_row(
         if num_groups == 1:
             (arriving,) = _bring_groups(k, v, call)
             return _attend_group(q, *arriving(), sinks, bias, call)
+        size = q.shape[1] // num_groups
         heads = (slice(size * group, size * (group + 1)) for group in range(num_groups))
         parts = [
             _attend_group(

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
 from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine import exchange, gathered, mods, row
+from lightning_cp.engine import exchange, gathered, merge, mods, row
 from lightning_cp.engine.kernels import flex as kernel
 from lightning_cp.engine.kernels.base import Scores
 from lightning_cp.engine.merge import NEVER
