@@ -425,7 +425,7 @@ def give_back(
         for summed, x in zip(sums, part, strict=True):
             summed.add(where, x)
 
-    if not stage.collective:
+    if not stage.collective and stage.block is not None:
         held = (Run(0, 0, total.num_tokens),) if stage.is_local else stage.own
         for run in held:
             for part in cut(run, stage.sent_edges):

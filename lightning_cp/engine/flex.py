@@ -297,8 +297,7 @@ def _attend_alone(q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Attended:
         batch, heads = q.shape[:2]
         block_mask = block_mask.table(Place(layout, 0), batch=batch, heads=heads, device=q.device)
     kind = kind_of(None if block_mask is None else block_mask.mask_mod, score_mod)
-    shapes = (x.shape for x in (q, k, v))
-    attend = flex_attention_of_torch if on_cpu else compiled_flex_attention(kind, *shapes)
+    attend = flex_attention_of_torch if on_cpu else compiled_flex_attention(kind, q, k, v)
     out, aux = attend(
         q,
         k,

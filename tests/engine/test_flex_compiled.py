@@ -4,6 +4,8 @@ torch refuses gradients on a CPU, since its CPU kernel has none; what runs here 
 taken away. Ranks are taken one after the other, with the keys of the whole row.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -345,6 +347,23 @@ def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
         q, q, q, kernel.Mods(), scale=None, wants=AuxRequest(), kernel_options=own
     )
     assert asked[-1] is own
+
+
+def test_one_mask_serves_any_precision_and_mode(counter):
+    """torch gives up on code that it has compiled 8 times for different arguments."""
+    given, trains = torch.randn(1, 2, 128, 16), [(True, True), (True, False), (False, True)]
+    for dtype, (trains_q, trains_sinks) in itertools.product(
+        [torch.float32, torch.bfloat16], trains
+    ):
+        q = given.to(dtype, copy=True).requires_grad_(trains_q)
+        sinks = torch.nn.Parameter(torch.zeros(2).to(dtype), requires_grad=trains_sinks)
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                found = kernel.attend_compiled(
+                    q, q, q, kernel.Mods(), scale=1.0, wants=AuxRequest(), sinks=sinks
+                )
+            assert found.out.dtype == dtype
+    assert counter.frame_count > 8
 
 
 def test_other_errors_of_the_compiler_are_raised(monkeypatch):

@@ -71,7 +71,7 @@ class Mods:
 class Attended(NamedTuple):
     """What attention gives: out [B, H, L, Dv] and, per query, lse and largest score [B, H, L].
 
-    A query that sees nothing has out 0 and lse -inf. Both numbers are those without sinks.
+    A query that sees nothing has out 0 and lse -inf.
     """
 
     out: Tensor
@@ -103,20 +103,17 @@ def attend_compiled(
         v: [B, K, S, Dv].
         mods: what becomes of a score.
         scale: factor on q.k; torch's default when None.
-        wants: what is returned beside out.
+        wants: what is returned beside out; nothing where there are sinks.
         sinks: [H] or None, a logit per head that takes its share of each softmax.
         kernel_options: torch's.
     """
-    given, shapes = [q, k, v], [x.shape for x in (q, k, v)]
-    if sinks is None:
-        attend = compiled_flex_attention(mods.kind, *shapes)
-    else:
-        # In one graph: what sinks do to gradients is done by the pass that the kernel needs anyway.
-        attend = _compiled(_with_sinks, (mods.kind, *shapes), _backend)
-        given, wants = [*given, sinks], wants._replace(lse=True)
+    given = [q, k, v]
+    if sinks is not None:
+        given, wants = [*given, sinks], AuxRequest(lse=True)
+    attend = compiled_flex_attention(mods.kind, *given)
 
     def call(kernel_options: Any) -> Attended:
-        out, aux = attend(
+        found = attend(
             *given,
             score_mod=mods.score_mod,
             block_mask=table,
@@ -125,6 +122,9 @@ def attend_compiled(
             kernel_options=kernel_options,
             return_aux=wants,
         )
+        if sinks is not None:
+            return Attended(found, None, None)
+        out, aux = found
         return Attended(out, aux.lse, aux.max_scores)
 
     with without_modes():
@@ -143,8 +143,10 @@ def attend_compiled(
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Any:
+    # In one graph: what sinks do to gradients is done by the pass that the kernel needs anyway. lse
+    # stays inside, for what is returned gets a gradient, if of zeros.
     out, aux = flex_attention_of_torch(q, k, v, **options)
-    return _Sinks.apply(out, aux.lse, sinks), aux  # type: ignore[no-untyped-call]
+    return _Sinks.apply(out, aux.lse, sinks)  # type: ignore[no-untyped-call]
 
 
 class _Sinks(torch.autograd.Function):
@@ -191,9 +193,18 @@ def build_block_mask(
     return found
 
 
-def compiled_flex_attention(kind: object = None, *shapes: torch.Size) -> Callable[..., Any]:
-    """Return torch's FlexAttention, compiled for functions of a kind and tensors of some shapes."""
-    return _compiled(flex_attention_of_torch, (kind, shapes), _backend)
+def compiled_flex_attention(kind: object, *tensors: Tensor) -> Callable[..., Any]:
+    """Return torch's FlexAttention, compiled for functions of a kind and for such tensors.
+
+    Args:
+        kind: what tells the functions from others.
+        tensors: q, k, v, and sinks if there are some: then out is all that it returns.
+    """
+    fn = flex_attention_of_torch if len(tensors) == 3 else _with_sinks
+    # By all that torch tells calls apart by: it gives up on code that it has compiled 8 times.
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = ((x.shape, x.dtype, x.requires_grad, type(x)) for x in tensors)
+    return _compiled(fn, (kind, *modes, *kinds), _backend)
 
 
 @lru_cache(maxsize=128)
