@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_cp.collectives import GradientWire
 from lightning_cp.engine import fused
@@ -18,6 +19,8 @@ from lightning_cp.mask import Range
 
 NEVER = float("-inf")
 """The lse of a query that has seen no key: its sum is empty."""
+
+_HARDLY = -1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -334,32 +337,23 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     The softmax's derivative for a key of value v is p (dout.v - dout.out); here v = 0.
     """
     if _can_fuse(sinks, dout, out):
-        dlse = fused.sink_gradients(dout, out, lse, sinks)
+        taken = fused.sink_gradients(dout, out, lse, sinks)
     else:
-        dlse = _dot_rows(dout, out) * torch.exp(_logits(sinks, lse) - lse)
-    return sum_to_sinks(dlse, sinks)
+        taken = _dot_rows(dout, out) * torch.exp(_logits(sinks, lse) - lse)
+    return -taken.sum((0, 2)).to(sinks.dtype)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return what `add_sinks_` makes of ``out``, and leave both as they are; rounded once."""
-    share = _share(lse, _logits(sinks, lse))
+    """Return what `add_sinks_` makes of ``out``, and leave both as they are; rounded once.
+
+    Differentiable by autograd and compilers. The share of the keys is e^-softplus(sink - lse): its
+    derivative is the product of both shares, each by itself. 1 - the other's would be rounding.
+    """
+    # A query that has seen no key has a share of 0; -inf - -inf would be NaN. Beyond its threshold
+    # softplus is the identity: torch's own, 20, would be felt in float64.
+    distance = sinks.to(lse.dtype)[:, None] - lse.clamp(min=_HARDLY)
+    share = torch.exp(-functional.softplus(distance, threshold=60.0))
     return (out * share.unsqueeze(-1)).to(out.dtype)
-
-
-def with_sinks_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `with_sinks` for ``out`` and ``lse``; `sum_to_sinks` has the last."""
-    logits = _logits(sinks, lse)
-    share = _share(lse, logits)
-    # The share is a sigmoid of lse - sink: its derivative is the product of both shares.
-    dlse = _dot_rows(dout, out) * share * _share(logits, lse)
-    return (dout * share.unsqueeze(-1)).to(dout.dtype), dlse
-
-
-def sum_to_sinks(dlse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks [H]: what the keys' sums [B, H, L] get is taken from them."""
-    return -dlse.sum((0, 2)).to(sinks.dtype)
 
 
 def _can_fuse(sinks: Tensor, *tensors: Tensor) -> bool:

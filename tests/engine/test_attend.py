@@ -482,7 +482,8 @@ def test_parity_notices_a_merge_that_forgets_its_sum(monkeypatch):
         merge_into(out, lse.clone(), a, b)
 
     monkeypatch.setattr(merge, "merge_into", forgetful)
-    assert broken(monkeypatch, make_case("bidirectional", algorithm="ring")) > 1e-3
+    # What it leaves is memory that nobody has written: NaN, perhaps.
+    assert not broken(monkeypatch, make_case("bidirectional", algorithm="ring")) < 1e-3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

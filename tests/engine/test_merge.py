@@ -89,7 +89,7 @@ def test_sinks_take_the_same_share_in_place_and_out_of_place(dtype):
     assert torch.equal(out, kept)
     assert torch.equal(lse, kept_lse)
     add_sinks_(out, lse, sinks)
-    assert torch.equal(shared, out)
+    torch.testing.assert_close(shared, out)
 
 
 def test_a_row_that_sees_only_its_sink_is_zero():

@@ -21,14 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.compat import copy_function, keeping_buffers, without_modes
-from lightning_cp.context import refuse_second_derivative
-from lightning_cp.engine.merge import (
-    NEVER,
-    accumulation_dtype,
-    sum_to_sinks,
-    with_sinks,
-    with_sinks_backward,
-)
+from lightning_cp.engine.merge import NEVER, accumulation_dtype, with_sinks
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key) to whether the query sees the key."""
@@ -146,28 +139,7 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) 
     # In one graph: what sinks do to gradients is done by the pass that the kernel needs anyway. lse
     # stays inside, for what is returned gets a gradient, if of zeros.
     out, aux = flex_attention_of_torch(q, k, v, **options)
-    return _Sinks.apply(out, aux.lse, sinks)  # type: ignore[no-untyped-call]
-
-
-class _Sinks(torch.autograd.Function):
-    """Let each head's sink, a key whose value is 0, take its share of the softmax.
-
-    ``out * e^lse / (e^lse + e^sink)``, in the precision of lse, which is float32 at least. Also
-    traced by compilers: plain torch, and nothing that depends on numbers.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-        ctx.save_for_backward(out, lse, sinks)
-        return with_sinks(out, lse, sinks)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not torch.compiler.is_compiling():  # compiled code refuses by itself
-            refuse_second_derivative()
-        out, lse, sinks = ctx.saved_tensors
-        scaled, dlse = with_sinks_backward(dout, out, lse, sinks)
-        return scaled, dlse, sum_to_sinks(dlse, sinks)
+    return with_sinks(out, aux.lse, sinks)
 
 
 def build_block_mask(
@@ -235,7 +207,7 @@ def attend_plain(
     ]
     out, lse, largest = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     if sinks is not None:
-        out = _Sinks.apply(out, lse, sinks)  # type: ignore[no-untyped-call]
+        out = with_sinks(out, lse, sinks)
     return Attended(out.to(q.dtype), lse, largest.detach())
 
 
