@@ -19,7 +19,7 @@ from threading import Lock
 NUM_WORKERS = 9
 # Whole models beside their stock runs: more of them at once do not fit into the GPU's memory.
 LARGE, NUM_LARGE_WORKERS = "test_hf", 3
-NUM_PARTS = {"test_flex": 8, "test_hf": 8, "test_kernels": 3, "test_lightning": 9, "test_nccl": 6}
+NUM_PARTS = {"test_flex": 8, "test_hf": 8, "test_kernels": 3, "test_lightning": 6, "test_nccl": 6}
 PYTEST = (
     sys.executable,
     "-m",
