@@ -366,6 +366,7 @@ def run_case(
         cp_size=case.cp_size,
         algorithm=case.algorithm,
         ulysses_size=case.ulysses_size,
+        memory=case.memory,
         how=slowest.how,
         whole_ms=whole,
         whole_kernel=kernel,

@@ -66,6 +66,8 @@ class Point:
 def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
     """Read causal cases from JSON lines of `attention_gpu`; the last one of a case counts.
 
+    Those whose memory was kept small are left out.
+
     Args:
         paths: the files.
         linked: whether links took time.
@@ -75,7 +77,8 @@ def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
         for line in path.read_text().splitlines():
             one: dict[str, Any] = json.loads(line)
             name = str(one.get("case"))
-            if one.get("what") == "attention" and name.startswith(("causal-", "ring-")):
+            is_causal = name.startswith(("causal-", "ring-")) and one.get("memory") is None
+            if one.get("what") == "attention" and is_causal:
                 spent = one["linked_ms"] if linked else one["ms"]
                 kept = (one["seq_len"], one["cp_size"], one["algorithm"], spent, one["whole_ms"])
                 found[name, one["cp_size"]] = Point(*kept)
