@@ -130,31 +130,25 @@ def fetch(
         A function that waits and returns the key buffer.
     """
     own = shard.heads(stage.heads)
-    if stage.is_alone and buffer_len is None:
-        return lambda: own
-    if buffer_len is not None and not stage.collective:
-        return _fetch_into(stage, own, transport, buffer_len)
-    rows = shard.rows(stage.heads)
-    if stage.slots:
-        return _fetch_slots(stage, own, rows, transport)
     if stage.collective:
-        return _fetch_whole_shards(stage, own, rows, transport, buffer_len)
+        rows = shard.rows(stage.heads)
+        if stage.slots:
+            return _fetch_slots(stage, own, rows, transport)
+        return _fetch_whole_shards(stage, own, rows, transport, buffer_len or stage.buffer_len)
+    if buffer_len is not None:
+        return _fetch_into(stage, own, transport, buffer_len)
+    if stage.is_alone:
+        return lambda: own
+    if not stage.is_local and not stage.is_one_parcel:
+        return _fetch_into(stage, own, transport, stage.buffer_len)
+    rows = shard.rows(stage.heads)
     sends = [(p.peer, _picked(rows, ((r.shard, r.size) for r in p.runs))) for p in stage.sends]
     arriving = [(p.peer, own.empty_rows(p.num_tokens)) for p in stage.receives]
     wait = transport.exchange(sends, arriving)
 
     def finish() -> KeyValues:
         wait()
-        if stage.is_local:
-            return own
-        if stage.is_one_parcel:
-            return own.open_rows(arriving[0][1])
-        buffer = _empty_buffer(stage, own, stage.buffer_len)
-        for run in stage.own:
-            _copy(rows, run.shard, buffer, run.buffer, run.size)
-        for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
-            _unpack(came, parcel, buffer)
-        return own.open_rows(buffer)
+        return own if stage.is_local else own.open_rows(arriving[0][1])
 
     return finish
 
@@ -188,7 +182,8 @@ def _fetch_into(
         wait()
         for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
             if len(parcel.runs) > 1:
-                _unpack(came, parcel, buffer)
+                for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
+                    _copy(came, at, buffer, run.buffer, run.size)
         return places
 
     return finish
@@ -200,11 +195,6 @@ def _place(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
         return own.empty_rows(parcel.num_tokens)
     (run,) = parcel.runs
     return buffer[run.buffer : run.buffer + run.size]
-
-
-def _unpack(came: Tensor, parcel: Parcel, buffer: Tensor) -> None:
-    for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
-        _copy(came, at, buffer, run.buffer, run.size)
 
 
 def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int) -> Tensor:
@@ -249,14 +239,14 @@ def _by_slot(rows: Tensor, stage: Stage, num_ranks: int) -> list[Tensor]:
 
 
 def _fetch_whole_shards(
-    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport, buffer_len: int | None
+    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport, buffer_len: int
 ) -> Callable[[], KeyValues]:
     gathered = rows.new_empty(transport.size, *rows.shape)
     wait = transport.all_gather(gathered, rows)
 
     def finish() -> KeyValues:
         wait()
-        buffer = _empty_buffer(stage, own, buffer_len or stage.buffer_len)
+        buffer = _empty_buffer(stage, own, buffer_len)
         for run in stage.own:
             _copy(rows, run.shard, buffer, run.buffer, run.size)
         for parcel in stage.receives:
