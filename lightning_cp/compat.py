@@ -248,15 +248,16 @@ def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
     """Let every ``checkpoint(use_reentrant=False)`` call inside use a context_fn.
 
     There is no door for callers that pass none (models, wrappers), so the function that all of
-    them reach is replaced meanwhile. It has had this name and these arguments since torch 2.1.
+    them reach is replaced meanwhile. It has had this name and these arguments since torch 2.1;
+    2.15 moved it to another one, which takes what is passed on as a tuple and a dict.
     """
-    original = checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    moved = hasattr(checkpoint, f"{name}_impl")
+    name = f"{name}_impl" if moved else name
+    original = getattr(checkpoint, name)
 
-    def generator(
-        fn: Any, preserve_rng_state: bool, given: ContextFn, *args: Any, **kwargs: Any
-    ) -> Any:
-        chosen = context_fn if given in (checkpoint.noop_context_fn, context_fn) else both(given)
-        return original(fn, preserve_rng_state, chosen, *args, **kwargs)
+    def chosen(given: ContextFn) -> ContextFn:
+        return context_fn if given in (checkpoint.noop_context_fn, context_fn) else both(given)
 
     def both(given: ContextFn) -> ContextFn:
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -265,11 +266,20 @@ def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
 
         return contexts
 
-    checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    def generator(
+        fn: Any, preserve_rng_state: bool, given: ContextFn, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(fn, preserve_rng_state, chosen(given), *args, **kwargs)
+
+    def moved_generator(fn: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        given = options.pop("context_fn", checkpoint.noop_context_fn)
+        return original(fn, args, kwargs, context_fn=chosen(given), **options)
+
+    setattr(checkpoint, name, moved_generator if moved else generator)
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = original
+        setattr(checkpoint, name, original)
 
 
 class _Nested:
