@@ -6,9 +6,11 @@ Knows how options become objects, and how an error becomes one line. Everything 
 """
 
 import difflib
+import functools
 import importlib
 import inspect
 import logging
+import operator
 import re
 import signal
 import subprocess
@@ -20,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 try:  # first: what takes seconds to import comes after
     import jsonargparse  # noqa: F401
@@ -208,7 +210,23 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _try_whole_numbers_first(fn: Any) -> None:
+    """Let options that are int or float be read as int first.
+
+    ``limit_val_batches: 1`` is one batch, 1.0 are all. ``Optional[Union[...]]`` in either order is
+    the same object to Python: the one that was made first in the process. With torch 2.11 and
+    transformers 5.17 that is one with float first.
+    """
+    hints = inspect.unwrap(fn).__annotations__
+    for name, hint in hints.items():
+        parts = get_args(hint)
+        if int in parts and float in parts:
+            others = (part for part in parts if part not in (int, float))
+            hints[name] = functools.reduce(operator.or_, others, int | float)
+
+
 def _run(args: Sequence[str]) -> None:
+    _try_whole_numbers_first(Trainer.__init__)
     RecipesCLI(
         CausalLMModule,
         LightningDataModule,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 
 from hf_patches.__main__ import main as hf_main
 from recipes import cli
@@ -380,3 +381,18 @@ def test_a_checkpoint_that_lost_its_name_gets_it_back(tmp_path):
     cli._put_back(str(tmp_path))  # a newer one has it
     assert aside.is_dir()
     cli._put_back(None)
+
+
+def test_whole_numbers_stay_whole():
+    """1 is one batch and 1.0 are all, whoever was the first to write ``Union[float, int]``."""
+
+    def trainer(limit: float | int | None = None, every: str | float | int = 1):
+        return limit, every
+
+    cli._try_whole_numbers_first(trainer)
+    parser = ArgumentParser()
+    parser.add_function_arguments(trainer)
+    for text, number in (("1", 1), ("1.0", 1.0), ("0.25", 0.25)):
+        for name in ("limit", "every"):
+            found = parser.parse_args([f"--{name}={text}"])[name]
+            assert (type(found), found) == (type(number), number)
