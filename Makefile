@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all parity conformance lint bench clean
+.PHONY: demo test test-all test-with parity conformance lint bench clean
 
 demo: .venv/.installed-recipes
 	$(BIN)/python -m recipes.demo
@@ -13,6 +13,13 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "not gpu" --durations=20
+
+# The tests with other versions, in an environment of their own: WITH="torch==2.11.0 transformers==5.17.0"
+test-with:
+	test -n "$(WITH)"
+	test -x .venv-with/bin/python || $(PYTHON) -m venv .venv-with
+	.venv-with/bin/python -m pip install --quiet --editable ".[dev]" $(WITH)
+	.venv-with/bin/python -m pytest -m "not slow and not gpu" $(TESTS)
 
 # Every architecture that is served, against the stock model: about 20 minutes on 2 cores
 parity: .venv/.installed
@@ -48,4 +55,4 @@ bench: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-with build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
