@@ -192,7 +192,8 @@ def shared(job: SdpaJob) -> dict[str, Tensor]:
     loss.backward()
     if job.compiled:
         if job.kind == "gpt" and not job.checkpointing:
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 3
+            # Before and after attention; torch 2.15 takes one for blocks that are alike.
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
         torch._dynamo.utils.counters.clear()
         torch.compiler.reset()
     average_(model)
