@@ -159,7 +159,7 @@ def _fetch_into(
     """Fetch parcels into a buffer: own tokens leave from it, others arrive in it, if they can."""
     buffer = _empty_buffer(stage, own, buffer_len)
     places = own.open_rows(buffer)
-    held = (Run(0, 0, own.num_tokens),) if stage.is_local else stage.own
+    held = _held(stage, own)
     for run in held:
         there = places.tokens(run.buffer, run.buffer + run.size)
         for to, from_ in zip(there, own.tokens(run.shard, run.shard + run.size), strict=True):
@@ -189,6 +189,11 @@ def _fetch_into(
     return finish
 
 
+def _held(stage: Stage, local: KeyValues) -> tuple[Run, ...]:
+    """Return where in the key buffer this rank's own tokens lie: the shard may be all of it."""
+    return (Run(0, 0, local.num_tokens),) if stage.is_local else stage.own
+
+
 def _place(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
     """Return where a parcel arrives: its place in the buffer, if it has one."""
     if len(parcel.runs) > 1:
@@ -200,8 +205,8 @@ def _place(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
 def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int) -> Tensor:
     """Return memory for the key buffer; places that no key comes to are cleared."""
     buffer = own.empty_rows(buffer_len)
-    used, gaps = (own.num_tokens, ()) if stage.is_local else (stage.buffer_len, stage.gaps)
-    for start, stop in (*gaps, Range(used, buffer_len)):
+    used = own.num_tokens if stage.is_local else stage.buffer_len
+    for start, stop in (*stage.gaps, Range(used, buffer_len)):
         if start < stop:
             buffer[start:stop].zero_()
     return buffer
@@ -416,8 +421,7 @@ def give_back(
             summed.add(where, x)
 
     if not stage.collective and stage.block is not None:
-        held = (Run(0, 0, total.num_tokens),) if stage.is_local else stage.own
-        for run in held:
+        for run in _held(stage, total):
             for part in cut(run, stage.sent_edges):
                 add(total.tokens(part.buffer, part.buffer + part.size), part.shard)
     if stage.is_alone:

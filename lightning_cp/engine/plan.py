@@ -252,6 +252,8 @@ class Stage:
     @cached_property
     def gaps(self) -> tuple[Range, ...]:
         """Return the places of the key buffer that no key comes to."""
+        if self.is_local:
+            return ()
         runs = [*self.own, *(run for parcel in self.receives for run in parcel.runs)]
         filled = union(Range(run.buffer, run.buffer + run.size) for run in runs)
         edges = [0, *(edge for part in filled for edge in part), self.buffer_len]

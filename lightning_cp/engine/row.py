@@ -197,8 +197,7 @@ def _keys_of(stage: Stage, place: Place, *, fused: bool) -> Keys:
     num_keys = len(positions)
     # What a rank holds may be all that it needs, and reach into our padding.
     buffer_len = max(num_keys, _buffer_len(num_keys, layout, fused=fused))
-    gaps = () if stage.is_local else stage.gaps
-    return Keys(positions, buffer_len, layout.seq_len, gaps)
+    return Keys(positions, buffer_len, layout.seq_len, stage.gaps)
 
 
 def _positions_of(stage: Stage, place: Place) -> IntArray:

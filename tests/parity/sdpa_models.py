@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, token_mean
@@ -192,8 +193,9 @@ def shared(job: SdpaJob) -> dict[str, Tensor]:
     loss.backward()
     if job.compiled:
         if job.kind == "gpt" and not job.checkpointing:
-            # Before and after attention; torch 2.15 takes one for blocks that are alike.
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+            # Before and after attention, for two blocks; 2.15 takes one for blocks that are alike.
+            least = 3 if TorchVersion(torch.__version__) < (2, 15) else 1
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > least
         torch._dynamo.utils.counters.clear()
         torch.compiler.reset()
     average_(model)
