@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
@@ -309,24 +309,33 @@ def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def keeping_buffers(backend: Any) -> Callable[..., Any]:
-    """Return a compiler's backend whose backward may run again (``retain_graph=True``).
+def exact_backend(backend: Any) -> Callable[..., Any]:
+    """Return a compiler's backend whose gradients are right, and may be asked for again.
 
     By itself compiled code writes over what forward has saved, and then refuses to run twice. Who
-    asks for attention has not asked for a compiler. torch's own switch for it
-    (``torch._functorch.config.donated_buffer``) must be off whenever backward runs, on whichever
-    thread: so the compiler finds nothing that it may write over. Its caches keep such code apart.
+    asks for attention has not asked for a compiler, so ``retain_graph=True`` works. torch's own
+    switch for it (``torch._functorch.config.donated_buffer``) must be off whenever backward runs,
+    on whichever thread: so the compiler finds nothing that it may write over. Its caches keep such
+    code apart.
+
+    And torch's compiler pads nothing: where the rows of a batch lie apart by no multiple of 128
+    bytes, 2.11 writes sums without padding and reads them with it, which makes gradients of sinks,
+    queries and keys wrong, or NaN.
     """
     from torch._dynamo import lookup_backend  # takes seconds to import
 
-    compile_graph = lookup_backend(backend) if isinstance(backend, str) else backend
+    compile_graph: Callable[..., Any] = backend
+    if isinstance(backend, str):
+        compile_graph = lookup_backend(backend)
+    if backend == "inductor":
+        compile_graph = partial(compile_graph, config_patches={"comprehensive_padding": False})
 
-    def compile_keeping(*args: Any, **kwargs: Any) -> Any:
+    def compile_exactly(*args: Any, **kwargs: Any) -> Any:
         tagged = torch.compiler.config.patch(cache_key_tag="lightning_cp")  # type: ignore[attr-defined]
         with tagged, _no_donations():
             return compile_graph(*args, **kwargs)
 
-    return compile_keeping
+    return compile_exactly
 
 
 @contextmanager

@@ -49,6 +49,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 _NOT_OURS = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 }
 

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -397,3 +398,19 @@ def test_backward_of_compiled_code_may_run_again():
     with pytest.raises(RuntimeError, match="donated buffer"):
         differentiate_twice(torch.compile(power, backend="aot_eager"))
     assert differentiate_twice(kernel._compiled(power, "twice", "aot_eager"))
+
+
+def test_torchs_compiler_pads_nothing():
+    """torch 2.11 reads with padding what it wrote without: forward and backward are built so."""
+    padded = []
+    watch = config.patch(
+        post_grad_custom_post_pass=lambda _: padded.append(config.comprehensive_padding),
+        disable_padding_cpu=False,
+        compile_threads=1,
+        force_disable_caches=True,
+    )
+    x = torch.ones(3, requires_grad=True)
+    with watch:
+        kernel._compiled(lambda x: x.exp(), "padding", "inductor")(x).sum().backward()
+    assert padded == [False, False]
+    assert config.comprehensive_padding

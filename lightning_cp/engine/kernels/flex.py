@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.compat import copy_function, keeping_buffers, without_modes
+from lightning_cp.compat import copy_function, exact_backend, without_modes
 from lightning_cp.engine.merge import NEVER, accumulation_dtype, with_sinks
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -184,7 +184,7 @@ def _compiled(fn: Callable[..., Any], kind: object, backend: Any) -> Callable[..
     # Whole or not at all: uncompiled, all scores would be written out, and nothing said. For these
     # shapes alone: with lengths left open torch 2.11 failed to trace.
     return torch.compile(
-        copy_function(fn), backend=keeping_buffers(backend), fullgraph=True, dynamic=False
+        copy_function(fn), backend=exact_backend(backend), fullgraph=True, dynamic=False
     )
 
 
