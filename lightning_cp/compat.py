@@ -4,11 +4,13 @@
 Checked against torch 2.11, 2.13 and 2.15. Nothing else in the package may touch a private name.
 """
 
+import atexit
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
@@ -24,6 +26,17 @@ from torch.utils._triton import has_triton
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@lru_cache(maxsize=1)
+def rest_at_exit() -> None:
+    """Let gloo's threads put down the tensors of the last exchange before Python ends.
+
+    They need the interpreter for it; once that ends, they abort a process that has done its work
+    ("terminate called without an active exception", pytorch/pytorch#190489). Destroying the groups
+    would wait for the threads, but a rank whose peers have failed might wait for long.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:

@@ -37,6 +37,7 @@ from lightning_cp.adapters import Handle, enable_models
 from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.choices import check_choice
 from lightning_cp.collectives import GradientWire, check_gradient_wire
+from lightning_cp.compat import rest_at_exit
 from lightning_cp.context import IGNORED_LABEL, Step
 from lightning_cp.engine.kernels.base import Request, Scores
 from lightning_cp.engine.kernels.select import (
@@ -291,6 +292,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         sizes = self._resolve_sizes(self.world_size)
         self._check_precision()
         self._setup_distributed()
+        if "gloo" in str(self.process_group_backend):
+            rest_at_exit()
         if self._device_mesh is None:
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_cp.adapters
 import lightning_cp.strategy
-from lightning_cp import ContextParallelStrategy
+from lightning_cp import ContextParallelStrategy, compat
 from lightning_cp.mesh import Sizes, resolve_sizes
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
 
@@ -256,6 +257,22 @@ def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
     for timeouts, made, _ in found:
         assert set(timeouts[:2] + timeouts[3:]) == {timedelta(seconds=77)}
         assert made <= 5, made
+
+
+def run_exits(num_fits):
+    """Return what fits leave to do for the end of the process."""
+    left = []
+    with pytest.MonkeyPatch.context() as patch, elastic_environment():
+        patch.setattr(compat.atexit, "register", lambda *call: left.append(call))
+        compat.rest_at_exit.cache_clear()
+        for _ in range(num_fits):
+            trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+            trainer.fit(Module(), loader(PackedRows(4), 1))
+    return left
+
+
+def test_gloo_has_time_to_put_down_its_tensors_before_the_process_ends(ranks):
+    assert ranks(2).run(run_exits, 2) == [[(time.sleep, 0.1)]] * 2
 
 
 def run_spread(nodes, per_node, cp_size):
