@@ -49,19 +49,19 @@ def side_by_side() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= dict.fromkeys(names, folder)
-        subprocess.run([control, "-d"], check=False)
+        shared = os.environ | dict.fromkeys(names, folder)
+        subprocess.run([control, "-d"], env=shared, check=False)
         try_it = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-        works = subprocess.run(try_it, capture_output=True, check=False).returncode == 0
-        if not works:
+        if subprocess.run(try_it, env=shared, capture_output=True, check=False).returncode == 0:
+            os.environ |= dict.fromkeys(names, folder)
+        else:
             print("The multi-process service does not work here: processes take turns.", flush=True)
-            for name in names:
-                del os.environ[name]
         try:
             yield
         finally:
-            env = os.environ | dict.fromkeys(names, folder)
-            subprocess.run([control], input=b"quit\n", env=env, check=False)
+            for name in names:
+                os.environ.pop(name, None)
+            subprocess.run([control], input=b"quit\n", env=shared, check=False)
 
 
 def collect(paths: list[str]) -> list[list[str]]:
