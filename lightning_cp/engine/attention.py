@@ -18,6 +18,7 @@ from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.cost import (
     Choice,
     Problem,
+    TravelName,
     chip_of,
     choose,
     memory_budget,
@@ -265,14 +266,19 @@ def _choose_way(
         ulysses_size=step.groups.inside.size,
         wire_itemsize=wire_dtype(q.dtype, step.gradient_wire).itemsize,
     )
-    return choose(
+    choose_among = partial(
+        choose,
         problem,
         memory_budget=memory_budget(problem) if budget is None else budget,
         chip=chip_of(
             step.gpu.capability if step.gpu else torch.cuda.get_device_capability(q.device)
         ),
-        algorithms=("gather", "ring") if step.algorithm == "auto" else (named,),
     )
+    every: tuple[TravelName, ...] = ("gather", "ring")
+    choice = choose_among(algorithms=every if step.algorithm == "auto" else (named,))
+    if not choice.fits and step.cp_rank == 0:
+        _say_memory(choice.algorithm, choose_among(algorithms=every).reason)
+    return choice
 
 
 def name_algorithm(algorithm: str, groups: Groups) -> str:
@@ -310,6 +316,16 @@ def _takes_flex(
     if preferred and algorithm == "ring" and place.rank == 0:
         _say_ring()
     return preferred and algorithm != "ring"
+
+
+@lru_cache(maxsize=4)
+def _say_memory(algorithm: str, ways: str) -> None:
+    _logger.warning(
+        "Attention by %s takes more GPU memory than its budget (attention_memory). By the cost "
+        "model: %s",
+        algorithm,
+        ways,
+    )
 
 
 @lru_cache(maxsize=1)

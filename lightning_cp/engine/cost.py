@@ -377,12 +377,14 @@ def estimate_ring(
         sums = problem.key_bytes(problem.local_len, _SUM_BYTES) / num_groups if travels else 0.0
         fetch = links.message(keys * problem.reach, problem.cp_size, stride)
         give = links.message(keys * problem.reach, problem.cp_size, stride) if backward else 0.0
-        time = give  # of the last stage, which nothing hides
+        time = 0.0
         for stage, compute in enumerate(computed):
             traffic = (fetch if stage < len(computed) - 1 else 0.0) + (give if stage > 1 else 0.0)
             time += max(compute, traffic)
         speed = chip.backward if backward else chip.forward
         time = num_groups * max(time, len(tiles) * speed.host_us / 1e6)
+        # The last gradients: the own tokens of the last of several groups are computed meanwhile.
+        time += give if num_groups == 1 else max(0.0, give - computed[0])
         # Gradients travel in the precision of the keys, and are summed by their owner.
         held = 2 * keys + _results(problem, num_groups, is_merged=travels, backward=bool(backward))
         if backward:
@@ -463,12 +465,14 @@ class Choice:
         num_groups_forward: groups of key/value heads in forward.
         num_groups_backward: likewise in backward.
         reason: in words.
+        fits: whether it stays within the budget.
     """
 
     algorithm: TravelName
     num_groups_forward: int
     num_groups_backward: int
     reason: str
+    fits: bool = True
 
 
 class _Way(NamedTuple):
@@ -530,11 +534,11 @@ def choose(
         backward = _best([_Way(n, both.backward) for n, both in each], memory_budget)
         found.append((name, forward, backward))
     best = min((_joined(way) for way in found), key=lambda cost: _rank(cost, memory_budget))
-    name, forward, backward = next(
+    name, forward, backward = way = next(
         way for way in found if _is_near(_joined(way), best, memory_budget)
     )
-    reason = _explain(found, name, memory_budget)
-    return Choice(name, forward.num_groups, backward.num_groups, reason)
+    reason, fits = _explain(found, name, memory_budget), _joined(way).memory <= memory_budget
+    return Choice(name, forward.num_groups, backward.num_groups, reason, fits)
 
 
 def _best(ways: list[_Way], budget: float) -> _Way:

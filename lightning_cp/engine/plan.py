@@ -381,19 +381,38 @@ def build_plan(
         bare = _ring_stages(layout, bounds, rank, needs)
     num_backward_groups = num_backward_groups or num_groups
     forward = _by_heads(bare, num_kv_heads, num_groups if moved else 1)
-    # What a rank has itself is computed while keys arrive, in backward while gradients leave.
-    last_first = bare[::-1] if algorithm == "gather" else bare
-    backward = _by_heads(last_first, num_kv_heads, num_backward_groups if moved else 1)
+    # What a rank has itself is computed while keys arrive, in backward while gradients leave. A
+    # ring's own tokens do both where there are groups: of the first one, and of the last.
+    last_first = (*bare[1:], bare[0])
+    backward = _by_heads(
+        last_first if algorithm == "gather" else bare,
+        num_kv_heads,
+        num_backward_groups if moved else 1,
+        last=last_first,
+    )
     mine = layout.ranges(rank)
     blind = any((bounds.first[:, a:b] == bounds.last[:, a:b]).any() for a, b in mine)
     return Plan(algorithm, rank, layout, forward, backward, blind)
 
 
-def _by_heads(bare: tuple[Stage, ...], num_kv_heads: int, num_groups: int) -> tuple[Stage, ...]:
-    """Repeat the stages for each group of heads."""
+def _by_heads(
+    bare: tuple[Stage, ...],
+    num_kv_heads: int,
+    num_groups: int,
+    *,
+    last: tuple[Stage, ...] | None = None,
+) -> tuple[Stage, ...]:
+    """Repeat the stages for each group of heads; in the last of several in an order of its own."""
     num_groups = max(1, min(num_groups, num_kv_heads))
     edges = [num_kv_heads * g // num_groups for g in range(num_groups + 1)]
-    return tuple(replace(stage, heads=Range(*heads)) for heads in pairwise(edges) for stage in bare)
+    orders = [bare] * num_groups
+    if num_groups > 1 and last is not None:
+        orders[-1] = last
+    return tuple(
+        replace(stage, heads=Range(*heads))
+        for heads, order in zip(pairwise(edges), orders, strict=True)
+        for stage in order
+    )
 
 
 def _needs(layout: Layout, bounds: Bounds, rank: int) -> tuple[Range, ...]:

@@ -314,3 +314,31 @@ def test_neighbours_that_hold_different_numbers_of_tokens_all_send_a_bias(rows):
         written = attention_module._row_per_query(bias, step)
         assert written.shape[2] == (2 if bias.shape[2] == 1 else held)
         assert torch.equal(written[:, :, :1], bias[:, :, :1])
+
+
+def test_a_named_way_that_takes_more_than_its_memory_says_so_once(caplog):
+    """And what others would take; `auto` would have chosen among them."""
+    attention_module._say_memory.cache_clear()
+    length = 1 << 17
+    layout = build_layout("zigzag", seq_len=length, cp_size=8)
+    like = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    q, k = (SimpleNamespace(shape=(1, heads, length // 8, 128), **like) for heads in (32, 8))
+    step = SimpleNamespace(
+        algorithm="gather",
+        layout=layout,
+        cp_size=8,
+        cp_rank=0,
+        groups=SimpleNamespace(inside=SimpleNamespace(size=1)),
+        gradient_wire="float32",
+        gpu=context.Gpu(compiles=True, capability=(9, 0)),
+    )
+    bounds = Mask(causal=True).bounds(length)
+    with caplog.at_level(logging.WARNING, logger="lightning_cp"):
+        for _ in range(2):
+            for budget in (None, 2**28):
+                choice = attention_module._choose_way(step, bounds, q, k, k, budget)
+                assert (choice.algorithm, choice.fits) == ("gather", budget is None)
+    (message,) = (record.message for record in caplog.records)
+    assert message.startswith("Attention by gather takes more GPU memory than its budget")
+    assert "ring in " in message
+    assert "over the budget of 0.25" in message

@@ -112,6 +112,16 @@ def test_gradients_in_half_precision_save_time_on_slow_links_and_cost_memory():
     assert whole == half
 
 
+def test_a_rings_last_gradients_are_hidden_by_own_tokens_of_the_last_of_several_groups():
+    fast, slow = Links(inside_gbs=1e6, latency_us=0), Links(inside_gbs=300, latency_us=0)
+    one = problem(131072, 8)
+    shard = one.key_bytes(one.local_len) / 300e9
+    for num_groups, exposed in ((1, shard), (2, 0.0)):
+        groups = (1, num_groups)
+        times = [estimate("ring", one, groups=groups, links=x).backward.time for x in (fast, slow)]
+        assert times[1] - times[0] == pytest.approx(exposed, abs=1e-6)
+
+
 def test_more_groups_need_less_memory_and_small_kernels_more_time():
     costs = [estimate("gather", problem(32768, 8), groups=(n, n)) for n in (1, 2, 4, 8)]
     memory = [cost.memory for cost in costs]
@@ -135,7 +145,10 @@ def test_the_fastest_way_that_fits_is_chosen():
     assert plenty.algorithm == "gather"
     assert little.algorithm == "ring"
     assert "over the budget of 1.00" in little.reason
+    assert plenty.fits
+    assert little.fits
     none = choose(one, memory_budget=1)
+    assert not none.fits
     least = min(
         estimate(name, one, groups=(n, n)).memory for name in ("gather", "ring") for n in (1, 8)
     )

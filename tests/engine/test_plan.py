@@ -133,6 +133,17 @@ def test_dense_gather_computes_its_own_tokens_while_a_group_of_heads_is_gathered
         assert [stage.collective for stage in plan.backward_stages] == [True, False, True, False]
 
 
+def test_a_rings_own_tokens_hide_its_first_keys_and_its_last_gradients():
+    drawn = plans("ring", Mask(causal=True), seq_len=64, cp_size=3, num_kv_heads=6, num_groups=3)
+    own_first, own_last = [False, True, True], [True, True, False]
+    for plan in drawn:
+        assert [stage.travels for stage in plan.stages] == 3 * own_first
+        assert [stage.travels for stage in plan.backward_stages] == 2 * own_first + own_last
+        assert [stage.heads.start for stage in plan.backward_stages] == [0] * 3 + [2] * 3 + [4] * 3
+    for plan in plans("ring", Mask(causal=True), seq_len=64, cp_size=3):  # of one group no second
+        assert [stage.travels for stage in plan.backward_stages] == own_first
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself(rank):
     plan = plans("gather", Mask(causal=True), seq_len=1024, cp_size=4)[rank]
