@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python3 -m benchmarks.attention_gpu [--only NAME ...] [--quick] [--out DIR]`: ranks on one GPU.
+"""`python3 -m benchmarks.attention_gpu [--only NAME ... | --scaling]`: ranks on one GPU.
 
 One GPU plays ranks of N, one after the other, in real steps (`emulate.py`): forward and backward of
 `attention()`, beside the whole row on its best kernel divided by N, and beside torch's own
@@ -34,6 +34,7 @@ from benchmarks.measure import (
 )
 from lightning_cp import ContextParallel, Mask, attention
 from lightning_cp.context import Step, current
+from lightning_cp.engine.cost import Links, Problem, choose, memory_budget
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -56,7 +57,8 @@ class Case:
         softcap: of the scores.
         sinks: whether each head has one.
         documents: how a packed row is drawn.
-        wholes: kernels for the whole row; the fastest one counts.
+        wholes: kernels for the whole row; the fastest one counts. None where it takes too long.
+        link_gbs: gigabytes per second that a rank receives, if not the machine's.
         has_peer: whether torch's own is timed beside it.
     """
 
@@ -71,6 +73,7 @@ class Case:
     sinks: bool = False
     documents: Rows | None = None
     wholes: tuple[str, ...] = ("cudnn",)
+    link_gbs: float | None = None
     has_peer: bool = False
 
     @property
@@ -97,7 +100,8 @@ class Case:
         documents = None
         if self.documents is not None:
             documents = replace(self.documents, seq_len=256, shortest=8, longest=64)
-        return replace(self, seq_len=256, window=window, documents=documents, wholes=("here",))
+        wholes = ("here",) if self.wholes else ()
+        return replace(self, seq_len=256, window=window, documents=documents, wholes=wholes)
 
 
 CASES = (
@@ -114,6 +118,37 @@ CASES = (
     Case("ulysses-32k", 1 << 15, algorithm="ulysses"),
     Case("two-axes-32k", 1 << 15, ulysses_size=4),
 )
+
+
+# Tokens and ranks of causal rows; a whole one of 512k takes 15 s.
+GRID = {
+    1 << 13: (2, 8),
+    1 << 15: (2, 4, 16),
+    1 << 16: (8,),
+    1 << 17: (2, 16, 64),
+    1 << 18: (8, 64),
+    1 << 19: (64,),
+    1 << 20: (64,),
+}
+_LONGEST_WHOLE = 1 << 18
+
+
+def grid() -> tuple[Case, ...]:
+    """Return cases that show how cost grows, with the links that the cost model assumes."""
+    cases = []
+    for seq_len, sizes in GRID.items():
+        for cp_size in sizes:
+            problem = Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128)
+            by_ring = choose(problem, memory_budget=memory_budget(problem)).algorithm == "ring"
+            links = Links()
+            link_gbs = links.inside_gbs
+            if cp_size > links.ranks_per_node:  # collectives take turns at the cards of a node
+                shared = links.between_gbs * links.ranks_per_node
+                link_gbs = links.between_gbs if by_ring else min(link_gbs, shared)
+            wholes = ("cudnn",) if seq_len <= _LONGEST_WHOLE else ()
+            name = f"causal-{seq_len >> 10}k-of-{cp_size}"
+            cases.append(Case(name, seq_len, cp_size, wholes=wholes, link_gbs=link_gbs))
+    return tuple(cases)
 
 
 @dataclass(frozen=True)
@@ -346,7 +381,8 @@ def run_case(
     slowest = max(ranks, key=lambda one: one.ms)
     ahead = max(one.ahead_ms for one in ranks)
     largest = max(ranks, key=lambda one: one.peak)
-    with played(case, slowest.rank, machine, machine.link_gbs) as (_, _, inputs):
+    link_gbs = case.link_gbs or machine.link_gbs
+    with played(case, slowest.rank, machine, link_gbs) as (_, _, inputs):
         linked_ms = timed(inputs.both, machine.device, repeats=machine.repeats)
     ideal = whole / case.cp_size
     tflops = 14 * slowest.pairs * machine.heads * machine.dim / slowest.ms / 1e9
@@ -378,7 +414,7 @@ def run_case(
         extra=extra,
         without_results=without,
         host_ms=slowest.host_ms,
-        link_gbs=machine.link_gbs,
+        link_gbs=link_gbs,
         linked_ms=linked_ms,
         exposed=exposed,
         ranks=[asdict(one) for one in ranks],
@@ -455,6 +491,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one rank, few repeats, no peer")
+    parser.add_argument(
+        "--scaling", action="store_true", help="other lengths and ranks instead, quickly"
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--kernel", default="auto", help="of the ranks; whole rows have their own")
     parser.add_argument("--algorithm", default=None, help="instead of each case's own")
@@ -465,7 +504,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.verbose:
         logging.basicConfig(level=logging.INFO)
-    cases = [case for case in CASES if case.name in args.only]
+    cases = list(grid()) if args.scaling else [case for case in CASES if case.name in args.only]
+    args.quick |= args.scaling
     if args.algorithm is not None:
         cases = [replace(case, algorithm=args.algorithm) for case in cases]
     repeats = 3 if args.quick or args.tiny else 15

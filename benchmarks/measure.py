@@ -68,6 +68,7 @@ def ahead_time(call: Callable[[], object], device: torch.device, *, repeats: int
         call()
     host = time.perf_counter() - begun  # at most: where the queue was full, it waited
     torch.cuda.synchronize(device)
+    repeats = min(repeats, max(1, int(LONGEST / (time.perf_counter() - begun))))
     cycles = int(2e9 * min(host * 1.5 + 0.002, 0.25))
     times = []
     for _ in range(repeats):
@@ -146,8 +147,9 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit that was measured, where it is known."""
-    command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    """Return the commit that was measured, where it is known; ``-dirty`` if files had changed."""
+    folder = str(Path(__file__).parent)
+    command = ("git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*")
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -66,7 +66,7 @@ class Point:
 def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
     """Read causal cases from JSON lines of `attention_gpu`; the last one of a case counts.
 
-    Those whose memory was kept small are left out.
+    Whole rows are those of one rank. Cases whose memory was kept small are left out.
 
     Args:
         paths: the files.
@@ -82,6 +82,8 @@ def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
                 spent = one["linked_ms"] if linked else one["ms"]
                 kept = (one["seq_len"], one["cp_size"], one["algorithm"], spent, one["whole_ms"])
                 found[name, one["cp_size"]] = Point(*kept)
+                whole = one["whole_ms"]
+                found["whole", one["seq_len"]] = Point(one["seq_len"], 1, "auto", whole, whole)
     return list(found.values())
 
 

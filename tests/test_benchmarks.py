@@ -32,6 +32,20 @@ def test_every_case_runs_and_is_written_down(measured):
         assert 0 < line["ranks"][0]["pairs"] <= 32 * 256
 
 
+def test_other_lengths_and_ranks_are_measured_by_links_of_their_own(tmp_path):
+    attention_gpu.main(["--tiny", "--scaling", "--out", str(tmp_path)])
+    path = tmp_path / "attention_gpu.jsonl"
+    lines = {line["case"]: line for line in map(json.loads, path.read_text().splitlines())}
+    assert list(lines) == [case.name for case in attention_gpu.grid()]
+    assert lines["causal-64k-of-8"]["link_gbs"] == 400
+    assert lines["causal-128k-of-16"]["link_gbs"] == 360  # 8 cards of 45
+    assert lines["causal-1024k-of-64"]["link_gbs"] == 45  # by ring, each rank has its own
+    points = scaling.read_points([path], linked=False)
+    assert {point.cp_size for point in points} == {1, 2, 4, 8, 16, 64}
+    drawn = {(p.seq_len, p.cp_size) for p in points if p.share == p.share}
+    assert (256, 8) in drawn  # shrunk; with a whole row beside it
+
+
 def test_a_case_that_fails_does_not_stop_the_others(capsys, monkeypatch):
     def fail(*_):
         raise RuntimeError("no such kernel")
