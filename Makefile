@@ -21,7 +21,7 @@ test-with:
 	.venv-with/bin/python -m pip install --quiet --editable ".[dev]" $(WITH)
 	.venv-with/bin/python -m pytest -m "not slow and not gpu" $(TESTS)
 
-# Every architecture that is served, against the stock model: about 20 minutes on 2 cores
+# Every architecture that is served, against the stock model: about 30 minutes on 2 cores
 parity: .venv/.installed
 	$(BIN)/python -m tests.parity --write docs/support.md
 

@@ -34,7 +34,7 @@ def rest_at_exit() -> None:
 
     They need the interpreter for it; once that ends, they abort a process that has done its work
     ("terminate called without an active exception", pytorch/pytorch#190489). Destroying the groups
-    would wait for the threads, but a rank whose peers have failed might wait for long.
+    ends no thread while a mesh holds them, and a rank whose peers have failed might wait for long.
     """
     atexit.register(time.sleep, 0.1)
 
