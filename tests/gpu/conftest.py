@@ -1,8 +1,15 @@
 """Ranks of the GPU tests."""
 
 import pytest
+import torch
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, litter
+
+
+@pytest.fixture(autouse=True)
+def _litter() -> None:
+    if torch.cuda.is_initialized():
+        litter()
 
 
 @pytest.fixture(scope="module")

@@ -287,14 +287,13 @@ def test_auto_takes_the_fastest():
     assert select_kernel("auto", request(torch.float32)).name == "reference"
 
 
-GRID = list(
-    itertools.product(
-        ["flash", "cudnn"],
-        ["gather", "ring"],
-        ["zigzag", "contiguous"],
-        ["causal", "long documents", "wide window"],
+WAYS = [*itertools.product(["gather", "ring"], ["zigzag", "contiguous"]), ("ulysses", "zigzag")]
+GRID = [
+    (kernel, *way, mask)
+    for kernel, way, mask in itertools.product(
+        ["flash", "cudnn"], WAYS, ["causal", "long documents", "wide window"]
     )
-)
+]
 LENGTH = 1536  # its chunks are whole grains for 2 and for 3 ranks, so that cuDNN is asked too
 
 
@@ -332,8 +331,7 @@ def expected_whole(mask, dtype):
 def share(kernel, algorithm, layout, mask, dtype):
     """Return this rank's part of an attention() call inside a step."""
     case = make_shared_case(mask, dtype, layout)
-    cp, _ = build_cp("cuda", 1)
-    cp.kernel, cp.algorithm, cp.layout = kernel, algorithm, layout
+    cp, _ = build_cp("cuda", 1, kernel=kernel, algorithm=algorithm, layout=layout)
     with cp.step({"input_ids": torch.zeros(2, LENGTH, dtype=torch.long, device=CUDA)}):
         cut = partial(shard, dim=2, layout=context.current().layout, rank=cp.cp_rank)
         return with_gradients(
