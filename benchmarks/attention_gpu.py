@@ -32,9 +32,10 @@ from benchmarks.measure import (
     prime_memory,
     timed,
 )
+from benchmarks.scaling import chosen, llama
 from lightning_cp import ContextParallel, Mask, attention
 from lightning_cp.context import Step, current
-from lightning_cp.engine.cost import Links, Problem, choose, memory_budget
+from lightning_cp.engine.cost import Links
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -135,16 +136,12 @@ _LONGEST_WHOLE = 1 << 18
 
 def grid() -> tuple[Case, ...]:
     """Return cases that show how cost grows, with the links that the cost model assumes."""
-    cases = []
+    cases, links = [], Links()
     for seq_len, sizes in GRID.items():
         for cp_size in sizes:
-            problem = Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128)
-            by_ring = choose(problem, memory_budget=memory_budget(problem)).algorithm == "ring"
-            links = Links()
-            link_gbs = links.inside_gbs
-            if cp_size > links.ranks_per_node:  # collectives take turns at the cards of a node
-                shared = links.between_gbs * links.ranks_per_node
-                link_gbs = links.between_gbs if by_ring else min(link_gbs, shared)
+            choice, _ = chosen(llama(seq_len, cp_size), links)
+            by_ring = choice.algorithm == "ring"
+            link_gbs = (links.message_gbs if by_ring else links.collective_gbs)(cp_size)
             wholes = ("cudnn",) if seq_len <= _LONGEST_WHOLE else ()
             name = f"causal-{seq_len >> 10}k-of-{cp_size}"
             cases.append(Case(name, seq_len, cp_size, wholes=wholes, link_gbs=link_gbs))

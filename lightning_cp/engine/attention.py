@@ -18,7 +18,6 @@ from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.cost import (
     Choice,
     Problem,
-    TravelName,
     chip_of,
     choose,
     memory_budget,
@@ -274,10 +273,9 @@ def _choose_way(
             step.gpu.capability if step.gpu else torch.cuda.get_device_capability(q.device)
         ),
     )
-    every: tuple[TravelName, ...] = ("gather", "ring")
-    choice = choose_among(algorithms=every if step.algorithm == "auto" else (named,))
+    choice = choose_among() if step.algorithm == "auto" else choose_among(algorithms=(named,))
     if not choice.fits and step.cp_rank == 0:
-        _say_memory(choice.algorithm, choose_among(algorithms=every).reason)
+        _say_memory(choice.algorithm, choose_among().reason)
     return choice
 
 

@@ -113,18 +113,24 @@ class Links:
         """
         if group_size == 1:
             return 0.0
-        gbs = self.inside_gbs
-        if self._spans(group_size, stride):
-            sharing = max(1, self.ranks_per_node // stride)
-            gbs = min(gbs, self.between_gbs * sharing)
-        return self._time(num_bytes, gbs)
+        return self._time(num_bytes, self.collective_gbs(group_size, stride))
+
+    def collective_gbs(self, group_size: int, stride: int = 1) -> float:
+        """Return how many gigabytes per second a rank receives then."""
+        if not self._spans(group_size, stride):
+            return self.inside_gbs
+        sharing = max(1, self.ranks_per_node // stride)
+        return min(self.inside_gbs, self.between_gbs * sharing)
 
     def message(self, num_bytes: float, group_size: int, stride: int) -> float:
         """Return the time in which every rank receives so many bytes of one other rank."""
         if group_size == 1:
             return 0.0
-        spans = self._spans(group_size, stride)
-        return self._time(num_bytes, self.between_gbs if spans else self.inside_gbs)
+        return self._time(num_bytes, self.message_gbs(group_size, stride))
+
+    def message_gbs(self, group_size: int, stride: int = 1) -> float:
+        """Return how many gigabytes per second a rank receives then."""
+        return self.between_gbs if self._spans(group_size, stride) else self.inside_gbs
 
     def _spans(self, group_size: int, stride: int) -> bool:
         return group_size * stride > self.ranks_per_node
