@@ -35,7 +35,11 @@ from benchmarks.measure import (
 from benchmarks.scaling import chosen, llama
 from lightning_cp import ContextParallel, Mask, attention
 from lightning_cp.context import Step, current
-from lightning_cp.engine.cost import Links
+from lightning_cp.engine.attend import Call
+from lightning_cp.engine.attention import name_algorithm
+from lightning_cp.engine.cost import Links, TravelName
+from lightning_cp.engine.row import RowCall
+from lightning_cp.engine.ulysses import SwappedCall
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -132,19 +136,28 @@ GRID = {
     1 << 20: (64,),
 }
 _LONGEST_WHOLE = 1 << 18
+# Ways that the model takes for slower than the best by more than this are not measured.
+_COMPARED = 1.4
 
 
 def grid() -> tuple[Case, ...]:
-    """Return cases that show how cost grows, with the links that the cost model assumes."""
+    """Return cases that show how cost grows, with the links that the cost model assumes.
+
+    Each as `auto` takes it, and by the other way where that may be as fast.
+    """
     cases, links = [], Links()
+    gbs = {"gather": links.collective_gbs, "ring": links.message_gbs}
     for seq_len, sizes in GRID.items():
         for cp_size in sizes:
-            choice, _ = chosen(llama(seq_len, cp_size), links)
-            by_ring = choice.algorithm == "ring"
-            link_gbs = (links.message_gbs if by_ring else links.collective_gbs)(cp_size)
+            problem, name = llama(seq_len, cp_size), f"{seq_len >> 10}k-of-{cp_size}"
+            choice, cost = chosen(problem, links)
             wholes = ("cudnn",) if seq_len <= _LONGEST_WHOLE else ()
-            name = f"causal-{seq_len >> 10}k-of-{cp_size}"
-            cases.append(Case(name, seq_len, cp_size, wholes=wholes, link_gbs=link_gbs))
+            case = Case(f"causal-{name}", seq_len, cp_size, wholes=wholes)
+            cases.append(replace(case, link_gbs=gbs[choice.algorithm](cp_size)))
+            other: TravelName = "gather" if choice.algorithm == "ring" else "ring"
+            if chosen(problem, links, (other,))[1].time <= _COMPARED * cost.time:
+                named = replace(case, name=f"{other}-{name}", algorithm=other)
+                cases.append(replace(named, link_gbs=gbs[other](cp_size)))
     return tuple(cases)
 
 
@@ -255,10 +268,22 @@ def played(
         yield cp, step, Inputs(machine, case, step.held_len)
 
 
+def taken(step: Step) -> str:
+    """Return how the call of a step went, in words, with its groups of heads."""
+    (call,) = (x for x in step.cache.values() if isinstance(x, Call | RowCall | SwappedCall))
+    if isinstance(call, SwappedCall):
+        call = call.call
+    if not isinstance(call, Call):
+        return name_algorithm("gather", step.groups)
+    passes = (call.plan.stages, call.plan.backward_stages)
+    forward, backward = (len({stage.heads for stage in stages}) for stages in passes)
+    return f"{name_algorithm(call.plan.algorithm, step.groups)}, groups {forward} / {backward}"
+
+
 def play(case: Case, rank: int, machine: Machine) -> Measured:
     """Measure one rank; links take no time."""
     device = machine.device
-    with played(case, rank, machine) as (cp, step, inputs):
+    with played(case, rank, machine) as (_, step, inputs):
         return Measured(
             rank=rank,
             ms=timed(inputs.both, device, repeats=machine.repeats),
@@ -268,7 +293,7 @@ def play(case: Case, rank: int, machine: Machine) -> Measured:
             query_bytes=inputs.leaves[0].nbytes,
             result_bytes=inputs.dout.nbytes + sum(x.nbytes for x in inputs.wanted),
             pairs=step.work_by_rank()[rank],
-            how=f"{cp.describe_algorithm()}, {step.layout.name}",
+            how=f"{taken(step)}, {step.layout.name}",
         )
 
 

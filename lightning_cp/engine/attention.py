@@ -6,6 +6,7 @@ the row is what it is given.
 """
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -18,6 +19,7 @@ from lightning_cp.engine.attend import Call, attend
 from lightning_cp.engine.cost import (
     Choice,
     Problem,
+    TravelName,
     chip_of,
     choose,
     memory_budget,
@@ -265,17 +267,16 @@ def _choose_way(
         ulysses_size=step.groups.inside.size,
         wire_itemsize=wire_dtype(q.dtype, step.gradient_wire).itemsize,
     )
-    choose_among = partial(
-        choose,
-        problem,
-        memory_budget=memory_budget(problem) if budget is None else budget,
-        chip=chip_of(
-            step.gpu.capability if step.gpu else torch.cuda.get_device_capability(q.device)
-        ),
-    )
-    choice = choose_among() if step.algorithm == "auto" else choose_among(algorithms=(named,))
+    capability = step.gpu.capability if step.gpu else torch.cuda.get_device_capability(q.device)
+    chip = chip_of(capability)
+    algorithms: Sequence[TravelName] = ("gather", "ring") if step.algorithm == "auto" else (named,)
+    if budget is None:
+        limit = memory_budget(problem, chip=chip, algorithms=algorithms)
+    else:
+        limit = float(budget)
+    choice = choose(problem, memory_budget=limit, chip=chip, algorithms=algorithms)
     if not choice.fits and step.cp_rank == 0:
-        _say_memory(choice.algorithm, choose_among().reason)
+        _say_memory(choice.algorithm, choose(problem, memory_budget=limit, chip=chip).reason)
     return choice
 
 

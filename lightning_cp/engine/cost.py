@@ -20,6 +20,8 @@ _SUM_BYTES = 4
 _MERGE_BYTES = 10
 # The model is right to some percent: a way that is named later must be faster by more than this.
 _TIE = 0.05
+# More memory than the least budget is taken where less of it would take longer by this share.
+_WORTH = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Chip:
         num_cores: blocks of threads that run at once.
         tile: tokens of a block of threads.
         memory_gbs: bandwidth of its memory, as far as simple kernels reach it.
+        spare_bytes: of its memory, that attention may take for a while if that saves time.
     """
 
     forward: Pass
@@ -62,6 +65,7 @@ class Chip:
     num_cores: int
     tile: int
     memory_gbs: float
+    spare_bytes: float
 
 
 H200 = Chip(
@@ -71,6 +75,7 @@ H200 = Chip(
     num_cores=132,
     tile=128,
     memory_gbs=4000,
+    spare_bytes=4 * 2**30,
 )
 """cuDNN on an H200: fitted to 14 kernel times and 12 splits of a gather, all within 8%."""
 
@@ -81,6 +86,7 @@ A100 = Chip(
     num_cores=108,
     tile=128,
     memory_gbs=1400,
+    spare_bytes=2 * 2**30,
 )
 """FA2 on an A100, from its public numbers, not measured here: stands for chips that are unknown."""
 
@@ -471,6 +477,7 @@ class Choice:
         num_groups_forward: groups of key/value heads in forward.
         num_groups_backward: likewise in backward.
         reason: in words.
+        time: of both passes.
         fits: whether it stays within the budget.
     """
 
@@ -478,6 +485,7 @@ class Choice:
     num_groups_forward: int
     num_groups_backward: int
     reason: str
+    time: float = 0.0
     fits: bool = True
 
 
@@ -488,21 +496,45 @@ class _Way(NamedTuple):
     cost: Cost
 
 
-def memory_budget(problem: Problem) -> float:
+def memory_budget(
+    problem: Problem,
+    *,
+    chip: Chip = H200,
+    links: Links | None = None,
+    algorithms: Sequence[TravelName] = ("gather", "ring"),
+) -> float:
     """Return the bytes that attention may take beside what it is given, if nobody says.
 
     A few times what a layer holds for each of its activations, of which it has more; short rows
-    may take what hardly counts on a GPU, for their kernels are slow in groups.
+    may take what hardly counts on a GPU, for their kernels are slow in groups. Twice and four times
+    as much, up to what a chip can spare, only as far as that saves a tenth of the time or more:
+    over several nodes a ring has one network card, a gather those of all ranks.
+
+    Args:
+        problem: what is computed.
+        chip: the GPU.
+        links: between ranks.
+        algorithms: those to choose among.
 
     Example:
         >>> problem = Problem(262144, 8, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> memory_budget(problem) / problem.query_bytes
         6.0
     """
-    return max(6 * problem.query_bytes, 800 * 2**20)
+    budgets = [max(6 * problem.query_bytes, 800 * 2**20)]
+    most = max(budgets[0], chip.spare_bytes)
+    while budgets[-1] < most:
+        budgets.append(min(2 * budgets[-1], most))
+    each = [
+        choose(problem, memory_budget=budget, chip=chip, links=links, algorithms=algorithms)
+        for budget in budgets
+    ]
+    enough = (1 + _WORTH) * each[-1].time
+    found = zip(budgets, each, strict=True)
+    return next((budget for budget, one in found if one.fits and one.time <= enough), most)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def choose(
     problem: Problem,
     *,
@@ -531,11 +563,9 @@ def choose(
     """
     links = Links() if links is None else links
     names = [name for name in algorithms if name == "gather" or problem.kind != "masked"]
-    heads = problem.swapped().num_kv_heads
-    counts = [n for n in range(1, heads + 1) if heads % n == 0]
     found: list[tuple[TravelName, _Way, _Way]] = []
     for name in names:
-        each = [(n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts]
+        each = _by_groups(name, problem, chip, links)
         forward = _best([_Way(n, both.forward) for n, both in each], memory_budget)
         backward = _best([_Way(n, both.backward) for n, both in each], memory_budget)
         found.append((name, forward, backward))
@@ -543,8 +573,19 @@ def choose(
     name, forward, backward = way = next(
         way for way in found if _is_near(_joined(way), best, memory_budget)
     )
-    reason, fits = _explain(found, name, memory_budget), _joined(way).memory <= memory_budget
-    return Choice(name, forward.num_groups, backward.num_groups, reason, fits)
+    reason, cost = _explain(found, name, memory_budget), _joined(way)
+    groups = forward.num_groups, backward.num_groups
+    return Choice(name, *groups, reason, cost.time, fits=cost.memory <= memory_budget)
+
+
+@lru_cache(maxsize=128)
+def _by_groups(
+    name: TravelName, problem: Problem, chip: Chip, links: Links
+) -> list[tuple[int, Estimate]]:
+    """Estimate a way in every number of groups that the heads allow."""
+    heads = problem.swapped().num_kv_heads
+    counts = [n for n in range(1, heads + 1) if heads % n == 0]
+    return [(n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts]
 
 
 def _best(ways: list[_Way], budget: float) -> _Way:

@@ -174,6 +174,34 @@ def test_budgets_are_kept_for_any_number_of_ranks():
         assert estimate(choice.algorithm, one, groups=groups).memory <= memory_budget(one)
 
 
+def test_more_memory_is_taken_only_where_it_saves_a_tenth_of_the_time():
+    def best(one, budget):
+        return choose(one, memory_budget=budget)
+
+    changed = set()
+    for heads, kv_heads in ((32, 8), (32, 32), (16, 2)):
+        for seq_len in (1 << 13, 1 << 15, 3 << 15, 1 << 17, 1 << 18, 1 << 20):
+            for cp_size in (1, 2, 3, 8, 12, 48, 64):
+                one = replace(problem(seq_len, cp_size), num_heads=heads, num_kv_heads=kv_heads)
+                least = max(6 * one.query_bytes, 800 * 2**20)
+                most = max(least, H200.spare_bytes)
+                budget = memory_budget(one)
+                assert least <= budget <= most
+                taken, small, large = (best(one, x) for x in (budget, least, most))
+                assert taken.fits or not large.fits
+                assert taken.time <= 1.1 * large.time
+                if budget > least:
+                    assert not small.fits or small.time > 1.1 * large.time
+                    changed.add((kv_heads, seq_len, cp_size))
+    # One node is enough for keys that heads share; over eight a ring has one card of each.
+    assert (8, 1 << 17, 8) not in changed
+    assert (8, 1 << 18, 64) in changed
+    assert (32, 1 << 18, 48) in changed
+    # A ring that is named has no other way to be compared with.
+    one = problem(1 << 18, 64)
+    assert memory_budget(one, algorithms=("ring",)) == 800 * 2**20
+
+
 def test_the_choice_follows_from_shapes_alone():
     for chip in (H200, A100):
         for one in (problem(32768, 8), problem(32768, 8, kind="masked", work=0.05)):
