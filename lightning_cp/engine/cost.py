@@ -20,8 +20,9 @@ _SUM_BYTES = 4
 _MERGE_BYTES = 10
 # The model is right to some percent: a way that is named later must be faster by more than this.
 _TIE = 0.05
-# More memory than the least budget is taken where less of it would take longer by this share.
-_WORTH = 0.1
+# More memory than the least budget is taken where less of it would take longer by this share: a
+# tenth, less what the model may be wrong by.
+_WORTH = 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class Chip:
 
 
 H200 = Chip(
-    forward=Pass(695, 575, 16, fixed_us=34, host_us=85, flops=4),
-    backward=Pass(535, 540, 630, fixed_us=22, host_us=120, flops=10),
+    forward=Pass(695, 575, 16, fixed_us=34, host_us=200, flops=4),
+    backward=Pass(535, 540, 630, fixed_us=22, host_us=600, flops=10),
     flex_share=0.72,
     num_cores=132,
     tile=128,
@@ -80,8 +81,8 @@ H200 = Chip(
 """cuDNN on an H200: fitted to 14 kernel times and 12 splits of a gather, all within 8%."""
 
 A100 = Chip(
-    forward=Pass(190, 180, 64, fixed_us=40, host_us=85, flops=4),
-    backward=Pass(160, 150, 256, fixed_us=40, host_us=120, flops=10),
+    forward=Pass(190, 180, 64, fixed_us=40, host_us=200, flops=4),
+    backward=Pass(160, 150, 256, fixed_us=40, host_us=600, flops=10),
     flex_share=0.9,
     num_cores=108,
     tile=128,
@@ -105,12 +106,15 @@ class Links:
         between_gbs: likewise from other nodes, by a rank's own network card.
         ranks_per_node: how many ranks a node has.
         latency_us: what each exchange takes, however small.
+        slowdown: time that kernels lose to an exchange beside them, as a share of its own: it takes
+            cores, bandwidth and power from them.
     """
 
     inside_gbs: float = 400.0
     between_gbs: float = 45.0
     ranks_per_node: int = 8
     latency_us: float = 15.0
+    slowdown: float = 0.1
 
     def collective(self, num_bytes: float, group_size: int, stride: int) -> float:
         """Return the time in which every rank of a group receives so many bytes of all others.
@@ -137,6 +141,10 @@ class Links:
     def message_gbs(self, group_size: int, stride: int = 1) -> float:
         """Return how many gigabytes per second a rank receives then."""
         return self.between_gbs if self._spans(group_size, stride) else self.inside_gbs
+
+    def together(self, compute: float, traffic: float) -> float:
+        """Return the time of kernels and of exchanges beside them."""
+        return max(compute + self.slowdown * traffic, traffic)
 
     def _spans(self, group_size: int, stride: int) -> bool:
         return group_size * stride > self.ranks_per_node
@@ -362,7 +370,7 @@ def estimate_gather(
         time = exposed
         for group in range(num_groups):
             traffic = (fetch if group < num_groups - 1 else 0.0) + (give if group else 0.0)
-            time += max(compute, traffic)
+            time += links.together(compute, traffic)
         speed = chip.backward if backward else chip.forward
         time = max(time, num_groups * len(tiles) * speed.host_us / 1e6)
         # Also what a rank sends itself, for this group and the next.
@@ -392,7 +400,7 @@ def estimate_ring(
         time = 0.0
         for stage, compute in enumerate(computed):
             traffic = (fetch if stage < len(computed) - 1 else 0.0) + (give if stage > 1 else 0.0)
-            time += max(compute, traffic)
+            time += links.together(compute, traffic)
         speed = chip.backward if backward else chip.forward
         time = num_groups * max(time, len(tiles) * speed.host_us / 1e6)
         # The last gradients: the own tokens of the last of several groups are computed meanwhile.
@@ -507,7 +515,7 @@ def memory_budget(
 
     A few times what a layer holds for each of its activations, of which it has more; short rows
     may take what hardly counts on a GPU, for their kernels are slow in groups. Twice and four times
-    as much, up to what a chip can spare, only as far as that saves a tenth of the time or more:
+    as much, up to what a chip can spare, only as far as that saves nearly a tenth of the time:
     over several nodes a ring has one network card, a gather those of all ranks.
 
     Args:

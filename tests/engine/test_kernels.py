@@ -3,7 +3,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp.collectives import LoneTransport
+from lightning_cp.engine.kernels import cudnn
 from lightning_cp.engine.kernels.base import BackwardInputs, Request, Scores
+from lightning_cp.engine.kernels.cudnn import CudnnKernel
 from lightning_cp.engine.kernels.dense import DenseKernel
 from lightning_cp.engine.kernels.reference import ReferenceKernel
 from lightning_cp.engine.kernels.select import _KERNELS, select_kernel
@@ -174,22 +176,44 @@ def test_ops_of_the_gpu_exist_and_take_what_they_are_given(name, causal):
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "worth"),
-    [
-        (256, 128, True),
-        (8192, 65536, True),
-        (300, 256, False),
-        (256, 300, False),
-        (8000, 8000, False),
-        (9001, 9001, True),
-        (100_000, 1, False),
-    ],
-)
-def test_cudnn_takes_lengths_that_come_again_and_large_tiles(queries, keys, worth):
+def calls_by_flash(kernel, queries, keys, kind="forward", most=100):
     q = torch.empty(1, 32, queries, 128, device="meta")
     k = torch.empty(1, 8, keys, 128, device="meta")
-    assert ALL_KERNELS["cudnn"].is_worth_a_plan(q, k) == worth
+    plans = [kernel.is_worth_a_plan(q, k, kind) for _ in range(most)]
+    assert plans == sorted(plans)  # once planned it stays so
+    return plans.count(False)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "num_calls"),
+    [
+        (256, 128, 0),
+        (8192, 65536, 0),
+        (300, 256, 100),
+        (256, 300, 100),
+        (2000, 16000, 68),
+        (8191, 8192, 33),
+        (20000, 100_001, 2),
+        (100_000, 1, 100),
+        (1, 100_000, 100),
+        (0, 128, 100),
+    ],
+)
+def test_cudnn_takes_lengths_that_come_again(queries, keys, num_calls):
+    assert calls_by_flash(CudnnKernel(), queries, keys) == num_calls
+
+
+def test_cudnn_tells_shapes_apart_and_remembers_the_last(monkeypatch):
+    monkeypatch.setattr(cudnn, "_MOST_SHAPES", 3)
+    kernel = CudnnKernel()
+    assert calls_by_flash(kernel, 8191, 8191) == 33
+    assert calls_by_flash(kernel, 8191, 8191) == 0
+    assert calls_by_flash(kernel, 8191, 8191, "backward") == 33
+    assert calls_by_flash(kernel, 8190, 8190) == 33
+    for length in (101, 102):
+        assert calls_by_flash(kernel, length, length, most=1) == 1
+    assert calls_by_flash(kernel, 8190, 8190) == 0
+    assert calls_by_flash(kernel, 8191, 8191) == 33  # forgotten
 
 
 def on_cpu(dtype=torch.float32, *, device=CPU, softcap=None, scale=1.0, head_dim=64):

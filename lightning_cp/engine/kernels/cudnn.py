@@ -20,6 +20,9 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 # torch 2.11; later versions compare its layout too).
 _OURS = -0.0
 
+# So many shapes are remembered: those that came last.
+_MOST_SHAPES = 4096
+
 # Older ones are wrong on rows whose length is no multiple of 128 (pytorch#169849).
 _OLDEST = 91501
 
@@ -27,18 +30,23 @@ _OLDEST = 91501
 class CudnnKernel(FlashKernel):
     """`aten._scaled_dot_product_cudnn_attention` and its backward; FA2 for tiles not worth a plan.
 
-    Documents come in ever new lengths, whose plans would cost more than they bring. Those of chunks
-    come again with every layer and step.
+    Rows and documents may come in ever new lengths, whose plans would cost more than they bring.
+    Those of rows of one length come again with every layer and step: FA2 computes a new shape until
+    it has lost as much time as a plan takes.
     """
 
     name = "cudnn"
     max_head_dim = 128
     min_capability = 9
-    # Lengths that are multiples of this are taken for those of chunks.
+    # Lengths that are multiples of this are taken for those of chunks that come again.
     grain = 128
-    # Other tiles must be so large (multiply-adds of one matrix product; 32 heads of 128, 8k by 8k)
-    # that the layers of one step pay for their plan.
-    large = 2**38
+    # Multiply-adds of one matrix product that FA2 computes of another shape before it is planned:
+    # it takes 36 ms longer for them forward and 100 backward (H200). 32 heads of 128, 8k by 8k, do
+    # so in 32 layers.
+    patience = 2**43
+
+    def __init__(self) -> None:
+        self._work: dict[object, int] = {}
 
     def refuse(self, request: Request) -> str | None:
         """Refuse what FA2 refuses too, a cuDNN that is too old, and determinism."""
@@ -58,7 +66,7 @@ class CudnnKernel(FlashKernel):
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Run the op. Its causal mask starts at the top left, so on squares it is the usual."""
-        if not self.is_worth_a_plan(q, k):
+        if not self.is_worth_a_plan(q, k, ("forward", causal)):
             return super().rectangle_forward(q, k, v, causal=causal, scale=scale)
         out, lse, *_ = _forward(
             q,
@@ -77,7 +85,7 @@ class CudnnKernel(FlashKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward."""
         dout, q, k, v, out, lse = given
-        if not self.is_worth_a_plan(q, k):
+        if not self.is_worth_a_plan(q, k, ("backward", causal)):
             return super().rectangle_backward(given, causal=causal, scale=scale)
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _backward(
@@ -100,14 +108,25 @@ class CudnnKernel(FlashKernel):
         )
         return dq, dk, dv
 
-    def is_worth_a_plan(self, q: Tensor, k: Tensor) -> bool:
-        """Say whether cuDNN computes this rectangle."""
+    def is_worth_a_plan(self, q: Tensor, k: Tensor, kind: object) -> bool:
+        """Say whether cuDNN computes this rectangle; if not, that FA2 does is remembered.
+
+        Args:
+            q: its queries.
+            k: its keys.
+            kind: what has plans of its own.
+        """
         queries, keys = q.shape[2], k.shape[2]
         if min(queries, keys) == 1 or q.numel() == 0:
             return False  # torch does not trust cuDNN with a single key, nor with a single query
         if queries % self.grain == 0 and keys % self.grain == 0:
             return True
-        return q.numel() * keys >= self.large
+        shape = (kind, q.dtype, q.shape, k.shape)
+        done = self._work.pop(shape, 0)
+        self._work[shape] = done + q.numel() * keys
+        if len(self._work) > _MOST_SHAPES:
+            self._work.pop(next(iter(self._work)), None)
+        return done >= self.patience
 
 
 def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
