@@ -548,7 +548,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     machine = Machine(torch.device("cuda", torch.cuda.current_device()), **common)
     # Shapes come again with every layer of a training, and get their plans then; here at once.
-    with patch.object(CudnnKernel, "patience", 0):
+    with patch.object(CudnnKernel, "grain", 1):
         run(cases, machine, args.out, peers=not (args.quick or args.no_peer))
 
 

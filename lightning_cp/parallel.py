@@ -114,7 +114,7 @@ class ContextParallel:
         kernel: what computes attention. ``auto`` takes the fastest that can.
         attention_memory: GiB that an attention call may take on a GPU beside what it is given:
             keys then travel in more groups of heads, or by ring. By default six times the local
-            queries, at least 0.78, and up to 4 where that saves nearly a tenth of the time.
+            queries, at least 0.78, and up to 4 (2 before Hopper) where that saves time.
         gradient_wire: in which precision gradients of keys and values travel where they are added
             up on the way (``gather``): ``float32``, or ``model``, that of the keys. This is half
             of the bytes for bf16, for slow networks, and rounds the sum at each rank. The same on

@@ -95,7 +95,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         algorithm: how keys travel: ``gather``, ``ring``, ``ulysses``, or ``auto``.
         kernel: what computes attention; ``auto`` takes the fastest that can.
         attention_memory: GiB that an attention call may take on a GPU beside what it is given; by
-            default six times the local queries, at least 0.78, and up to 4 where that saves time.
+            default six times the local queries, at least 0.78, and more where that saves time.
         gradient_wire: precision of gradients of keys and values that collectives add up:
             ``float32``, or ``model``, half of the bytes for bf16: for slow networks.
         sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
@@ -526,12 +526,12 @@ class ContextParallelStrategy(ModelParallelStrategy):
         """Say in one line who works with whom, and how, and why."""
         cp = self.context_parallel
         layout = "zigzag" if cp.layout == "auto" else cp.layout
-        why = "fewest and largest kernel calls"
+        fewest = "fewest and largest kernel calls"
         if self.root_device.type == "cuda" and cp.groups.attend.size > 1:
-            why += "; or ring, by time and memory of each"
+            fewest += "; or ring, by time and memory of each"
         chosen = {
             "layout": (layout, "or contiguous or balanced, by each batch"),
-            "algorithm": (cp.describe_algorithm(), why),
+            "algorithm": (cp.describe_algorithm(), fewest),
             "kernel": self._likely_kernel(),
         }
         said = ", ".join(

@@ -42,7 +42,7 @@ def test_other_lengths_and_ranks_are_measured_by_links_of_their_own(tmp_path):
     assert lines["causal-1024k-of-64"]["link_gbs"] == 45  # by ring, each rank has its own
     assert lines["gather-1024k-of-64"]["link_gbs"] == 360
     assert lines["ring-32k-of-4"]["how"].startswith("ring")
-    assert "ring-128k-of-64" not in lines  # by the model it takes twice as long
+    assert "ring-128k-of-64" not in lines  # by the model it takes three times as long
     points = scaling.read_points([path], linked=False)
     assert {point.cp_size for point in points} == {1, 2, 4, 8, 16, 64}
     drawn = {(p.seq_len, p.cp_size) for p in points if p.share == p.share}
@@ -86,7 +86,7 @@ def test_measured_points_are_drawn_over_the_model(measured, tmp_path):
 def test_what_auto_takes_is_never_much_slower_than_the_best_measured_way():
     """Causal rows of one length and number of ranks: links that take no time, and real ones."""
     ways: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
-    for path in scaling.RESULTS.glob("attention_gpu*.jsonl"):
+    for path in sorted(scaling.RESULTS.glob("attention_gpu*.jsonl")):
         for line in map(json.loads, path.read_text().splitlines()):
             way = str(line.get("case")).split("-")[0]
             is_way = way in {"causal", "gather", "ring", "ulysses", "two"}
@@ -102,7 +102,7 @@ def test_what_auto_takes_is_never_much_slower_than_the_best_measured_way():
 
 def test_the_model_says_what_was_measured():
     """Up to 16%; with links and the host for rows that keep the GPU busy."""
-    compared = scaling.compare(scaling.RESULTS.glob("attention_gpu*.jsonl"))
+    compared = scaling.compare(sorted(scaling.RESULTS.glob("attention_gpu*.jsonl")))
     assert len(compared) > 30
     for one in compared:
         assert one.kernels == pytest.approx(one.kernels_measured, rel=0.16), one

@@ -210,7 +210,7 @@ def _call(
         )
         kernel = "flex"
     else:
-        selected = select_kernel(step.kernel, request)
+        selected = select_kernel(step.kernel, request).settled()
         choice = _choose_way(step, bounds, q, k, v, budget)
         algorithm = choice.algorithm
         groups = choice.num_groups_forward, choice.num_groups_backward

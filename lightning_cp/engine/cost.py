@@ -514,9 +514,9 @@ def memory_budget(
     """Return the bytes that attention may take beside what it is given, if nobody says.
 
     A few times what a layer holds for each of its activations, of which it has more; short rows
-    may take what hardly counts on a GPU, for their kernels are slow in groups. Twice and four times
-    as much, up to what a chip can spare, only as far as that saves nearly a tenth of the time:
-    over several nodes a ring has one network card, a gather those of all ranks.
+    may take what hardly counts on a GPU, for their kernels are slow in groups. It is doubled, up to
+    what a chip can spare, only as far as that saves nearly a tenth of the time: over several nodes
+    a ring has one network card, a gather those of all ranks.
 
     Args:
         problem: what is computed.
@@ -529,7 +529,7 @@ def memory_budget(
         >>> memory_budget(problem) / problem.query_bytes
         6.0
     """
-    budgets = [max(6 * problem.query_bytes, 800 * 2**20)]
+    budgets = [max(6 * problem.query_bytes, 800.0 * 2**20)]
     most = max(budgets[0], chip.spare_bytes)
     while budgets[-1] < most:
         budgets.append(min(2 * budgets[-1], most))
@@ -589,11 +589,12 @@ def choose(
 @lru_cache(maxsize=128)
 def _by_groups(
     name: TravelName, problem: Problem, chip: Chip, links: Links
-) -> list[tuple[int, Estimate]]:
+) -> tuple[tuple[int, Estimate], ...]:
     """Estimate a way in every number of groups that the heads allow."""
     heads = problem.swapped().num_kv_heads
-    counts = [n for n in range(1, heads + 1) if heads % n == 0]
-    return [(n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts]
+    counts = (n for n in range(1, heads + 1) if heads % n == 0)
+    ways = ((n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts)
+    return tuple(ways)
 
 
 def _best(ways: list[_Way], budget: float) -> _Way:

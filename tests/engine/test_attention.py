@@ -13,7 +13,9 @@ from lightning_cp import ContextParallel, Mask, attention, context
 from lightning_cp.collectives import LoneTransport
 from lightning_cp.context import Step, StepMask
 from lightning_cp.engine import attention as attention_module
+from lightning_cp.engine.attend import Call
 from lightning_cp.engine.flex import _Asked, _attend_in
+from lightning_cp.engine.kernels.cpu import CpuKernel
 from lightning_cp.layout import build_layout
 from lightning_cp.mesh import Groups
 from lightning_cp.sequence import shard, unshard
@@ -316,27 +318,65 @@ def test_neighbours_that_hold_different_numbers_of_tokens_all_send_a_bias(rows):
         assert torch.equal(written[:, :, :1], bias[:, :, :1])
 
 
+def choose_way(algorithm, seq_len, cp_size, *, budget=None, capability=(9, 0), inside=1):
+    """Return how keys of a causal row on GPUs would travel."""
+    like = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    local_len = seq_len // cp_size
+    q, k = (SimpleNamespace(shape=(1, heads, local_len, 128), **like) for heads in (32, 8))
+    step = SimpleNamespace(
+        algorithm=algorithm,
+        layout=build_layout("zigzag", seq_len=seq_len, cp_size=cp_size),
+        cp_size=cp_size,
+        cp_rank=0,
+        groups=SimpleNamespace(inside=SimpleNamespace(size=inside)),
+        gradient_wire="float32",
+        gpu=context.Gpu(compiles=True, capability=capability),
+    )
+    bounds = Mask(causal=True).bounds(seq_len)
+    return attention_module._choose_way(step, bounds, q, k, k, budget)
+
+
+AUTO = {"algorithm": "auto", "seq_len": 1 << 18, "cp_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        ({}, ("gather", 4, 8)),
+        ({"budget": 2**29}, ("ring", 1, 1)),
+        ({"algorithm": "ring"}, ("ring", 1, 1)),
+        ({"algorithm": "gather", "budget": 2**29}, ("gather", 8, 8)),
+        ({"algorithm": "gather", "cp_size": 16}, ("gather", 2, 8)),
+        ({"seq_len": 1 << 19}, ("gather", 8, 8)),
+        ({"seq_len": 1 << 19, "capability": (8, 0)}, ("ring", 1, 1)),
+    ],
+    ids=str,
+)
+def test_how_keys_travel_over_several_nodes(asked, chosen):
+    """A gather takes more than the least budget where it saves time, if a chip has it to spare."""
+    choice = choose_way(**AUTO | asked)
+    groups = (choice.num_groups_forward, choice.num_groups_backward)
+    assert (choice.algorithm, *groups) == chosen
+
+
+def test_a_step_has_its_kernel_for_itself(monkeypatch):
+    """One that changes by experience would compute a layer in another way when it is recomputed."""
+    settled = CpuKernel()
+    monkeypatch.setattr(CpuKernel, "settled", lambda self: settled)
+    q = torch.randn(1, 2, 8, 4)
+    with ContextParallel(None).step({"input_ids": torch.zeros(1, 8, dtype=torch.long)}):
+        attention(q, q, q, mask=Mask(causal=True))
+        calls = [x for x in context.current().cache.values() if isinstance(x, Call)]
+    assert [call.kernel for call in calls] == [settled]
+
+
 def test_a_named_way_that_takes_more_than_its_memory_says_so_once(caplog):
     """And what others would take; `auto` would have chosen among them."""
     attention_module._say_memory.cache_clear()
-    length = 1 << 17
-    layout = build_layout("zigzag", seq_len=length, cp_size=8)
-    like = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    q, k = (SimpleNamespace(shape=(1, heads, length // 8, 128), **like) for heads in (32, 8))
-    step = SimpleNamespace(
-        algorithm="gather",
-        layout=layout,
-        cp_size=8,
-        cp_rank=0,
-        groups=SimpleNamespace(inside=SimpleNamespace(size=1)),
-        gradient_wire="float32",
-        gpu=context.Gpu(compiles=True, capability=(9, 0)),
-    )
-    bounds = Mask(causal=True).bounds(length)
     with caplog.at_level(logging.WARNING, logger="lightning_cp"):
         for _ in range(2):
             for budget in (None, 2**28):
-                choice = attention_module._choose_way(step, bounds, q, k, k, budget)
+                choice = choose_way("gather", 1 << 17, 8, budget=budget)
                 assert (choice.algorithm, choice.fits) == ("gather", budget is None)
     (message,) = (record.message for record in caplog.records)
     assert message.startswith("Attention by gather takes more GPU memory than its budget")

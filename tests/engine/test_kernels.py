@@ -7,6 +7,7 @@ from lightning_cp.engine.kernels import cudnn
 from lightning_cp.engine.kernels.base import BackwardInputs, Request, Scores
 from lightning_cp.engine.kernels.cudnn import CudnnKernel
 from lightning_cp.engine.kernels.dense import DenseKernel
+from lightning_cp.engine.kernels.flash import FlashKernel
 from lightning_cp.engine.kernels.reference import ReferenceKernel
 from lightning_cp.engine.kernels.select import _KERNELS, select_kernel
 from lightning_cp.engine.merge import NEVER
@@ -176,10 +177,11 @@ def test_ops_of_the_gpu_exist_and_take_what_they_are_given(name, causal):
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
-def calls_by_flash(kernel, queries, keys, kind="forward", most=100):
-    q = torch.empty(1, 32, queries, 128, device="meta")
-    k = torch.empty(1, 8, keys, 128, device="meta")
-    plans = [kernel.is_worth_a_plan(q, k, kind) for _ in range(most)]
+def num_by_flash(kernel, queries, keys, *, kind="forward", dtype=torch.bfloat16, most=100):
+    """Return how many calls of a shape FA2 computes before cuDNN does, a step being one call."""
+    q = torch.empty(1, 32, queries, 128, device="meta", dtype=dtype)
+    k = torch.empty(1, 8, keys, 128, device="meta", dtype=dtype)
+    plans = [kernel.settled().is_worth_a_plan(q, k, kind) for _ in range(most)]
     assert plans == sorted(plans)  # once planned it stays so
     return plans.count(False)
 
@@ -193,27 +195,89 @@ def calls_by_flash(kernel, queries, keys, kind="forward", most=100):
         (256, 300, 100),
         (2000, 16000, 68),
         (8191, 8192, 33),
-        (20000, 100_001, 2),
+        (8193, 8192, 0),
         (100_000, 1, 100),
         (1, 100_000, 100),
         (0, 128, 100),
     ],
 )
-def test_cudnn_takes_lengths_that_come_again(queries, keys, num_calls):
-    assert calls_by_flash(CudnnKernel(), queries, keys) == num_calls
+def test_cudnn_takes_lengths_that_come_again_and_large_tiles(queries, keys, num_calls):
+    assert num_by_flash(CudnnKernel(), queries, keys) == num_calls
 
 
-def test_cudnn_tells_shapes_apart_and_remembers_the_last(monkeypatch):
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kind": "backward"},
+        {"dtype": torch.float16},
+        {"queries": 8190},
+        {"keys": 8190},
+    ],
+    ids=str,
+)
+def test_cudnn_plans_every_shape_for_itself(other):
+    kernel, shape = CudnnKernel(), {"queries": 8191, "keys": 8191}
+    assert num_by_flash(kernel, **shape) == 33
+    assert num_by_flash(kernel, **shape) == 0
+    assert num_by_flash(kernel, **shape | other) == 33
+
+
+def test_cudnn_remembers_the_shapes_that_came_last(monkeypatch):
     monkeypatch.setattr(cudnn, "_MOST_SHAPES", 3)
     kernel = CudnnKernel()
-    assert calls_by_flash(kernel, 8191, 8191) == 33
-    assert calls_by_flash(kernel, 8191, 8191) == 0
-    assert calls_by_flash(kernel, 8191, 8191, "backward") == 33
-    assert calls_by_flash(kernel, 8190, 8190) == 33
+    assert num_by_flash(kernel, 8191, 8191) == 33
+    assert num_by_flash(kernel, 8190, 8190) == 33
     for length in (101, 102):
-        assert calls_by_flash(kernel, length, length, most=1) == 1
-    assert calls_by_flash(kernel, 8190, 8190) == 0
-    assert calls_by_flash(kernel, 8191, 8191) == 33  # forgotten
+        assert num_by_flash(kernel, length, length, most=1) == 1
+    assert num_by_flash(kernel, 8190, 8190) == 0
+    assert num_by_flash(kernel, 8191, 8191) == 33  # forgotten
+
+
+@pytest.fixture
+def by_flash(monkeypatch):
+    """Return the list of what FA2 is asked for."""
+    asked = []
+
+    def spied(name, op):
+        def spy(self, *args, **kwargs):
+            asked.append(name)
+            return op(self, *args, **kwargs)
+
+        return spy
+
+    for name in ("forward", "backward"):
+        op = getattr(FlashKernel, f"rectangle_{name}")
+        monkeypatch.setattr(FlashKernel, f"rectangle_{name}", spied(name, op))
+    return asked
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_step_computes_a_shape_by_one_kernel_to_its_end(causal, by_flash, monkeypatch):
+    """A layer that is recomputed late finds what computed it first, also after other steps."""
+    monkeypatch.setattr(CudnnKernel, "patience", 2**20)
+    q = torch.empty(1, 4, 300, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 4, 300, device="meta")
+
+    def run(kernel, *passes, causal=causal):
+        by_flash.clear()
+        for name in passes:
+            if name == "forward":
+                kernel.rectangle_forward(q, q, q, causal=causal, scale=1.0)
+            else:
+                given = BackwardInputs(q, q, q, q, q, lse)
+                kernel.rectangle_backward(given, causal=causal, scale=1.0)
+        return by_flash
+
+    kernel = CudnnKernel()
+    first = kernel.settled()
+    for _ in range(3):
+        assert run(first, "forward") == ["forward"]
+    second = kernel.settled()
+    assert run(second, "forward", "backward", "forward") == ["backward"]  # each has its own plan
+    third = kernel.settled()
+    assert run(third, "forward", "backward") == []
+    assert run(third, "forward", "backward", causal=not causal) == ["forward", "backward"]
+    assert run(first, "forward", "backward") == ["forward", "backward"]
 
 
 def on_cpu(dtype=torch.float32, *, device=CPU, softcap=None, scale=1.0, head_dim=64):

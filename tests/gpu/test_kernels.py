@@ -92,8 +92,11 @@ def make_case(mask, dtype, *, heads="gqa", length=301, dims=(64, 64), bias=None)
     return Case(MASKS[mask](2, length), inputs, layout="contiguous", kernel="reference", bias=bias)
 
 
-def run(kernel, case, inputs=None):
-    """Return what a kernel computes of the block that is the whole row, and its gradients."""
+def run(kernel, case, inputs=None, backward=None):
+    """Return what a kernel computes of the block that is the whole row, and its gradients.
+
+    These by the same kernel, or by another one.
+    """
     call = build_call(case, LoneTransport())
     block, scores = call.plan.stages[0].block, call.scores
     inputs = (inputs or case.inputs).on(CUDA)
@@ -103,7 +106,7 @@ def run(kernel, case, inputs=None):
     out = out.to(q.dtype)
     sure = torch.where(lse == NEVER, float("inf"), lse)
     given = BackwardInputs(dout, q, inputs.k, inputs.v, out, sure)
-    grads = backward_block(kernel, given, bias, block, scores)
+    grads = backward_block(backward or kernel, given, bias, block, scores)
     named = zip(("dq", "dk", "dv"), (x.to(q.dtype) for x in grads), strict=True)
     return {"out": out, "lse": lse, **dict(named)}
 
@@ -150,6 +153,17 @@ def test_every_mask(kernel, dtype, heads, mask):
 def test_cudnn_on_tiles_of_any_shape(kernel, dtype, mask):
     case, exact, same = expected(mask, dtype)
     assert_earned(run(kernel, case), exact, same, dtype)
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+@pytest.mark.parametrize("kernel", ["cudnn always"], indirect=True)
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_passes_by_two_kernels(kernel, first, mask):
+    """Both passes of a new shape are planned for themselves, one may be a step ahead."""
+    case, exact, same = expected(mask, torch.bfloat16)
+    flash = ALL_KERNELS["flash"]
+    forward, backward = (kernel, flash) if first == "forward" else (flash, kernel)
+    assert_earned(run(forward, case, backward=backward), exact, same, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dims", [(40, 40), (80, 80), (128, 128), (64, 32), (40, 72), (36, 3)])

@@ -105,6 +105,9 @@ class Kernel(Protocol):
     def refuse(self, request: Request) -> str | None:
         """Return why this kernel cannot do what is asked, or None if it can."""
 
+    def settled(self) -> "Kernel":
+        """Return the kernel for one step, in which it computes the same in the same way again."""
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, scores: Scores
     ) -> Iterator[Part]:
@@ -199,6 +202,10 @@ class TiledKernel(ABC):
     @abstractmethod
     def refuse(self, request: Request) -> str | None:
         """Return why this kernel cannot do what is asked, or None if it can."""
+
+    def settled(self) -> Kernel:
+        """Return the kernel for one step: itself, for it does not change."""
+        return self
 
     def tiles(self, block: Block, bias: Tensor | None) -> tuple[PlacedTile, ...]:
         """Return the tiles to compute; whole and causal ones are as large as the block allows."""

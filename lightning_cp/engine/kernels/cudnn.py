@@ -21,7 +21,7 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 _OURS = -0.0
 
 # So many shapes are remembered: those that came last.
-_MOST_SHAPES = 4096
+_MOST_SHAPES = 1024
 
 # Older ones are wrong on rows whose length is no multiple of 128 (pytorch#169849).
 _OLDEST = 91501
@@ -32,7 +32,11 @@ class CudnnKernel(FlashKernel):
 
     Rows and documents may come in ever new lengths, whose plans would cost more than they bring.
     Those of rows of one length come again with every layer and step: FA2 computes a new shape until
-    it has lost as much time as a plan takes.
+    it has lost as much time as a plan takes, and cuDNN from the next step on.
+
+    Args:
+        work: what FA2 has computed of each shape; shared by what `settled` returns.
+        planned: shapes that are worth a plan by now.
     """
 
     name = "cudnn"
@@ -40,13 +44,27 @@ class CudnnKernel(FlashKernel):
     min_capability = 9
     # Lengths that are multiples of this are taken for those of chunks that come again.
     grain = 128
-    # Multiply-adds of one matrix product that FA2 computes of another shape before it is planned:
-    # it takes 36 ms longer for them forward and 100 backward (H200). 32 heads of 128, 8k by 8k, do
-    # so in 32 layers.
+    # Other tiles are planned at once if they are so large (multiply-adds of one matrix product; 32
+    # heads of 128, 8k by 8k) that the layers of one step pay for it.
+    large = 2**38
+    # The rest once FA2 has computed so much of one shape: it takes 36 ms longer for that than cuDNN
+    # forward and 100 backward (H200, nothing hidden).
     patience = 2**43
 
-    def __init__(self) -> None:
-        self._work: dict[object, int] = {}
+    def __init__(
+        self, work: dict[object, int] | None = None, planned: frozenset[object] = frozenset()
+    ) -> None:
+        self._work = {} if work is None else work
+        self._planned = planned
+
+    def settled(self) -> "CudnnKernel":
+        """Return the kernel as it is by now, for one step.
+
+        Layers that are recomputed must find the same kernel again: other roundings might send
+        tokens to other experts, and checkpointing refuses what has other shapes.
+        """
+        planned = (shape for shape, done in self._work.items() if done >= self.patience)
+        return CudnnKernel(self._work, frozenset(planned))
 
     def refuse(self, request: Request) -> str | None:
         """Refuse what FA2 refuses too, a cuDNN that is too old, and determinism."""
@@ -109,7 +127,9 @@ class CudnnKernel(FlashKernel):
         return dq, dk, dv
 
     def is_worth_a_plan(self, q: Tensor, k: Tensor, kind: object) -> bool:
-        """Say whether cuDNN computes this rectangle; if not, that FA2 does is remembered.
+        """Say whether cuDNN computes this rectangle, and remember it.
+
+        Nobody else remembers at the same time: who calls backward waits for autograd's thread.
 
         Args:
             q: its queries.
@@ -119,14 +139,14 @@ class CudnnKernel(FlashKernel):
         queries, keys = q.shape[2], k.shape[2]
         if min(queries, keys) == 1 or q.numel() == 0:
             return False  # torch does not trust cuDNN with a single key, nor with a single query
-        if queries % self.grain == 0 and keys % self.grain == 0:
+        work = q.numel() * keys
+        if (queries % self.grain == 0 and keys % self.grain == 0) or work >= self.large:
             return True
         shape = (kind, q.dtype, q.shape, k.shape)
-        done = self._work.pop(shape, 0)
-        self._work[shape] = done + q.numel() * keys
+        self._work[shape] = self._work.pop(shape, 0) + work
         if len(self._work) > _MOST_SHAPES:
-            self._work.pop(next(iter(self._work)), None)
-        return done >= self.patience
+            del self._work[next(iter(self._work))]
+        return shape in self._planned
 
 
 def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
