@@ -32,6 +32,7 @@ def test_every_case_runs_and_is_written_down(measured):
         assert 0 < line["ranks"][0]["pairs"] <= 32 * 256
 
 
+@pytest.mark.slow
 def test_other_lengths_and_ranks_are_measured_by_links_of_their_own(tmp_path):
     attention_gpu.main(["--tiny", "--scaling", "--out", str(tmp_path)])
     path = tmp_path / "attention_gpu.jsonl"

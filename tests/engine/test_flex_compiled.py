@@ -350,6 +350,7 @@ def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
     assert asked[-1] is own
 
 
+@pytest.mark.slow
 def test_one_mask_serves_any_precision_and_mode(counter):
     """torch gives up on code that it has compiled 8 times for different arguments."""
     given, trains = torch.randn(1, 2, 128, 16), [(True, True), (True, False), (False, True)]
@@ -400,6 +401,7 @@ def test_backward_of_compiled_code_may_run_again():
     assert differentiate_twice(kernel._compiled(power, "twice", "aot_eager"))
 
 
+@pytest.mark.slow
 def test_torchs_compiler_pads_nothing():
     """torch 2.11 reads with padding what it wrote without: forward and backward are built so."""
     padded = []
