@@ -92,6 +92,7 @@ def run_seen(*cases):
     return [fit(rows, **options) for rows, options in cases]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_draw_the_same_and_others_others(ranks):
     dp2 = {"strategy": {"data_parallel_size": 2}}
     cases = [

@@ -90,7 +90,9 @@ def test_what_needs_processes_says_when_it_is_there():
         _ = strategy.shard_mesh
 
 
-@pytest.mark.parametrize("first", ["lightning_cp", "lightning.pytorch"])
+@pytest.mark.parametrize(
+    "first", ["lightning_cp", pytest.param("lightning.pytorch", marks=pytest.mark.slow)]
+)
 def test_names_are_registered_whichever_is_imported_first(first):
     second = {"lightning_cp": "lightning.pytorch", "lightning.pytorch": "lightning_cp"}[first]
     code = (

@@ -28,7 +28,8 @@ def test_models_are_exact(ranks, cp_size):
     check(ranks, cp_size, [SdpaJob(*choice) for choice in choices])
 
 
-@pytest.mark.parametrize("compiled", ["whole", pytest.param("layers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["whole", "layers"])
 def test_compiled_models_are_exact(ranks, compiled):
     jobs = [SdpaJob(kind, compiled=compiled) for kind in MODELS]
     check(ranks, 2, jobs, timeout=300)

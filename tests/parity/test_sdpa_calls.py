@@ -123,9 +123,8 @@ def test_masks_of_rows_as_short_as_the_number_of_ranks(ranks, cp_size):
     assert all("is ambiguous" in said for said in ranks(cp_size).run(short_rows, 1))
 
 
-@pytest.mark.parametrize(
-    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_what_torch_checks_of_its_own(ranks, cp_size):
     """Load balancing, way of moving keys, causal, shared heads, compiled."""
     jobs = [
