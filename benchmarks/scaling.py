@@ -8,7 +8,7 @@ Draws the cost model (`lightning_cp.engine.cost`, docs/cost-model.md) from 8k to
 import argparse
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +68,15 @@ class Point:
         return self.whole_ms / self.cp_size / self.ms
 
 
+def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield what `attention_gpu` measured of our own attention, in the order of its files."""
+    for path in paths:
+        for line in path.read_text().splitlines():
+            one: dict[str, Any] = json.loads(line)
+            if one.get("what") == "attention":
+                yield one
+
+
 def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
     """Read causal cases from JSON lines of `attention_gpu`; the last one of a case counts.
 
@@ -78,20 +87,14 @@ def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
         linked: whether links took time.
     """
     found: dict[object, Point] = {}
-    for path in paths:
-        for line in path.read_text().splitlines():
-            one: dict[str, Any] = json.loads(line)
-            name = str(one.get("case"))
-            is_causal = (
-                name.startswith(("causal-", "gather-", "ring-")) and one.get("memory") is None
-            )
-            if one.get("what") == "attention" and is_causal:
-                spent = one["linked_ms"] if linked else one["ms"]
-                way = str(one["how"]).split(",")[0]
-                kept = (one["seq_len"], one["cp_size"], way, spent, one["whole_ms"])
-                found[name, one["cp_size"]] = Point(*kept)
-                whole = one["whole_ms"]
-                found["whole", one["seq_len"]] = Point(one["seq_len"], 1, "gather", whole, whole)
+    for one in read_lines(paths):
+        name = str(one["case"])
+        if name.startswith(("causal-", "gather-", "ring-")) and one.get("memory") is None:
+            spent = one["linked_ms"] if linked else one["ms"]
+            way = str(one["how"]).split(",")[0]
+            whole = one["whole_ms"]
+            found[name, one["cp_size"]] = Point(one["seq_len"], one["cp_size"], way, spent, whole)
+            found["whole", one["seq_len"]] = Point(one["seq_len"], 1, "gather", whole, whole)
     return list(found.values())
 
 
@@ -131,28 +134,26 @@ def compare(paths: Iterable[Path]) -> list[Compared]:
     forward, backward = (replace(x, host_us=0.0) for x in (H200.forward, H200.backward))
     ahead = replace(H200, forward=forward, backward=backward)
     found: dict[str, Compared] = {}
-    for path in paths:
-        for line in path.read_text().splitlines():
-            one: dict[str, Any] = json.loads(line)
-            groups = re.search(r"groups (\d+) / (\d+)", str(one.get("how")))
-            if one.get("what") != "attention" or groups is None:
-                continue
-            alone = "ulysses" in one["how"] and " x " not in one["how"]
-            size = one["cp_size"] if alone else one["ulysses_size"]
-            problem = replace(llama(one["seq_len"], one["cp_size"]), ulysses_size=size)
-            links = Links(inside_gbs=one["link_gbs"], ranks_per_node=one["cp_size"])
-            name: TravelName = "ring" if "ring" in one["how"] else "gather"
-            counts = (int(groups[1]), int(groups[2]))
-            kernels = estimate(name, problem, groups=counts, chip=ahead)
-            linked = estimate(name, problem, groups=counts, links=links)
-            found[one["case"]] = Compared(
-                one["case"],
-                one["how"].rpartition(",")[0],
-                1e3 * kernels.time,
-                one["ahead_ms"],
-                1e3 * linked.time,
-                one["linked_ms"],
-            )
+    for one in read_lines(paths):
+        groups = re.search(r"groups (\d+) / (\d+)", one["how"])
+        if groups is None:
+            continue
+        alone = "ulysses" in one["how"] and " x " not in one["how"]
+        size = one["cp_size"] if alone else one["ulysses_size"]
+        problem = replace(llama(one["seq_len"], one["cp_size"]), ulysses_size=size)
+        links = Links(inside_gbs=one["link_gbs"], ranks_per_node=one["cp_size"])
+        name: TravelName = "ring" if "ring" in one["how"] else "gather"
+        counts = (int(groups[1]), int(groups[2]))
+        kernels = estimate(name, problem, groups=counts, chip=ahead)
+        linked = estimate(name, problem, groups=counts, links=links)
+        found[one["case"]] = Compared(
+            one["case"],
+            one["how"].rpartition(",")[0],
+            1e3 * kernels.time,
+            one["ahead_ms"],
+            1e3 * linked.time,
+            one["linked_ms"],
+        )
     return list(found.values())
 
 

@@ -87,12 +87,11 @@ def test_measured_points_are_drawn_over_the_model(measured, tmp_path):
 def test_what_auto_takes_is_never_much_slower_than_the_best_measured_way():
     """Causal rows of one length and number of ranks: links that take no time, and real ones."""
     ways: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
-    for path in sorted(scaling.RESULTS.glob("attention_gpu*.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
-            way = str(line.get("case")).split("-")[0]
-            is_way = way in {"causal", "gather", "ring", "ulysses", "two"}
-            if line["what"] == "attention" and is_way and line.get("memory") is None:
-                ways.setdefault((line["seq_len"], line["cp_size"]), {})[way] = line
+    for line in scaling.read_lines(sorted(scaling.RESULTS.glob("attention_gpu*.jsonl"))):
+        way = line["case"].split("-")[0]
+        is_way = way in {"causal", "gather", "ring", "ulysses", "two"}
+        if is_way and line.get("memory") is None:
+            ways.setdefault((line["seq_len"], line["cp_size"]), {})[way] = line
     compared = {where: found for where, found in ways.items() if len(found) > 1}
     assert {(1 << 15, 8), (1 << 17, 8), (1 << 18, 64)} <= set(compared)
     for where, found in compared.items():
