@@ -149,7 +149,11 @@ class RankPool:
         """End the processes."""
         for pipe in self._pipes:
             pipe.close()
+        # Ranks on a GPU end by themselves if they can: who is killed amid a transfer of NCCL takes
+        # all processes down that share the GPU with it by NVIDIA's multi-process service.
+        patience = time.monotonic() + (5 if self.backend == "nccl" else 0)
         for process in self._processes:
+            process.join(max(0.0, patience - time.monotonic()))
             process.kill()
             process.join()
         if self._processes:
@@ -193,7 +197,10 @@ def _serve(
             litter()
         try:
             fn, args = pickle.loads(job)
-            answer = pickle.dumps((True, fn(*args), _is_tired()))
+            result = fn(*args)
+            if backend == "nccl":
+                torch.cuda.synchronize()  # what its kernels did wrong is this job's error
+            answer = pickle.dumps((True, result, _is_tired()))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc(), True))
         pipe.send_bytes(answer)

@@ -62,6 +62,12 @@ def side_by_side() -> Iterator[None]:
         finally:
             for name in names:
                 os.environ.pop(name, None)
+            # One process's wrong access, or its end amid a transfer of NCCL, ends all others too.
+            # Only this log says which process it was.
+            server = Path(folder) / "server.log"
+            if server.exists() and "fatal GPU error" in server.read_text(errors="replace"):
+                print("The multi-process service ended all processes; see server.log.", flush=True)
+                shutil.copy(server, Path(os.environ.get("OUT", ".")))
             # Not by waiting for clients: a test that was killed may have left some.
             subprocess.run([control], input=b"quit -t 5\n", env=shared, check=False, timeout=30)
 
