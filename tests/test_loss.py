@@ -235,7 +235,7 @@ def test_chunked_cuts_equal_pieces_of_no_more_tokens_than_asked(chunk_len, expec
     assert sizes == expected
 
 
-@pytest.mark.parametrize("narrow", ["head", "autocast"])
+@pytest.mark.parametrize("narrow", ["head", pytest.param("autocast", marks=pytest.mark.slow)])
 def test_chunked_float16_has_small_pieces(narrow):
     """Gradients are summed before any loss scale: many tokens of one label go beyond 65,504."""
     head, hidden = torch.nn.Linear(8, 32000, bias=False), torch.randn(1, 8192, 8)

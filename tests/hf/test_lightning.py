@@ -98,8 +98,8 @@ def train_alone(name, lora):
     ("name", "lora"),
     [
         ("llama", False),
-        ("gpt_oss", True),
         pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
         pytest.param("gpt_oss", False, marks=pytest.mark.slow),
     ],
 )

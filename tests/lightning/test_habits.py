@@ -145,7 +145,13 @@ def run(kind, options):
         return {name: full(p.detach()) for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", JOBS)
+SLOW_JOBS = ("two backwards", "two networks", "closure without a step")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow) if k in SLOW_JOBS else k for k in JOBS],
+)
 def test_two_ranks_train_as_one_does(ranks, kind):
     exact = ranks(1).run(run, kind, {})[0]
     for options in ({}, {"parameter_sharding": "none"}):

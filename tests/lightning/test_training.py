@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-FEW = ("one rank", "the same over data", "ulysses inside, ring between", "balanced")
+FEW = ("one rank", "the same over data", "balanced")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,13 @@ def test_in_double_precision_the_algebra_is_exact(ranks):
     check(ranks, 2, jobs, limit=1e-9, loss_limit=1e-11)
 
 
-@pytest.mark.parametrize("head", ["masked", "token", "sequence", "question"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "masked",
+        *(pytest.param(h, marks=pytest.mark.slow) for h in ("token", "sequence", "question")),
+    ],
+)
 def test_other_heads_are_exact(ranks, head):
     names = ("bert", "modernbert", "roberta", "distilbert")
     names += () if head == "masked" else ("llama", "qwen2")

@@ -80,7 +80,7 @@ def hidden(mask, dtype):
     return mask > -1 if dtype == torch.bool else mask.masked_fill(mask < -1, float("-inf"))
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("cp_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
 def test_masks_of_every_shape(ranks, cp_size, dtype):
     shapes = {

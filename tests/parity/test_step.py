@@ -48,7 +48,7 @@ def test_every_kind_of_batch(ranks, cp_size):
                 check(found, exact[name], (name, algorithm, layout, rank))
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "ring"])
+@pytest.mark.parametrize("algorithm", [pytest.param("gather", marks=pytest.mark.slow), "ring"])
 def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, algorithm):
     rows = {name: build(3) for name, build in BATCHES.items()}
     jobs = [Job([part], {"algorithm": algorithm, "ulysses_size": 2}) for part in rows.values()]

@@ -293,6 +293,7 @@ def learn_on_both(ranks, folder, *args):
     return alone, shared
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_walk_along_the_curve_of_one_process(ranks, tmp_path):
     options = {
