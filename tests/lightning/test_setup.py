@@ -304,8 +304,10 @@ def run_spread(nodes, per_node, cp_size):
         ([0, 1, 0, 1], 2, 2, ["In 2 of 2 groups", "(node 0), ", "(node 1)", "distribution=block"]),
         ([0, 0, 0, 1], 3, 2, ["In 1 of 2 groups", "(node 1)", "divides the 3 devices of a node"]),
         ([0, 0, 1, 1], 2, 2, []),
-        ([0, 0, 1, 1], 2, 4, []),  # no node could hold them
-        ([0, 0, 1, 1], 2, (2, 2), []),  # heads are swapped inside nodes
+        # No node could hold them.
+        pytest.param([0, 0, 1, 1], 2, 4, [], marks=pytest.mark.slow),
+        # Heads are swapped inside nodes.
+        pytest.param([0, 0, 1, 1], 2, (2, 2), [], marks=pytest.mark.slow),
         ([0, 1, 0, 1], 2, (2, 2), ["In 2 of 2 groups", "distribution=block"]),
     ],
 )
