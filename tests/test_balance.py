@@ -90,7 +90,7 @@ def eighth(row):
     return -(-(len(row[0]) - 1) // row[1] // 8)
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(rows)
 def test_no_part_has_more_than_the_mean_and_an_eighth(row):
     """What is proved, for any work whatever."""

@@ -28,7 +28,7 @@ def blocks(draw, length):
     return Range(*first), Range(*second)
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(worked_out())
 def test_bounds_are_the_mask(drawn):
     bounds, table = drawn
@@ -37,7 +37,7 @@ def test_bounds_are_the_mask(drawn):
     assert (np.broadcast_to(found, table.shape) == table).all()
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(worked_out(), st.data())
 def test_work_and_class_of_any_block_are_exact(drawn, data):
     bounds, table = drawn
@@ -48,7 +48,7 @@ def test_work_and_class_of_any_block_are_exact(drawn, data):
     assert bounds.classify(query, keys) == expected
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(worked_out(), st.data())
 def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
     bounds, table = drawn

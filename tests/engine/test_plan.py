@@ -37,7 +37,7 @@ def random_plans(draw):
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(random_plans())
 def test_what_one_rank_sends_another_expects(drawn):
     assert len({len(plan.stages) for plan in drawn}) == 1, "stages pair up"
@@ -48,7 +48,7 @@ def test_what_one_rank_sends_another_expects(drawn):
         assert len({stage.collective for stage in stages}) == 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(random_plans())
 def test_blocks_hold_all_visible_pairs_once(drawn):
     for plan in drawn:
@@ -162,7 +162,7 @@ def test_ring_computes_each_stage_of_a_causal_row_at_once(rank):
     assert kinds == [["causal"], ["full"], ["full"], ["full"]]
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(random_plans(), st.sampled_from([1, 4, 64]))
 def test_fused_tiles_cover_what_the_tiles_cover(drawn, size):
     for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
