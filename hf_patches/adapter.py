@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the strategy finds us: the entry point of the group `lightning_cp.adapters`."""
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from hf_patches.enable import enable, is_enabled
 from lightning_cp.adapters import Handle
@@ -27,6 +30,15 @@ class HuggingFaceAdapter:
     def enable(self, module: nn.Module) -> Handle:
         """Enable it, unless the user has done so."""
         return Kept() if is_enabled(module) else enable(module)
+
+    def output_dims(self, output: object) -> Mapping[str, int]:
+        """Return the sequence dims of a model's output: of logits and hidden states of tokens."""
+        if not isinstance(output, ModelOutput):
+            return {}
+        logits = output.get("logits")
+        scores_tokens = isinstance(logits, Tensor) and logits.dim() > 2  # else it scores rows
+        states = {"last_hidden_state": 1, "hidden_states": 1}
+        return {**states, "logits": 1} if scores_tokens else states
 
 
 adapter = HuggingFaceAdapter()

@@ -6,6 +6,7 @@ under the library's name: it is loaded only in jobs that have imported the libra
 """
 
 import sys
+from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Protocol
 
@@ -35,6 +36,9 @@ class Adapter(Protocol):
     def enable(self, module: nn.Module) -> Handle:
         """Let a model run inside steps."""
 
+    def output_dims(self, output: object) -> Mapping[str, int]:
+        """Return where the sequence lies in what a model returned, by key; empty for others."""
+
 
 def load_adapters() -> list[Adapter]:
     """Return the adapters of the libraries that are in use.
@@ -43,6 +47,14 @@ def load_adapters() -> list[Adapter]:
     """
     found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
     return [point.load() for point in found.values() if point.name in sys.modules]
+
+
+def output_dims(adapters: Iterable[Adapter], output: object) -> Mapping[str, int]:
+    """Return where the sequence lies in the output of a model that an adapter knows."""
+    for adapter in adapters:
+        if found := adapter.output_dims(output):
+            return found
+    return {}
 
 
 def enable_models(owner: nn.Module) -> list[Handle]:

@@ -6,17 +6,17 @@ on all, so that nobody waits.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lightning_cp.collectives import Transport
+from lightning_cp.outputs import checksum
 
 _MESSAGE_BYTES = 2048
-_SAMPLED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,64 @@ class Fingerprint:
     contents: int = 0
 
 
+class Released:
+    """Values that have left steps, and that the ranks of a group have not compared yet.
+
+    They are compared together with the next batch: nothing waits for them before.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._digest: Tensor | None = None
+
+    def add(self, name: str, value: Any, device: torch.device) -> None:
+        """Add a value; ranks must add the same ones, in the same order."""
+        number = checksum(value, device)
+        self._digest = number if self._digest is None else self._digest * 31 + number
+        self.names.append(name)
+
+    def take(self, device: torch.device) -> tuple[Tensor, list[str]]:
+        """Return what stands for the values, int64 [1], and their names; start anew."""
+        digest, names = self._digest, self.names
+        self._digest, self.names = None, []
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        return (none if digest is None else digest.reshape(1) + len(names)), names
+
+
 def build_fingerprint(batch: Mapping[str, Any], *, values: bool) -> Fingerprint:
     """Describe a batch in two integers."""
     text = _describe(batch)
     return Fingerprint(text, _digest(text), _checksum(batch) if values else 0)
 
 
-def agree(mine: Fingerprint, problem: Exception | None, context: Transport) -> Exception | None:
+def agree(
+    mine: Fingerprint,
+    problem: Exception | None,
+    context: Transport,
+    released: Released | None = None,
+) -> Exception | None:
     """Return what all ranks of the group must raise: one refuses its batch, or they differ.
 
     Args:
         mine: this rank's batch.
         problem: why this rank refuses it, if it does.
         context: the ranks that must hold the same batch.
+        released: what has left former steps.
     """
+    digest, names = (released or Released()).take(context.device)
     state = torch.tensor(
         [int(problem is not None), mine.shapes, mine.contents], device=context.device
     )
-    states = state.new_empty(context.size, 3)
+    state = torch.cat([state, digest])
+    states = state.new_empty(context.size, 4)
     context.all_gather(states, state)()
-    table = states.tolist()
+    every = states.tolist()
+    table = [row[:3] for row in every]
+    if any(row[3] != every[0][3] for row in every):
+        return differing(names)
     refused = next((rank for rank, (bad, *_) in enumerate(table) if bad), None)
     if refused is not None:
-        text = _share_text(str(problem or ""), context, refused)
+        text = share_texts(str(problem or ""), context)[refused]
         return problem or ValueError(
             f"Rank {refused} of the context-parallel group refused its batch: {text}"
         )
@@ -71,6 +106,28 @@ def agree(mine: Fingerprint, problem: Exception | None, context: Transport) -> E
         "data-parallel rank, shuffling or augmentation without a common seed, worker seeds that "
         "follow the global rank."
     )
+
+
+def differing(names: Sequence[str]) -> ValueError:
+    """Return the error for values that left former steps and differ between ranks."""
+    listed = ", ".join(dict.fromkeys(names)) or "nothing on this rank"
+    return ValueError(
+        "The ranks of a context-parallel group logged different values since the last comparison; "
+        f"one of: {listed}. A value that is computed from the tokens of one rank is not what one "
+        f"device would log. {CURE}"
+    )
+
+
+CURE: Final = (
+    "Compute it from whole sequences, which are the same on every rank:\n"
+    "    cp = self.trainer.strategy.context_parallel\n"
+    "    x = cp.unshard(x, 1)  # [batch, tokens, ...]; one token or the mean: cp.pool(x, 'last')\n"
+    "or over the tokens of all ranks: token_mean(logits, labels) or global_mean(total, count) from "
+    "lightning_cp. For a metric, update it with this rank's tokens and log the object; targets of "
+    "the next token are cp.shift_labels(labels), with the logits as they are. A measurement of one "
+    "process (time, memory) is logged with rank_zero_only=True."
+)
+"""How a value becomes one that may leave a step."""
 
 
 def agree_beside(problem: Exception | None, data: Transport) -> Exception | None:
@@ -105,21 +162,17 @@ def _checksum(batch: Mapping[str, Any]) -> int:
     total = 0
     for key in sorted(batch):
         for _, x in named_tensors(key, batch[key]):
-            flat = x.detach().reshape(-1)
-            flat = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous()
-            bits = flat.view(torch.uint8).to(torch.int64)
-            weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
-            total = (total * 31 + int((bits * weights).sum())) % (1 << 56)
+            total = (total * 31 + int(checksum(x, x.device))) % (1 << 56)
     return total
 
 
-def _share_text(text: str, context: Transport, source: int) -> str:
-    """Return the text of the rank ``source`` on every rank."""
+def share_texts(text: str, context: Transport) -> list[str]:
+    """Return the texts of all ranks, on every rank."""
     data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     mine = torch.tensor(list(data), dtype=torch.uint8, device=context.device)
     all_ = mine.new_empty(context.size, _MESSAGE_BYTES)
     context.all_gather(all_, mine)()
-    return bytes(all_[source].tolist()).rstrip(b"\0").decode(errors="replace")
+    return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in all_.tolist()]
 
 
 def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

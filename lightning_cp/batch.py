@@ -414,6 +414,34 @@ def unpack_documents(batch: Mapping[str, Any], whole: WholeBatch) -> dict[str, A
     return unpacked
 
 
+def pad_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch in which every sample has some padding, if it says which tokens are padding.
+
+    Each sample has a different number of tokens that are no padding. Labels of padding are ignored.
+
+    Example:
+        >>> pad_samples({"attention_mask": torch.ones(2, 8, dtype=torch.int64)})["attention_mask"]
+        tensor([[1, 1, 1, 1, 1, 1, 1, 0],
+                [1, 1, 1, 1, 1, 1, 0, 0]])
+    """
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return dict(batch)
+    num_samples, length = mask.shape
+    place = torch.arange(length, device=mask.device)
+    sizes = 1 + torch.arange(num_samples, device=mask.device) % max(1, length // 2)
+    if bool((mask[:, 0] == 0).any()):  # this batch is padded at its start
+        hidden = place < sizes[:, None]
+    else:
+        hidden = place >= length - sizes[:, None]
+    padded = {**batch, "attention_mask": mask.masked_fill(hidden, 0)}
+    for key in ("labels", "shift_labels"):
+        labels = batch.get(key)
+        if isinstance(labels, Tensor) and labels.shape == mask.shape:
+            padded[key] = labels.masked_fill(hidden, IGNORED_LABEL)
+    return padded
+
+
 def _intervals(ids: IntArray) -> list[tuple[int, int]]:
     """Return where each document starts and stops; tokens of no document are left out."""
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]

@@ -88,6 +88,10 @@ class GroupTransport:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    def covered_by(self, group: dist.ProcessGroup) -> bool:
+        """Say whether all ranks of this group are in another one."""
+        return set(self._global_ranks) <= set(dist.get_process_group_ranks(group))
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         """Start the messages as one batch of point-to-point calls."""
         calls = [

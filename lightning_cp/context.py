@@ -101,6 +101,8 @@ class Step:
     cache: dict[object, Any] = field(default_factory=dict, repr=False)
     # What the step gave to its user, by the batch's keys.
     yielded: dict[str, Any] = field(default_factory=dict, repr=False)
+    # Along which dim each of them is cut; keys that are kept whole are left out.
+    yielded_dims: dict[str, int] = field(default_factory=dict, repr=False)
     # What token_mean() computed in this step. A step without any has a loss that we did not make.
     losses: list[LossMark] = field(default_factory=list, repr=False)
 

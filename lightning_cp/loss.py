@@ -195,6 +195,12 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
     if not shift:
         ours = ~layout.is_real(step.cp_rank).to(labels.device)
         return labels.masked_fill(ours, IGNORED_LABEL)
+    return local_targets(labels, step)
+
+
+def local_targets(labels: Tensor, step: Step) -> Tensor:
+    """Return, for each of this rank's tokens, the label of the next one of its document."""
+    layout = step.layout
     whole = unshard(labels, 1, layout=layout, transport=step.groups.context)
     documents = step.documents
     ids = None if documents is None else torch.from_numpy(documents).to(labels.device)

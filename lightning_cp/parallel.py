@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ContextParallel`: open a step, put rows back together, pause. Every door goes through it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp import adapters, agreement, context, dispatch
+from lightning_cp import adapters, agreement, context, dispatch, outputs
 from lightning_cp import batch as batches
 from lightning_cp.batch import WholeBatch
+from lightning_cp.choices import check_choice
 from lightning_cp.collectives import GradientWire, Transport, check_gradient_wire
 from lightning_cp.compat import checkpoint_contexts
 from lightning_cp.context import Step, StepMask
@@ -26,6 +27,7 @@ from lightning_cp.engine.kernels.select import KernelName, check_kernel, check_p
 from lightning_cp.engine.mods import RowMask, RowMasks
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import Layout, LayoutName, build_layout, check_layout
+from lightning_cp.loss import local_targets
 from lightning_cp.mask import Bounds, Mask
 from lightning_cp.mesh import Groups, build_groups, lone_groups
 from lightning_cp.sequence import shard, unshard
@@ -91,6 +93,31 @@ def check_memory(attention_memory: float | None) -> None:
             f"attention_memory={attention_memory}: give the GiB that an attention call may take, "
             "above 0, or None to leave it open."
         )
+
+
+def check_held(x: Tensor, dim: int, step: Step) -> None:
+    """Refuse a tensor that does not hold this rank's tokens along ``dim``."""
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.held_len:
+        raise ValueError(
+            f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
+            f"{step.held_len} tokens per row: give the dim that has that length."
+        )
+
+
+def pooling_weights(step: Step, how: str) -> Tensor:
+    """Return how much each of this rank's tokens counts for the vector of its sample, [B, L]."""
+    layout = step.layout
+    real = np.ones((step.batch_size, layout.seq_len), np.bool_)
+    if step.padding is not None:
+        real &= ~step.padding
+    place = np.arange(layout.seq_len)
+    if how == "mean":
+        weights = real / np.maximum(real.sum(1, keepdims=True), 1)
+    else:
+        order = np.where(real, place, layout.seq_len if how == "first" else -1)
+        chosen = order.min(1) if how == "first" else order.max(1)
+        weights = (place == chosen[:, None]).astype(np.float64)
+    return shard(torch.from_numpy(weights), 1, layout=layout, rank=step.cp_rank)
 
 
 class ContextParallel:
@@ -185,8 +212,9 @@ class ContextParallel:
             self.gpu = _agree_on_gpu(self._groups.context)
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
+        self.released = agreement.Released()
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
-        self._has_adapters = False
+        self._adapters: list[adapters.Adapter] | None = None
         self._row_masks = RowMasks()
 
     @property
@@ -234,16 +262,20 @@ class ContextParallel:
     @contextmanager
     def entered(self, opened: Step) -> Iterator[None]:
         """Make a step that was built elsewhere the active one, with all that belongs to it."""
-        if not self._has_adapters:  # not earlier: models may be imported after this was built
-            adapters.load_adapters()
-            self._has_adapters = True
+        if self._adapters is None:  # not earlier: models may be imported after this was built
+            self._adapters = adapters.load_adapters()
         context.forget_backward()
         with context.activate(opened), dispatch.enabled(), checkpoint_contexts(_recompute):
             yield
 
     @contextmanager
     def alone(
-        self, batch: Mapping[str, Any], *, training: bool | None = None, stock: bool = False
+        self,
+        batch: Mapping[str, Any],
+        *,
+        training: bool | None = None,
+        stock: bool = False,
+        routed: bool = False,
     ) -> Iterator[dict[str, Any]]:
         """Work on the whole batch, on this rank only: what `step` is compared with.
 
@@ -255,6 +287,7 @@ class ContextParallel:
             training: as in `step`.
             stock: models of other libraries are as they are without us. Some of them do not keep
                 documents apart: each document is given to them as a row of its own.
+            routed: SDPA calls are routed as in `step`, so that they see documents and padding.
 
         Yields:
             The batch's keys and tensors, uncut.
@@ -266,6 +299,10 @@ class ContextParallel:
             )
             batch = batches.unpack_documents(batch, read)
         opened, whole = self._cut(batch, training, self._alone, stock=stock)
+        if routed:
+            with self.entered(opened):
+                yield whole
+            return
         context.forget_backward()
         with context.activate(opened), dispatch.flex_detour:
             yield whole
@@ -307,7 +344,7 @@ class ContextParallel:
                 fingerprint = agreement.build_fingerprint(batch, values=values)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
-        problem = agreement.agree(fingerprint, problem, groups.context)
+        problem = agreement.agree(fingerprint, problem, groups.context, self.released)
         if training and groups.data.size > 1:
             problem = agreement.agree_beside(problem, groups.data)
         if problem is not None:
@@ -347,6 +384,7 @@ class ContextParallel:
             is_stock=stock,
             position_edges=self.position_edges,
             yielded=dict(local),
+            yielded_dims=dict(whole.dims),
         )
         return opened, local
 
@@ -423,71 +461,155 @@ class ContextParallel:
             dim: the sequence dim.
         """
         step = self._active("unshard()")
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.held_len:
-            raise ValueError(
-                f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
-                f"{step.held_len} tokens per row: give the dim that has that length."
-            )
+        check_held(x, dim, step)
         groups, layout = step.groups, step.layout
         return unshard(x, dim, layout=layout, transport=groups.context, uid=step.uid)
 
     def unshard_all(self, output: Any) -> Any:
-        """Return what a model returned, with every tensor [batch, tokens, ...] as whole rows.
+        """Return what a model returned, with every tensor of tokens as whole sequences.
 
-        Dicts, lists and tuples are gone through, and keep their types. Keys that ``sequence_dims``
-        names follow it. A tensor that has this rank's length elsewhere is refused.
+        Dicts, lists, tuples and dataclasses keep their types. Known to be of tokens are: tensors of
+        the batch, keys that ``sequence_dims`` names, and what a model of a known library returns
+        per token (logits, hidden states). Any other value must be the same on all ranks.
         """
         step = self._active("unshard_all()")
-        layout = step.layout
-        if not layout.shows_padding and layout.seq_len < layout.padded_len:
+        changed, others = {}, []
+        for leaf in self.output_leaves(output):
+            dim = self.token_dim(leaf, step)
+            if dim is None:
+                others.append(leaf)
+            else:
+                changed[leaf.path] = self.unshard_value(leaf.value, dim, step)
+        differ = self.find_differing([leaf.value for leaf in others])
+        if differ:
+            leaf = others[differ[0]]
             raise ValueError(
-                f"cp.unshard_all() goes by shapes, and {layout.seq_len} tokens are not as many on "
-                f"each of {layout.cp_size} ranks. Name the tensors: cp.unshard(x, dim)."
+                f"unshard_all() got {outputs.describe(leaf.value)} at output{leaf.path}, which is "
+                "not known to hold one value per token and differs between ranks. Use "
+                "cp.unshard(x, dim), or return a dict and name the sequence dim of its key: "
+                "sequence_dims={'key': 1}."
             )
-        return self._whole(output, "", step)
+        return outputs.rebuild(output, changed)
 
-    def _whole(self, output: Any, name: str, step: Step) -> Any:
-        if isinstance(output, Tensor):
-            return self._whole_tensor(output, name, step)
-        if isinstance(output, Mapping):
-            whole = {key: self._whole(value, str(key), step) for key, value in output.items()}
-            return whole if type(output) is dict else type(output)(**whole)
-        if isinstance(output, tuple) and hasattr(output, "_fields"):
-            return type(output)(*(self._whole(value, "", step) for value in output))
-        if isinstance(output, list | tuple):
-            return type(output)(self._whole(value, "", step) for value in output)
-        if is_dataclass(output) and not isinstance(output, type):
-            values = {f.name: getattr(output, f.name) for f in fields(output) if f.init}
-            return replace(output, **{k: self._whole(v, k, step) for k, v in values.items()})
-        return output
+    def output_leaves(self, output: Any) -> list[outputs.Leaf]:
+        """Return the values of an output; those of models of known libraries with their dims."""
 
-    def _whole_tensor(self, x: Tensor, name: str, step: Step) -> Tensor:
-        local_len = step.held_len
-        if name in self.sequence_dims:
-            dim = self.sequence_dims[name]
-            return x if dim is None else self.unshard(x, dim)
-        if x.dim() > 1 and x.shape[:2] == (step.batch_size, local_len):
-            # [batch, features] may look like it; but then it is the same on every rank.
-            features = x.dim() == 2 and x.is_floating_point() and self._is_same(x)
-            return x if features else self.unshard(x, 1)
-        flat = step.batch_size * local_len
-        if step.cp_size > 1 and local_len > 1 and not {local_len, flat}.isdisjoint(x.shape):
+        def dims(container: Any) -> Mapping[str, int]:
+            return adapters.output_dims(self._adapters or (), container)
+
+        return list(outputs.leaves(output, dims))
+
+    def token_dim(self, leaf: outputs.Leaf, step: Step) -> int | None:
+        """Return the sequence dim of a value that is known to be of tokens; None for others."""
+        x = leaf.value
+        if not isinstance(x, Tensor | np.ndarray):
+            return None
+        if leaf.key in self.sequence_dims:
+            return self.sequence_dims[leaf.key]
+        for key, local in step.yielded.items():
+            if local is x:
+                return step.yielded_dims.get(key)
+        return leaf.dim
+
+    def unshard_value(self, x: Any, dim: int, step: Step) -> Any:
+        """Return a tensor or an array of this rank's tokens as whole sequences, where it lay."""
+        local = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+        check_held(local, dim, step)
+        transport = step.groups.context
+        moved = local.to(transport.device) if transport.size > 1 else local
+        whole = unshard(moved, dim, layout=step.layout, transport=transport, uid=step.uid)
+        whole = whole.to(local.device)
+        return whole.numpy() if isinstance(x, np.ndarray) else whole
+
+    def find_differing(self, values: Sequence[Any]) -> list[int]:
+        """Return which values the ranks that share sequences disagree about. Collective.
+
+        Ranks may hold different numbers of values: then all of them differ.
+        """
+        return self.compare(values)[0]
+
+    def compare(self, values: Sequence[Any], flag: bool = False) -> tuple[list[int], bool]:
+        """Do what `find_differing` does, and say besides whether any rank has raised a flag."""
+        transport = self._groups.context
+        if transport.size == 1:
+            return [], flag
+        device = transport.device
+        forms = outputs.digest("\n".join(outputs.form(outputs.Leaf("", x)) for x in values))
+        sums = outputs.checksums(values, device)
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for number in sums:
+            total = total * 31 + number
+        state = torch.stack([torch.tensor(x, device=device) for x in (forms, int(flag))] + [total])
+        every = state.new_empty(transport.size, 3)
+        transport.all_gather(every, state)()
+        table = every.tolist()
+        flagged = any(row[1] for row in table)
+        if any(row[0] != table[0][0] for row in table):
+            return list(range(len(values))), flagged
+        if all(row[2] == table[0][2] for row in table):
+            return [], flagged
+        each = sums.new_empty(transport.size, len(values))
+        transport.all_gather(each, sums)()
+        differs = (each != each[0]).any(0).tolist()
+        return [at for at, differ in enumerate(differs) if differ], flagged
+
+    def check_released(self) -> None:
+        """Compare what has left former steps; raise on all ranks if it differs. Collective."""
+        transport = self._groups.context
+        digest, names = self.released.take(transport.device)
+        every = digest.new_empty(transport.size, 1)
+        transport.all_gather(every, digest)()
+        if bool((every != every[0]).any()):
+            raise agreement.differing(names)
+
+    def shift_labels(self, labels: Tensor) -> Tensor:
+        """Return, for each of this rank's tokens, the label of the next one of its document.
+
+        For metrics of the next token: score the logits of all tokens against it, without slicing
+        either. -100 where there is no next token; the next one may be another rank's.
+
+        Args:
+            labels: [B, L], this rank's part.
+
+        Example:
+            >>> cp = ContextParallel(None)
+            >>> with cp.step({"labels": torch.tensor([[5, 6, 7]])}) as local:
+            ...     cp.shift_labels(local["labels"])
+            tensor([[   6,    7, -100]])
+        """
+        return local_targets(labels, self._active("shift_labels()"))
+
+    def pool(self, x: Tensor, how: Literal["first", "last", "mean"]) -> Tensor:
+        """Return one vector per sample, the same on every rank: for classifiers and embeddings.
+
+        Padding is left out. Differentiable: if every rank computes the same loss from the result,
+        gradients averaged over ranks are exact.
+
+        Args:
+            x: [B, L, ...], this rank's part.
+            how: the ``first`` token that is no padding, the ``last`` one, or the ``mean`` over all.
+
+        Example:
+            >>> cp = ContextParallel(None)
+            >>> batch = {"input_ids": torch.tensor([[5, 6, 0]])}
+            >>> batch["attention_mask"] = torch.tensor([[1, 1, 0]])
+            >>> with cp.step(batch) as local:
+            ...     cp.pool(local["input_ids"].unsqueeze(-1).float(), "last")
+            tensor([[6.]])
+        """
+        step = self._active("pool()")
+        check_choice("pool(how=...)", how, ("first", "last", "mean"))
+        check_held(x, 1, step)
+        if step.documents is not None and (step.documents > 0).any():
             raise ValueError(
-                f"A model or predict_step() returned a tensor of shape {tuple(x.shape)}, one of "
-                f"whose dims is as long as this rank's {local_len} tokens per row, but rows come "
-                "back whole only from [batch, tokens, ...]. Return it so, or return a dict and say "
-                "where its sequence lies: sequence_dims={'key': dim}, None to leave it."
+                "pool() gives one vector per sample, but the batch holds samples of several "
+                "documents. Give each document a sample of its own, or use cp.unshard(x, 1)."
             )
-        return x
-
-    def _is_same(self, x: Tensor) -> bool:
-        """Say whether all ranks that share rows hold the same numbers."""
-        context = self._groups.context
-        if context.size == 1:
-            return False
-        every = x.new_empty(context.size, *x.shape)
-        context.all_gather(every, x.contiguous())()
-        return all(torch.equal(part, x) for part in every)
+        weights = pooling_weights(step, how).to(x.device, x.dtype)
+        part = (x * weights.view(*weights.shape, *[1] * (x.dim() - 2))).sum(1, keepdim=True)
+        ranks = build_layout("contiguous", seq_len=step.cp_size, cp_size=step.cp_size)
+        parts = unshard(part, 1, layout=ranks, transport=step.groups.context, uid=step.uid)
+        return parts.sum(1)
 
     def check_same(self, loss: Tensor) -> None:
         """Refuse, while batches are still compared, a loss that ranks disagree about."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
@@ -48,7 +49,7 @@ from lightning_cp.engine.kernels.select import (
 )
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.layout import LayoutName, check_layout
-from lightning_cp.logs import Sync, kept_metrics, no_logs, token_weighted_logs
+from lightning_cp.logs import Sync, kept_metrics, no_logs, recorded_logs
 from lightning_cp.loss import global_mean
 from lightning_cp.mask import Mask
 from lightning_cp.mesh import (
@@ -72,6 +73,7 @@ from lightning_cp.sharding import (
     set_gradient_reduction,
     shard_parameters,
 )
+from lightning_cp.step_outputs import StepOutputs, Trial
 
 LossName = Literal["auto", "local_mean"]
 
@@ -108,6 +110,9 @@ class ContextParallelStrategy(ModelParallelStrategy):
             by themselves in Hugging Face models and in models with ModuleLists.
         loss: ``auto`` wants losses from token_mean() or an enabled model. ``local_mean`` says that
             a step returns the mean over this rank's labels, and weighs it rightly.
+        verify_steps: before the first batch of each stage, run the step sharded and on whole
+            sequences, and refuse it if anything that it returns, logs or adds to a metric differs.
+        verify_max_len: the length to which sequences are cut for it.
         reduce_every_microbatch: with False, gradients of accumulated batches are reduced once, at
             the price of memory for whole gradients.
         broadcast_batch: give all ranks of a group the batch of its first one.
@@ -138,6 +143,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         parameter_sharding: ParameterSharding = "full",
         shard_modules: list[str] | None = None,
         loss: LossName = "auto",
+        verify_steps: bool = True,
+        verify_max_len: int = 512,
         reduce_every_microbatch: bool = True,
         broadcast_batch: bool = False,
         check_batches: int = 8,
@@ -180,10 +187,17 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self._parameter_sharding = parameter_sharding
         self._shard_modules = shard_modules
         self._loss = loss
+        if verify_max_len < 2:
+            raise ValueError(
+                f"verify_max_len={verify_max_len}: give the length of sequences on which steps are "
+                "compared with one device, at least 2; verify_steps=False leaves that out."
+            )
+        self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
         self._reduce_every_microbatch = reduce_every_microbatch
         self._broadcast_batch = broadcast_batch
         self._shard_mesh: DeviceMesh | None = None
         self._context_parallel: ContextParallel | None = None
+        self._step_outputs: StepOutputs | None = None
         self._handles: list[Handle] = []
         self._window = GradientWindow()
         self._step: Step | None = None
@@ -217,6 +231,11 @@ class ContextParallelStrategy(ModelParallelStrategy):
         return self._step
 
     @property
+    def is_verifying(self) -> bool:
+        """Say whether a step is being compared with one device: for steps that write files."""
+        return self._step_outputs is not None and self._step_outputs.is_verifying
+
+    @property
     def gradient_window(self) -> GradientWindow:
         """Return what weighs microbatches by their tokens, for manual optimization.
 
@@ -244,6 +263,11 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def data_parallel_rank(self) -> int:
         """Return which of them this is: split an iterable data set by this, not by global rank."""
         return int(self.device_mesh[DATA_AXIS].get_local_rank())
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold other samples: for metrics that all ranks update alike."""
+        return self.device_mesh[DATA_AXIS].get_group()
 
     @property
     def root_device(self) -> torch.device:
@@ -427,38 +451,99 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step on this rank's tokens."""
-        module = self._module()
+        module, checked = self._module(), self._outputs()
+        trial = self._trial("training_step", super().training_step, args, kwargs)
+        automatic = module.automatic_optimization
+        if automatic and checked.is_due("training_step", 0):
+            self._verify_training(trial, batch)
         with self.context_parallel.step(batch, training=True) as local:
-            self._step = context.current()
+            self._step = step = context.current()
+            assert step is not None  # noqa: S101
             self._num_labels = _count_labels(local)
-            with token_weighted_logs(module, self._step, sync="never"):
-                output = super().training_step(local, *args, **kwargs)
-            if module.automatic_optimization:
-                return self._checked(output)
-        return output
+            with recorded_logs(module, step, training=True, sync="never") as logs:
+                output = trial.run(local)
+            if automatic:
+                output = self._checked(output)
+        return checked.release(
+            trial,
+            output,
+            logs,
+            step,
+            batch=batch,
+            can_verify=False,
+            deferred=not step.is_checked,
+        )
+
+    def _verify_training(self, trial: Trial, batch: Any) -> None:
+        """Compare what a training step logs, and a loss that the user vouches for."""
+        try:
+            self._outputs().verify(trial, batch)
+        finally:
+            reshard(self._module())
+        if self._loss == "local_mean":
+            self.verify(batch, max_len=self._verify_max_len)
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step on this rank's tokens."""
-        return self._evaluate(super().validation_step, batch, *args, **kwargs)
+        trial = self._trial("validation_step", super().validation_step, args, kwargs)
+        return self._evaluate(trial, batch, args)
 
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test step on this rank's tokens."""
-        return self._evaluate(super().test_step, batch, *args, **kwargs)
-
-    def _evaluate(self, step_fn: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.context_parallel.step(batch, training=False) as local:
-            self._step = context.current()
-            # Loaders may be uneven where parameters are whole: a step must not wait for others.
-            even = self._parameter_sharding == "full" or self.data_parallel_size == 1
-            sync: Sync = "always" if even else "epoch"
-            with token_weighted_logs(self._module(), self._step, sync=sync):
-                return step_fn(local, *args, **kwargs)
+        trial = self._trial("test_step", super().test_step, args, kwargs)
+        return self._evaluate(trial, batch, args)
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's predict step; what it returns per token comes back as whole rows."""
+        trial = self._trial("predict_step", super().predict_step, args, kwargs)
+        return self._evaluate(trial, batch, args)
+
+    def _trial(
+        self, stage: str, step_fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Trial:
+        """Return a step that can be run on any part of a batch."""
+
+        def run(local: Mapping[str, Any]) -> Any:
+            return step_fn(local, *args, **kwargs)
+
+        return Trial(stage, self._module(), run, self._lowest_precision)
+
+    def _lowest_precision(self) -> torch.dtype:
+        """Return the lowest precision in which a step computes."""
+        precisions = {p.dtype for p in self._module().parameters() if p.is_floating_point()}
+        if self.precision_plugin.precision == "bf16-mixed":
+            precisions.add(torch.bfloat16)
+        return min(precisions, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+    def _evaluate(self, trial: Trial, batch: Any, args: tuple[Any, ...]) -> Any:
+        checked, loader = self._outputs(), args[1] if len(args) > 1 else 0
+        # Loaders may be uneven where parameters are whole: a step must not wait for others.
+        even = self._parameter_sharding == "full" or self.data_parallel_size == 1
+        if checked.is_due(trial.stage, loader) or (
+            self._verify_steps and self._trainer().sanity_checking
+        ):
+            checked.verify(trial, batch, loader)
         with self.context_parallel.step(batch, training=False) as local:
-            output = super().predict_step(local, *args, **kwargs)
-            return self.context_parallel.unshard_all(output)
+            self._step = step = context.current()
+            assert step is not None  # noqa: S101
+            sync: Sync = "always" if even else "epoch"
+            with recorded_logs(trial.module, step, training=False, sync=sync) as logs:
+                output = trial.run(local)
+        return checked.release(
+            trial,
+            output,
+            logs,
+            step,
+            batch=batch,
+            can_verify=self.data_parallel_size == 1 or not even,
+        )
+
+    def _outputs(self) -> StepOutputs:
+        if self._step_outputs is None:
+            self._step_outputs = StepOutputs(
+                self.context_parallel, verify=self._verify_steps, max_len=self._verify_max_len
+            )
+        return self._step_outputs
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -482,6 +567,14 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Refuse loaders of different lengths: the longer ones would wait for the others."""
         super().on_train_start()
+        manual = not self._module().automatic_optimization
+        if self._loss == "local_mean" and manual and self._verify_steps:
+            raise ValueError(
+                "loss='local_mean' is verified before the first step, which manual optimization "
+                "does not allow: the step would train. Use token_mean() or "
+                "lightning_cp.loss.global_mean(), or verify_steps=False if each loss is the mean "
+                "over this rank's labels that are not -100, without a shift."
+            )
         self._check_even(self._trainer().num_training_batches)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -507,7 +600,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "all ranks; gradients would be wrong wherever ranks hold different numbers of "
                 "labels. Use token_mean(logits, batch['labels']) from lightning_cp, "
                 "lightning_cp.loss.global_mean for a loss of your own, or, if it is the mean over "
-                "this rank's labels that are not -100, ContextParallelStrategy(loss='local_mean')."
+                "this rank's labels that are not -100, each scored at its own token (no shift), "
+                "ContextParallelStrategy(loss='local_mean')."
             )
         if self._num_labels is None:
             raise ValueError(
@@ -627,12 +721,30 @@ class ContextParallelStrategy(ModelParallelStrategy):
             set_gradient_reduction(self._module(), enabled=True)
 
     def on_validation_end(self) -> None:
-        """Give back what was gathered for evaluation."""
+        """Give back what was gathered for evaluation; compare what was logged at its end."""
         reshard(self._module())
+        self._check_epoch_logs()
 
     def on_test_end(self) -> None:
-        """Give back what was gathered for evaluation."""
+        """Give back what was gathered for evaluation; compare what was logged at its end."""
         reshard(self._module())
+        self._check_epoch_logs()
+
+    def on_train_end(self) -> None:
+        """Compare what the last steps and the end of the epoch have logged."""
+        super().on_train_end()
+        self._check_epoch_logs()
+
+    def _check_epoch_logs(self) -> None:
+        """Refuse values that `on_*_epoch_end` has logged and that ranks disagree about."""
+        cp = self.context_parallel
+        for result in (self._trainer()._results or {}).values():
+            meta = result.meta
+            own = meta.sync.rank_zero_only or (meta.sync.should and not meta.is_mean_reduction)
+            if result.is_tensor and meta.fx.endswith("_epoch_end") and not own:
+                name = f"{meta.name!r} in {meta.fx}()"
+                cp.released.add(name, result.value, cp.groups.context.device)
+        cp.check_released()
 
     def on_predict_end(self) -> None:
         """Give back what was gathered for prediction."""

@@ -24,6 +24,7 @@ EXAMPLES = {
     "a Fabric loop": ("docs/loops.md", 1, 3),
     "a script for torch's prototype": ("docs/from-torch.md", 0, 5),
     "FlexAttention": ("docs/flex.md", 0, 5),
+    "evaluation and predictions": ("docs/evaluation.md", 0, 1),
     "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
     "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
 }

@@ -96,8 +96,8 @@ class Module(LightningModule):
     test_step = validation_step
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        logits = self.logits(batch)
-        return {"logits": logits, "rows": batch["input_ids"].float().mean(1)}
+        whole = self.trainer.strategy.context_parallel.unshard(batch["input_ids"], 1)
+        return {"logits": self.logits(batch), "rows": whole.float().mean(1)}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)

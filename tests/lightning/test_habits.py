@@ -265,6 +265,10 @@ class Drawing(Module):
         self.count = torchmetrics.SumMetric()
         self.drawn = []
 
+    def setup(self, stage):
+        # Every rank that shares the rows counts the same step: it is one.
+        self.count.process_group = self.trainer.strategy.data_parallel_group
+
     def training_step(self, batch, batch_idx):
         self.count(1.0)
         self.log("count", self.count)
@@ -303,8 +307,7 @@ class Predicting(Module):
     def predict_step(self, batch, batch_idx):
         strategy = self.trainer.strategy
         whole = strategy.context_parallel.unshard(batch["input_ids"], 1)
-        local_len = batch["input_ids"].shape[1]
-        features = whole.double().mean(1, keepdim=True).expand(-1, local_len)
+        features = whole.double().mean(1, keepdim=True).expand(-1, 12)  # as many as local tokens
         return {"output": Output(self.logits(batch), "x"), "features": features}
 
 
@@ -328,7 +331,8 @@ def test_predictions_of_all_kinds_are_whole_or_refused(ranks):
         assert found["output"].logits.shape[:2] == (2, 23)
         assert found["output"].name == "x"
         assert found["features"].shape == (2, 12)  # one number per row, though 12 are local tokens
-        assert "as long as this rank's 12 tokens per row" in refused
+        assert "predict_step() returned it" in refused
+        assert "cp.unshard(x, 1)" in refused
 
 
 class Logging(Module):

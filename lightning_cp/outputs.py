@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves a step: which values are per token, and which are the same on all ranks of a group.
+
+Takes what a step returned apart, says whether two ranks hold the same, and whether two runs have
+computed the same. Knows tensors and containers; nothing about steps, models or Lightning.
+"""
+
+import copy
+import hashlib
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SAMPLED: Final = 1 << 20
+
+_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+
+# Largest difference of two runs that rounding explains, relative to the size of the values: of one
+# number, which is mostly a mean, and of each number of a tensor.
+_SCALAR: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-9, torch.float32: 1e-4}
+_ELEMENT: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-8, torch.float32: 1e-2}
+_LOW_SCALAR, _LOW_ELEMENT = 2e-2, 0.3
+
+
+class Leaf(NamedTuple):
+    """One value of an output.
+
+    Args:
+        path: how to get there from the output, such as ``['logits']``; empty for the output itself.
+        value: a tensor, an array, or anything without tensors inside.
+        key: the last name on the path; empty if there is none.
+        dim: the sequence dim, where the kind of output tells it.
+    """
+
+    path: str
+    value: Any
+    key: str = ""
+    dim: int | None = None
+
+
+OutputDims = Callable[[Any], Mapping[str, int]]
+"""Says of a model's output where the sequence lies in its tensors, by key; empty if not known."""
+
+
+def _no_dims(_: Any) -> Mapping[str, int]:
+    return {}
+
+
+def leaves(
+    output: Any, dims: OutputDims = _no_dims, path: str = "", key: str = "", dim: int | None = None
+) -> Iterator[Leaf]:
+    """Yield the values of an output; a container without tensors is one value.
+
+    Example:
+        >>> [leaf.path for leaf in leaves({"logits": torch.zeros(1), "words": ["a", "b"]})]
+        ["['logits']", "['words']"]
+    """
+    parts = _parts(output)
+    if parts is None or not any(_has_arrays(part) for part in parts.values()):
+        if output is not None:
+            yield Leaf(path, output, key, dim)
+        return
+    known = dims(output)
+    for name, part in parts.items():
+        inner = f"{path}[{name!r}]"
+        at = known.get(name, dim) if isinstance(name, str) else dim
+        yield from leaves(part, dims, inner, name if isinstance(name, str) else key, at)
+
+
+def rebuild(output: Any, changed: Mapping[str, Any], path: str = "") -> Any:
+    """Return an output with other values at some paths; containers keep their types.
+
+    Example:
+        >>> rebuild({"a": torch.zeros(1), "b": 2}, {"['b']": 3})["b"]
+        3
+    """
+    if path in changed:
+        return changed[path]
+    if not any(other.startswith(f"{path}[") for other in changed):
+        return output
+    parts = _parts(output) or {}
+    new = {name: rebuild(part, changed, f"{path}[{name!r}]") for name, part in parts.items()}
+    if isinstance(output, dict):
+        result = copy.copy(output)
+        for name, value in new.items():
+            result[name] = value
+        return result
+    if isinstance(output, Mapping):
+        return type(output)(new)  # type: ignore[call-arg]
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*new.values())
+    if isinstance(output, list | tuple):
+        return type(output)(new.values())
+    return replace(output, **new)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Return what a container holds, by key, place or field; None if it is no container."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    return None
+
+
+def _has_arrays(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return True
+    parts = _parts(value)
+    return parts is not None and any(_has_arrays(part) for part in parts.values())
+
+
+def as_tensor(value: Any) -> Tensor | None:
+    """Return a tensor, an array or a number as a tensor; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        return torch.as_tensor(np.asarray(value))
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64)
+    return None
+
+
+def describe(value: Any) -> str:
+    """Say in a few words what a value is.
+
+    Example:
+        >>> describe(torch.zeros(2, 3)), describe(0.25), describe(["a"])
+        ('[0, 0, 0, 0, ...] of shape (2, 3)', '0.25', "['a']")
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        x = torch.as_tensor(value).detach()
+        if x.numel() == 1:
+            return f"{x.item():.6g}"
+        numbers = ", ".join(f"{number:.6g}" for number in x.flatten()[:4].tolist())
+        more = ", ..." if x.numel() > 4 else ""
+        return f"[{numbers}{more}] of shape {tuple(x.shape)}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def form(leaf: Leaf) -> str:
+    """Return the place, kind and shape of a value: what ranks must agree on first."""
+    value = leaf.value
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{leaf.path} {value.dtype} {tuple(value.shape)}"
+    return f"{leaf.path} {type(value).__name__}"
+
+
+def digest(text: str) -> int:
+    """Return an integer that stands for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def checksum(value: Any, device: torch.device) -> Tensor:
+    """Return an integer that stands for the bits of a value, as a tensor: nothing waits for it."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        flat = value.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // _SAMPLED)]
+        # Not contiguous(), which leaves a single number with the stride that it has.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+        bits = flat.view(torch.uint8).to(torch.int64)
+        weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        return (bits * weights).sum().to(device)
+    if isinstance(value, float):
+        return torch.tensor(struct.unpack("q", struct.pack("d", value))[0], device=device)
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:  # whatever a class of the user's raises
+        raise TypeError(
+            f"a {type(value).__name__} cannot be compared between ranks ({error}). Return or log "
+            "tensors, numbers, strings, and dicts and lists of them."
+        ) from error
+    number = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+    return torch.tensor(number, device=device)
+
+
+def checksums(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Return one integer per value, int64 [n]."""
+    if not values:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.stack([checksum(value, device) for value in values])
+
+
+def is_close(found: Any, whole: Any, precision: torch.dtype) -> bool:
+    """Say whether two runs computed the same value, but for rounding.
+
+    Args:
+        found: under context parallelism.
+        whole: on whole sequences.
+        precision: the lowest that takes part in the computation.
+    """
+    a, b = as_tensor(found), as_tensor(whole)
+    if a is None or b is None:
+        return _is_equal(found, whole, precision)
+    if a.shape != b.shape:
+        return False
+    # Means are often taken in float32, whatever the model computes in.
+    types = {precision, a.dtype, b.dtype}
+    low = any(dtype in _LOW_PRECISION for dtype in types)
+    dtype = torch.float32 if torch.float32 in types else torch.float64
+    is_real = a.is_floating_point() or b.is_floating_point()
+    a, b = a.cpu().double(), b.cpu().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if b.numel() == 1:
+        near = (a - b).abs() <= (_LOW_SCALAR if low else _SCALAR[dtype]) * b.abs().clamp(min=1e-2)
+    elif is_real:
+        scale = b[b.isfinite()].square().mean().sqrt()
+        near = (a - b).abs() <= (_LOW_ELEMENT if low else _ELEMENT[dtype]) * (scale + b.abs())
+    else:  # no rounding in between, or a nearly equal choice that went the other way
+        near = same
+    return bool((same | (near & a.isfinite() & b.isfinite())).all())
+
+
+def is_uniform(value: Any) -> bool:
+    """Say whether a value is 0 or holds one value only, which many computations would give.
+
+    Example:
+        >>> is_uniform(torch.ones(3)), is_uniform(0.0), is_uniform(0.5), is_uniform(["a", "b"])
+        (True, True, False, False)
+    """
+    x = as_tensor(value)
+    if x is None:
+        parts = _parts(value)
+        return parts is not None and len({repr(part) for part in parts.values()}) < 2
+    if x.numel() < 2:
+        return bool((x == 0).all() | x.isnan().all())
+    return bool((x == x.reshape(-1)[0]).all())
+
+
+def _is_equal(found: Any, whole: Any, precision: torch.dtype) -> bool:
+    a, b = _parts(found), _parts(whole)
+    if a is None or b is None:
+        return type(found) is type(whole) and bool(found == whole)
+    return a.keys() == b.keys() and all(_is_plain_close(a[k], b[k], precision) for k in a)
+
+
+def _is_plain_close(a: Any, b: Any, precision: torch.dtype) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return isinstance(a, int | float) and is_close(float(a), b, precision)
+    return _is_equal(a, b, precision)
