@@ -48,6 +48,7 @@ from lightning_cp.engine.kernels.select import (
     select_kernel,
 )
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
+from lightning_cp.features import check_features, check_hooks
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, recorded_logs
 from lightning_cp.loss import global_mean
@@ -371,6 +372,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None  # noqa: S101
         self.accelerator.setup(trainer)
         _check_module(self.lightning_module)
+        check_features(trainer)
+        check_hooks(self.lightning_module, self.shard_mesh)
         self._keep_out_of_inference_mode(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(self.lightning_module)
@@ -575,6 +578,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "lightning_cp.loss.global_mean(), or verify_steps=False if each loss is the mean "
                 "over this rank's labels that are not -100, without a shift."
             )
+        check_hooks(self._module(), self.shard_mesh)
         self._check_even(self._trainer().num_training_batches)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -719,6 +723,10 @@ class ContextParallelStrategy(ModelParallelStrategy):
             yield
         finally:
             set_gradient_reduction(self._module(), enabled=True)
+
+    def on_validation_start(self) -> None:
+        """Refuse hooks that only some ranks have."""
+        check_hooks(self._module(), self.shard_mesh)
 
     def on_validation_end(self) -> None:
         """Give back what was gathered for evaluation; compare what was logged at its end."""
