@@ -5,11 +5,14 @@ Knows Lightning's callbacks and plugins. Every feature, and what becomes of it, 
 docs/lightning-features.md.
 """
 
+from collections.abc import Iterable
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import LBFGS, Optimizer
 
 from lightning_cp.mesh import gather_objects
 
@@ -34,6 +37,15 @@ def check_features(trainer: Trainer) -> None:
         raise ValueError(
             "plugins=[DeepSpeedPrecision(...)] belongs to DeepSpeedStrategy, whose engine takes "
             "the steps. Use Trainer(precision='bf16-true') or 'bf16-mixed' instead."
+        )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that need all weights as one vector."""
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "torch.optim.LBFGS is not supported: it flattens all weights into one vector, but each "
+            "rank holds a part. Use an optimizer that treats each weight by itself: AdamW, SGD."
         )
 
 

@@ -48,7 +48,7 @@ from lightning_cp.engine.kernels.select import (
     select_kernel,
 )
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
-from lightning_cp.features import check_features, check_hooks
+from lightning_cp.features import check_features, check_hooks, check_optimizers
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, recorded_logs
 from lightning_cp.loss import global_mean
@@ -393,6 +393,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)

@@ -784,14 +784,14 @@ def _(path):
 @case("MLFlowLogger", needs=("mlflow",))
 def _(path):
     path.mkdir(parents=True, exist_ok=True)
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     logger = pl.loggers.MLFlowLogger(tracking_uri=f"file:{path}/runs")
 
     def read():
         history = logger.experiment.get_metric_history(logger.run_id, "train_loss_step")
         return [(point.step, point.value) for point in history]
 
-    with variables(MLFLOW_ALLOW_FILE_STORE="true"):
-        return fit_with(path, logger, read)
+    return fit_with(path, logger, read)
 
 
 @case("CometLogger", needs=("comet_ml",))
@@ -799,19 +799,6 @@ def _(path):
     path.mkdir(parents=True, exist_ok=True)
     logger = pl.loggers.CometLogger(online=False, offline_directory=str(path))
     return fit_with(path, logger, lambda: None)
-
-
-@case("LitLogger", needs=("litlogger", "lightning_sdk"))
-def _(path):
-    """Its service is not reachable from tests: the client is a mock."""
-    from unittest import mock
-
-    with mock.patch("litlogger.init") as init:
-        logger = pl.loggers.LitLogger(name="x", root_dir=path)
-        found = fit(path, logger=logger, log_every_n_steps=1)
-    rank_zero = place()[0] == 0
-    assert init.called == rank_zero
-    return found
 
 
 # ------------------------------------------------------------------------------- plugins
@@ -873,20 +860,6 @@ def _(path):
     from lightning.pytorch.plugins import DeepSpeedPrecision
 
     return fit(path, plugins=[DeepSpeedPrecision("bf16-true")])
-
-
-@case("BitsandbytesPrecision", verdict="refused", says="bitsandbytes")
-def _(path):
-    from lightning.pytorch.plugins import BitsandbytesPrecision
-
-    return fit(path, plugins=[BitsandbytesPrecision("nf4")])
-
-
-@case("TransformerEnginePrecision", verdict="refused", says="transformer_engine")
-def _(path):
-    from lightning.pytorch.plugins import TransformerEnginePrecision
-
-    return fit(path, plugins=[TransformerEnginePrecision(weights_dtype=torch.bfloat16)])
 
 
 @case("XLAPrecision", verdict="refused", says="torch_xla")
@@ -1089,13 +1062,6 @@ def _(path):
         RANK=rank,
     ):
         return fit_in(path, KubeflowEnvironment)
-
-
-@case("MPIEnvironment", needs=("mpi4py",))
-def _(path):
-    from lightning.pytorch.plugins.environments import MPIEnvironment
-
-    return fit_in(path, MPIEnvironment)
 
 
 @case("XLAEnvironment", verdict="refused", says="torch_xla")
