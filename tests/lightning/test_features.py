@@ -85,11 +85,7 @@ def rows():
         if line.startswith("## "):
             section = line[3:]
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if (
-            line.startswith("| ")
-            and len(cells) == 4
-            and cells[1] in ("works", "differs", "refused")
-        ):
+        if line.startswith("| ") and len(cells) == 4 and cells[1] in VERDICTS:
             names = [name.strip() for name in re.findall(r"`([^`]+)`", cells[3])]
             found.append((section, cells[0].strip("`"), cells[1], names))
     return found
