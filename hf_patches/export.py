@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lightning_cp.checkpoint import find_folder, is_checkpoint_folder
-from lightning_cp.checkpoint.folder import META, read_metadata, remove
+from lightning_cp.checkpoint.folder import read_metadata, remove
 from lightning_cp.checkpoint.source import Source, blank, load_pickle, open_folder, open_values
 from lightning_cp.checkpoint.state import plain_name
 
@@ -116,7 +116,7 @@ def _open(path: Path) -> Source:
     path = find_folder(path)
     try:
         if is_checkpoint_folder(path):
-            return open_folder(path, load_pickle(path / META, weights_only=False))
+            return open_folder(path, weights_only=False)
         if path.is_dir():
             read_metadata(path)  # says what is missing
         loaded = load_pickle(path, weights_only=False)

@@ -3,9 +3,11 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cp import checkpoint
 from lightning_cp.__main__ import main
+from lightning_cp.checkpoint import checksums
 from lightning_cp.checkpoint import folder as folders
 from tests.ranks import RankError
 
@@ -170,7 +173,7 @@ def test_full_state_has_the_form_of_one_device(ranks, tmp_path, kind):
     assert_same(list(plain(kind, 2)), list(whole))
     assert whole[0]["head.weight"].data_ptr() == whole[0]["embed.weight"].data_ptr()
     assert os.listdir(tmp_path) == ["a.ckpt"]
-    files = {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+    files = {".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "meta.pt"}
     assert set(os.listdir(tmp_path / "a.ckpt")) == files
 
 
@@ -730,3 +733,154 @@ def save_in_folder(path):
 def save_in_file(path):
     with checkpoint.replacing(path):
         pass
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def flip(path, at=None):
+    """Change one byte, in the middle if not said where, and leave the size."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 0x10
+    path.write_bytes(content)
+
+
+def zip_record(path, ending):
+    """Return where the bytes of a record lie."""
+    with zipfile.ZipFile(path) as archive:
+        info = next(i for i in archive.infolist() if i.filename.endswith(ending))
+        archive.fp.seek(info.header_offset + 26)
+        lengths = archive.fp.read(4)
+    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    return info.header_offset + 30 + name + extra
+
+
+def try_to_load(paths):
+    """Load each; return what was said, and whether the model has kept its values."""
+    said = []
+    for path in paths:
+        model, optimizer = build("adam", seed=2, mesh="sharded" if dist.is_initialized() else None)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        load = checkpoint.load_folder if Path(path).is_dir() else checkpoint.load_file
+        try:
+            load(model, [optimizer], Path(path), strict=True, weights_only=True)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("loaded")
+        same = all(torch.equal(full(p), full(before[n])) for n, p in model.named_parameters())
+        assert same == (said[-1] != "loaded")
+    return said
+
+
+def full(x):
+    return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
+
+
+@pytest.mark.ranks
+def test_changed_bytes_are_refused_on_all_ranks(ranks, saved, tmp_path):
+    folder = saved / "adam"
+    files = sorted(file.name for file in folder.iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "meta.pt"]
+    files.remove("checksums.json")
+    for name in files:
+        shutil.copytree(folder, tmp_path / name)
+        flip(tmp_path / name / name)
+    model, optimizer = build("adam", seed=1)
+    train(model, optimizer, 2)
+    file = tmp_path / "file.ckpt"
+    torch.save(
+        {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, file
+    )
+    last = max(n for n in zipfile.ZipFile(file).namelist() if "/data/" in n)
+    for name, record in (("first", "/data/0"), ("last", last), ("pickle", "data.pkl")):
+        shutil.copy(file, tmp_path / f"{name}.ckpt")
+        flip(tmp_path / f"{name}.ckpt", zip_record(file, record) + 9)
+    whole = [folder, file]
+    broken = [tmp_path / name for name in files]
+    broken += [tmp_path / f"{name}.ckpt" for name in ("first", "last", "pickle")]
+    for said in [try_to_load(whole + broken), *ranks(2).run(try_to_load, whole + broken)]:
+        assert said[:2] == ["loaded", "loaded"]
+        for path, message in zip(broken, said[2:], strict=True):
+            name = "it" if path.suffix == ".ckpt" else f"`{path.name}`"
+            assert f"{path} is damaged: {name} does not have the checksum" in message
+            assert "Use another checkpoint" in message
+
+
+def test_each_byte_of_a_checkpoint_is_checked_by_one_rank_at_least(saved, monkeypatch):
+    folder = saved / "adam"
+    seen = []
+    monkeypatch.setattr(checksums, "_check_blocks", lambda _, blocks: seen.append(list(blocks)))
+    for size in (1, 2, 3, 7):
+        seen.clear()
+        for rank in range(size):
+            checksums.check_folder(folder, checksums.Share(rank, size), [])
+        blocks = [block for part in seen for block in part]
+        assert len(blocks) == len(set(blocks)) == 4
+        assert sum(b.length for b in blocks) == sum(
+            f.stat().st_size for f in folder.iterdir() if f.name != checksums.CHECKSUMS
+        )
+
+
+def test_long_files_have_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "_BLOCK", 1000)
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 20)
+    checksums.write_checksums(tmp_path, checksums.sum_files([tmp_path / "a"]))
+    checksums.check_folder(tmp_path, checksums.ALL, [])
+    flip(tmp_path / "a", 5119)
+    with pytest.raises(ValueError, match="`a` does not have the checksum .* bytes 5000 to 5120"):
+        checksums.check_folder(tmp_path, checksums.ALL, [])
+
+
+def test_checkpoints_without_checksums_load_and_it_is_said_once(saved, tmp_path, caplog):
+    folder = shutil.copytree(saved / "adam", tmp_path / "old")
+    (folder / checksums.CHECKSUMS).unlink()
+    legacy = {"_use_new_zipfile_serialization": False}
+    torch.save({"state_dict": Net().state_dict()}, tmp_path / "legacy.pt", **legacy)
+    torch.serialization.set_crc32_options(False)
+    torch.save({"state_dict": Net().state_dict()}, tmp_path / "none.pt")
+    torch.serialization.set_crc32_options(True)
+    with caplog.at_level("WARNING", "lightning_cp"):
+        assert try_to_load([folder, folder]) == ["loaded", "loaded"]
+        for name in ("legacy.pt", "none.pt"):
+            checkpoint.load_weights(Net(), tmp_path / name)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert said[0] == f"{folder} has no checksums.json: damaged bytes in it would not be noticed."
+    assert "format without checksums" in said[1]
+    assert "set_crc32_options(False)" in said[2]
+    flip(folder / "meta.pt", zip_record(folder / "meta.pt", "data.pkl"))
+    assert "meta.pt is damaged" in try_to_load([folder])[0]  # it is a zip file, with its own
+
+
+def test_broken_checksums_are_named(saved, tmp_path):
+    folder = shutil.copytree(saved / "adam", tmp_path / "copy")
+    file = folder / checksums.CHECKSUMS
+    content = json.loads(file.read_text())
+    assert (content["version"], content["algorithm"]) == (1, "crc32")
+    for wrong, match in (
+        ("{", "`checksums.json` is not readable. Use another checkpoint"),
+        (json.dumps({**content, "files": {"meta.pt": {"size": 9, "blocks": []}}}), "not readable"),
+        (json.dumps({**content, "version": 2}), "knows version 1. Update lightning_cp, or remove"),
+    ):
+        file.write_text(wrong)
+        assert match in try_to_load([folder])[0]
+    file.write_text(json.dumps(content))
+    (folder / "__1_0.distcp").write_bytes(b"")
+    assert "`__1_0.distcp` is missing or cut short" in try_to_load([folder])[0]
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path):
+    file = tmp_path / "cut.ckpt"
+    torch.save({"state_dict": Net().state_dict()}, file)
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="cut.ckpt is damaged or cut short"):
+        checkpoint.load_weights(Net(), file)
+
+
+def test_the_command_line_refuses_changed_bytes(saved, tmp_path, capsys):
+    folder = shutil.copytree(saved / "adam", tmp_path / "copy")
+    flip(folder / "__1_0.distcp")
+    assert main(["consolidate", str(folder), str(tmp_path / "out")]) == 2
+    assert "`__1_0.distcp` does not have the checksum" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

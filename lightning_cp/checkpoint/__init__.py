@@ -6,7 +6,7 @@ distributed checkpoints do. A file is what a plain Trainer on one device writes.
 number of ranks. This package knows torch only; the strategy tells it when to save and load.
 """
 
-from lightning_cp.checkpoint.consolidate import consolidate
+from lightning_cp.checkpoint.consolidate import consolidate, read_whole
 from lightning_cp.checkpoint.folder import (
     aside_of,
     find_folder,
@@ -15,7 +15,13 @@ from lightning_cp.checkpoint.folder import (
     save_folder,
 )
 from lightning_cp.checkpoint.load import load_file, load_folder, load_weights
-from lightning_cp.checkpoint.state import full_state, model_state, optimizer_state, sharded_state
+from lightning_cp.checkpoint.state import (
+    full_state,
+    gather_shards,
+    model_state,
+    optimizer_state,
+    sharded_state,
+)
 from lightning_cp.checkpoint.together import together
 
 __all__ = [
@@ -23,12 +29,14 @@ __all__ = [
     "consolidate",
     "find_folder",
     "full_state",
+    "gather_shards",
     "is_checkpoint_folder",
     "load_file",
     "load_folder",
     "load_weights",
     "model_state",
     "optimizer_state",
+    "read_whole",
     "replacing",
     "save_folder",
     "sharded_state",

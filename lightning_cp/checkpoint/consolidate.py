@@ -1,13 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of shards becomes the single file of a plain Trainer."""
+"""A folder of shards becomes whole again: in memory, or as the single file of a plain Trainer."""
 
 import os
 import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lightning_cp.checkpoint.folder import META, find_folder, save_file
-from lightning_cp.checkpoint.source import blank, load_pickle, nest, open_folder
-from lightning_cp.checkpoint.state import renamed
+import torch
+from torch import Tensor, UntypedStorage
+
+from lightning_cp.checkpoint.folder import find_folder, save_file
+from lightning_cp.checkpoint.source import REST, blank, nest, open_folder, put_values
+from lightning_cp.checkpoint.state import map_tensors, renamed
+
+MapLocation = (
+    Callable[[UntypedStorage, str], UntypedStorage | None]
+    | str
+    | torch.device
+    | Mapping[str, str]
+    | None
+)
+
+
+def read_whole(
+    folder: Path, *, map_location: MapLocation = None, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint folder as ``torch.load`` reads a file, without the optimizers' states.
+
+    Not collective: each process that calls it reads and checks all of it, and ranks need not call
+    it together.
+
+    Args:
+        folder: the checkpoint.
+        map_location: as for ``torch.load``; weights in folders are taken to be from the CPU.
+        weights_only: as for ``torch.load``, for `meta.pt`. The index of the shards is a pickle in
+            any case: load folders that you trust.
+    """
+    source = open_folder(folder, weights_only, map_location=map_location)
+    kept = {k: form for k, form in source.forms.items() if k[0] in ("state_dict", REST)}
+    values = source.read({keys: blank(form) for keys, form in kept.items()})
+    placed = {keys: map_tensors(partial(_placed, map_location), x) for keys, x in values.items()}
+    checkpoint = dict(source.rest or {})
+    put_values(checkpoint, placed)
+    return {**checkpoint, "state_dict": nest(placed).get("state_dict", {})}
+
+
+def _placed(map_location: MapLocation, x: Tensor) -> Tensor:
+    """Return a tensor where ``torch.load`` would have put it."""
+    if map_location is None:
+        return x
+    if callable(map_location):
+        storage = map_location(x.untyped_storage(), "cpu")
+        return x if storage is None else x.to(storage.device)
+    if isinstance(map_location, Mapping):
+        return x.to(map_location.get("cpu", "cpu"))
+    return x.to(map_location)
 
 
 def consolidate(folder: str | Path, out: str | Path, *, overwrite: bool = False) -> None:
@@ -26,9 +75,11 @@ def consolidate(folder: str | Path, out: str | Path, *, overwrite: bool = False)
         cure = "Give the name of a file." if out.is_dir() else "Remove it, or allow overwriting."
         raise FileExistsError(f"{out} exists already. {cure}")
     folder = find_folder(folder)
-    source = open_folder(folder)
-    meta = load_pickle(folder / META, weights_only=False)
-    nested = nest(source.read({keys: blank(form) for keys, form in source.forms.items()}))
+    source = open_folder(folder, weights_only=False)
+    meta = dict(source.rest or {})
+    values = source.read({keys: blank(form) for keys, form in source.forms.items()})
+    put_values(meta, values)
+    nested = nest(values)
     states = []
     for index, groups in enumerate(source.groups):
         ids = iter(range(sum(len(group["params"]) for group in groups)))

@@ -15,10 +15,14 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_cp.checkpoint.together import from_rank_0, rank, together
+from lightning_cp.checkpoint.checksums import CHECKSUMS, sum_files, write_checksums
+from lightning_cp.checkpoint.state import take_shards
+from lightning_cp.checkpoint.together import from_all, from_rank_0, rank, together
 
 META = "meta.pt"
 """What a checkpoint holds besides shards."""
+UNSHARDED = (".metadata", META)
+"""The files that every rank reads whole."""
 
 
 def find_folder(folder: Path) -> Path:
@@ -46,16 +50,21 @@ def save_folder(state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path)
 
     Args:
         state: ``state_dict``, ``optimizer_0``, ``optimizer_1``, ... from `sharded_state`.
-        meta: everything else; rank 0's is saved.
+        meta: everything else; rank 0's is saved, but for DTensors, of which each rank saves its
+            part.
         folder: on a file system that all ranks share; rank 0's path counts.
     """
     folder = from_rank_0(folder)
     failure = f"{folder} was not saved; what was there before is untouched."
     first = rank() == 0
+    meta, shards = take_shards(dict(meta))
+    state = {**state, **({"rest": shards} if shards else {})}
     temporary = from_rank_0(together(lambda: _prepare(folder) if first else folder, failure))
     try:
         together(lambda: _write_shards(state, temporary), failure)
-        together(lambda: _write_meta(meta, temporary) if first else None, failure)
+        own = together(lambda: sum_files(sorted(temporary.glob(f"__{rank()}_*"))), failure)
+        sums = {name: entry for part in from_all(own) for name, entry in part.items()}
+        together(lambda: _write_meta(meta, sums, temporary) if first else None, failure)
         together(lambda: _put_in_place(temporary, folder) if first else None, failure)
     finally:
         if first:
@@ -81,7 +90,9 @@ def check_replaceable(path: Path) -> None:
     """Refuse to replace a folder that holds something else than a checkpoint."""
     held = [part.name for part in path.iterdir()] if path.is_dir() else []
     # One that was cut short, by a run without our care, may be replaced too.
-    if held and not any(name in (META, ".metadata") or name.endswith(".distcp") for name in held):
+    if held and not any(
+        name in (*UNSHARDED, CHECKSUMS) or name.endswith(".distcp") for name in held
+    ):
         raise IsADirectoryError(
             f"The checkpoint path exists and is a directory: {path}. It is no checkpoint that a "
             "new one could replace. Use another name."
@@ -120,10 +131,11 @@ def _write_shards(state: Mapping[str, Any], temporary: Path) -> None:
         state_dict_saver.save(dict(state), storage_writer=FileSystemWriter(temporary))
 
 
-def _write_meta(meta: Mapping[str, Any], temporary: Path) -> None:
-    """Write what is not sharded, once all shards are there."""
+def _write_meta(meta: Mapping[str, Any], sums: Mapping[str, Any], temporary: Path) -> None:
+    """Write what is not sharded, once all shards are there, and the checksums of all files."""
     read_metadata(temporary, [".metadata"])
     save_file(meta, temporary / META)
+    write_checksums(temporary, {**sum_files([temporary / n for n in UNSHARDED]), **sums})
 
 
 def save_file(value: Mapping[str, Any], file: Path) -> None:
@@ -148,7 +160,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     remove(aside)
 
 
-def read_metadata(folder: Path, needed: Sequence[str] = (".metadata", META)) -> Metadata:
+def read_metadata(folder: Path, needed: Sequence[str] = UNSHARDED) -> Metadata:
     """Return what DCP knows about a folder, having checked that all of it is there."""
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no checkpoint folder {folder}.")

@@ -8,23 +8,29 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.folder import META, find_folder, is_checkpoint_folder, read_metadata
+from lightning_cp.checkpoint.checksums import own_share
+from lightning_cp.checkpoint.folder import find_folder, is_checkpoint_folder, read_metadata
 from lightning_cp.checkpoint.source import (
+    REST,
     Form,
     Keys,
     Source,
     blank,
     blank_like,
+    fill,
     load_pickle,
     nest,
     open_folder,
     open_safetensors,
     open_values,
+    put_values,
 )
-from lightning_cp.checkpoint.state import Entries, Names, param_names, read_entries
+from lightning_cp.checkpoint.state import Entries, Names, param_names, plain_name, read_entries
 from lightning_cp.checkpoint.together import together
 
 _MEANT_FOR_USERS = (ValueError, OSError, ImportError, pickle.UnpicklingError)
@@ -41,6 +47,7 @@ def load_folder(
     *,
     strict: bool,
     weights_only: bool | None,
+    with_weights: bool = False,
 ) -> dict[str, Any]:
     """Load a folder of shards, ours or Lightning's, into a model and its optimizers. Collective.
 
@@ -52,16 +59,19 @@ def load_folder(
             is, the optimizer's state included.
         weights_only: as for ``torch.load``, for `meta.pt`. The index of the shards is a pickle in
             any case: load folders that you trust.
+        with_weights: return ``state_dict`` too, laid out as the model, in the saved dtypes.
 
     Returns:
-        What `save_folder` was given as ``meta``.
+        What `save_folder` was given as ``meta``. DTensors in it are laid out like the parameter of
+        the same name and shape; those without one are whole.
     """
     folder = find_folder(folder)
 
     def source(_: Sequence[Names]) -> Source:
-        return open_folder(folder, load_pickle(folder / META, weights_only))
+        return open_folder(folder, weights_only, share=own_share())
 
-    return _load_into(model, optimizers, source, folder, _LOOSE if strict else None)
+    cure = _LOOSE if strict else None
+    return _load_into(model, optimizers, source, folder, cure, with_weights=with_weights)
 
 
 def load_file(
@@ -71,6 +81,7 @@ def load_file(
     *,
     strict: bool,
     weights_only: bool | None,
+    with_weights: bool = False,
 ) -> dict[str, Any]:
     """Load a file of a plain Trainer, or of ours, into a model and its optimizers. Collective.
 
@@ -83,6 +94,7 @@ def load_file(
         file: holds ``state_dict`` and ``optimizer_states``, by integer ids or by names.
         strict: as for `load_folder`.
         weights_only: as for ``torch.load``.
+        with_weights: as for `load_folder`.
 
     Returns:
         The rest of the checkpoint.
@@ -92,12 +104,13 @@ def load_file(
     def source(names: Sequence[Names]) -> Source:
         if file.is_dir():
             read_metadata(file)  # says what is wrong with it
-        checkpoint = load_pickle(file, weights_only)
+        checkpoint = load_pickle(file, weights_only, own_share())
         if "state_dict" not in checkpoint:
             raise ValueError(f"{file} is no Lightning checkpoint: it has no `state_dict`.")
         return open_values(file, checkpoint, names)
 
-    return _load_into(model, optimizers, source, file, _LOOSE if strict else None)
+    cure = _LOOSE if strict else None
+    return _load_into(model, optimizers, source, file, cure, with_weights=with_weights)
 
 
 def load_weights(
@@ -122,7 +135,7 @@ def load_weights(
 
     def weights(_: Sequence[Names]) -> Source:
         if is_checkpoint_folder(path):
-            return open_folder(path)
+            return open_folder(path, weights_only, with_rest=False, share=own_share())
         index = path / "model.safetensors.index.json"
         if index.is_file():
             parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -135,7 +148,7 @@ def load_weights(
             )
         if file.suffix == ".safetensors":
             return open_safetensors(path, [file])
-        loaded = load_pickle(file, weights_only)
+        loaded = load_pickle(file, weights_only, own_share())
         return open_values(file, loaded if "state_dict" in loaded else {"state_dict": loaded}, ())
 
     cure = "Pass strict=False to leave what is missing as it is." if strict else None
@@ -149,6 +162,8 @@ def _load_into(
     path: Path,
     cure: str | None,
     prefix: str = "",
+    *,
+    with_weights: bool = False,
 ) -> dict[str, Any]:
     """Open a checkpoint, see whether it fits, load it, and return the rest of it.
 
@@ -170,7 +185,15 @@ def _load_into(
                 room[keys] = value if isinstance(value, Tensor) else blank(form)
         elif keys[0] in labels and keys[1] == "state" and keys[2] in params:
             room[keys] = blank_like(params[str(keys[2])], form)
-    read = nest(together(lambda: source.read(room), failure))
+        elif keys[0] == REST:
+            room[keys] = _room_for(str(keys[-1]).removeprefix("module."), form, entries)
+    separate = {
+        keys: _room_for(str(keys[1]), form, entries)
+        for keys, form in source.forms.items()
+        if with_weights and keys[0] == "state_dict" and keys[1] in entries.values
+    }
+    values, weights = together(lambda: (source.read(room), source.read(separate)), failure)
+    read = nest(values)
     # Tensors are in place by now; this is for hooks, and for what is no tensor.
     loaded = {
         name.removeprefix(prefix): value for name, value in read.get("state_dict", {}).items()
@@ -181,7 +204,43 @@ def _load_into(
         labels, optimizers, names, source.groups, strict=False
     ):
         _restore(optimizer, its_names, read.get(label, {}).get("state", {}), groups)
-    return dict(source.rest or {})
+    rest = dict(source.rest or {})
+    put_values(rest, values)
+    if with_weights:
+        found = nest(weights).get("state_dict", {})
+        rest["state_dict"] = {entries.own_names[name]: value for name, value in found.items()}
+    return rest
+
+
+def _room_for(name: str, form: Form, entries: Entries) -> Tensor | None:
+    """Return room for a value that is laid out like the tensor of that name."""
+    like = entries.values.get(plain_name(name))
+    if isinstance(like, Tensor) and form is not None and form[0] == tuple(like.shape):
+        return blank_like(like, form)
+    return blank(form)
+
+
+def accept_whole(module: nn.Module) -> Callable[[], None]:
+    """Let ``load_state_dict`` of a sharded module take whole tensors; each rank keeps its part.
+
+    Names without the marks of torch.compile and of activation checkpointing are taken too.
+
+    Returns:
+        What takes it back.
+    """
+    handle: Any = module.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
+    return lambda: handle.remove()
+
+
+def _take_parts(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, own in module.state_dict().items():
+        key, plain = prefix + name, prefix + plain_name(name)
+        if key not in given and plain in given:
+            given[key] = given.pop(plain)
+        value: Any = given.get(key)
+        whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(own, DTensor) and whole and value.shape == own.shape:
+            given[key] = fill(torch.empty_like(own, dtype=value.dtype), value)
 
 
 def _check_fit(

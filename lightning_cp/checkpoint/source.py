@@ -18,11 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_cp.checkpoint.folder import read_metadata
+from lightning_cp.checkpoint.checksums import ALL, Share, check_file, check_folder
+from lightning_cp.checkpoint.folder import META, UNSHARDED, read_metadata
 from lightning_cp.checkpoint.state import Names, plain_name, renamed
 
 Keys = tuple[str | int, ...]
 """The keys that lead to a value: ("state_dict", NAME) or ("optimizer_0", "state", NAME, ...)."""
+REST = "rest"
+"""The first key of sharded values that are neither weights nor optimizer states."""
 Form = tuple[tuple[int, ...], torch.dtype | None] | None
 """Shape and dtype of a tensor in a checkpoint; None for what is no tensor."""
 
@@ -47,9 +50,26 @@ class Source:
     rest: Mapping[str, Any] | None = None
 
 
-def open_folder(folder: Path, rest: Mapping[str, Any] | None = None) -> Source:
-    """Open a folder of shards."""
+def open_folder(
+    folder: Path,
+    weights_only: bool | None,
+    *,
+    with_rest: bool = True,
+    share: Share = ALL,
+    map_location: Any = "cpu",
+) -> Source:
+    """Open a folder of shards, having compared its checksums.
+
+    Args:
+        folder: the checkpoint.
+        weights_only: as for ``torch.load``, for `meta.pt`.
+        with_rest: read `meta.pt`.
+        share: which part of the checksums this rank compares.
+        map_location: as for ``torch.load``, for `meta.pt`.
+    """
+    check_folder(folder, share, UNSHARDED)
     metadata = read_metadata(folder)
+    rest = _unpickle(folder / META, weights_only, map_location) if with_rest else None
     flat_names: dict[Keys, str] = {keys: name for name, keys in metadata.planner_data.items()}
     forms: dict[Keys, Form] = {}
     for keys, name in flat_names.items():
@@ -99,7 +119,7 @@ def _open_wholes(
 
     def read(room: Mapping[Keys, Any]) -> dict[Keys, Any]:
         return {
-            keys: wholes[keys] if target is None else _fill(target, wholes[keys])
+            keys: wholes[keys] if target is None else fill(target, wholes[keys])
             for keys, target in room.items()
         }
 
@@ -128,22 +148,36 @@ def open_safetensors(source: Path, files: Sequence[Path]) -> Source:
     return _open_wholes(source, wholes)
 
 
-def load_pickle(file: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a file of torch.save, mapped into memory where its format allows."""
+def load_pickle(file: Path, weights_only: bool | None, share: Share = ALL) -> dict[str, Any]:
+    """Read a file of torch.save, mapped into memory where its format allows.
+
+    Args:
+        file: its checksums are compared first.
+        weights_only: as for ``torch.load``.
+        share: which part of the checksums this rank compares.
+    """
     if not file.is_file():
         raise FileNotFoundError(f"There is no checkpoint file {file}.")
+    check_file(file, share)
+    return _unpickle(file, weights_only)
+
+
+def _unpickle(file: Path, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:
     try:
         return dict(
             torch.load(
-                file, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(file)
+                file,
+                map_location=map_location,
+                weights_only=weights_only,
+                mmap=zipfile.is_zipfile(file),
             )
         )
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
             f"{file} holds objects that are not read by default, for a pickle can run any code. "
-            "If you trust the file, pass `weights_only=False` to `trainer.fit`, `validate`, `test` "
-            "or `predict`, or allow the classes with `torch.serialization.add_safe_globals([...])`."
-            f" torch says: {error}"
+            "If you trust the file, pass `weights_only=False` to `trainer.fit`, `validate`, `test`"
+            ", `predict` or `load_from_checkpoint`, or allow the classes with "
+            f"`torch.serialization.add_safe_globals([...])`. torch says: {error}"
         ) from error
 
 
@@ -168,6 +202,16 @@ def _flatten(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
             yield from _flatten((*keys, key), item)
     else:
         yield keys, value
+
+
+def put_values(rest: Any, values: Mapping[Keys, Any]) -> None:
+    """Put the sharded values of the rest of a checkpoint to where their keys lead."""
+    for keys, value in values.items():
+        if keys[0] == REST:
+            home = rest
+            for key in keys[1:-1]:
+                home = home[key]
+            home[keys[-1]] = value
 
 
 def nest(values: Mapping[Keys, Any]) -> Any:
@@ -202,7 +246,7 @@ def blank_like(param: Tensor, form: Form) -> Tensor | None:
 
 
 @torch.no_grad()
-def _fill(target: Tensor, whole: Any) -> Tensor:
+def fill(target: Tensor, whole: Any) -> Tensor:
     """Copy this rank's part of a whole tensor, or of a slice of safetensors, into ``target``."""
     if not isinstance(target, DTensor):
         return target.copy_(whole[:] if target.ndim else whole)

@@ -84,15 +84,55 @@ def renamed(saved: Mapping[str, Any], new: Sequence[Sequence[Any]]) -> dict[str,
     }
 
 
-def _map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply ``change`` to all tensors of a nested value."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_tensors(change, item) for key, item in value.items()}
+        return {key: map_tensors(change, item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_map_tensors(change, item) for item in value)
+        return type(value)(map_tensors(change, item) for item in value)
     return value
+
+
+def take_shards(value: Any) -> tuple[Any, Any]:
+    """Return a nested value with None for each DTensor in it, and a nest of those DTensors alone.
+
+    The second is None where there are none. Containers without any are not copied.
+    """
+    if isinstance(value, DTensor):
+        return None, value
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    parts = {key: take_shards(item) for key, item in items}
+    shards = {key: part for key, (_, part) in parts.items() if part is not None}
+    if not shards:
+        return value, None
+    if isinstance(value, list):
+        return [rest for rest, _ in parts.values()], shards
+    return {key: rest for key, (rest, _) in parts.items()}, shards
+
+
+def gather_shards(value: Any) -> Any:
+    """Return a nested value with whole tensors in place of DTensors: on rank 0, on the CPU.
+
+    Collective. All ranks must hold the same DTensors, in the same order.
+    """
+    rest, shards = take_shards(value)
+    put_back(rest, map_tensors(_gather, shards))
+    return rest
+
+
+def put_back(rest: Any, shards: Any) -> None:
+    """Put what `take_shards` has taken back in place."""
+    for key, part in (shards or {}).items():
+        if isinstance(part, dict):
+            put_back(rest[key], part)
+        else:
+            rest[key] = part
 
 
 @torch.no_grad()
@@ -120,7 +160,7 @@ def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for name, value in entries.values.items():
         twin = entries.twins.get(name, name)
-        whole[name] = whole[twin] if twin in whole else _map_tensors(_gather, value)
+        whole[name] = whole[twin] if twin in whole else map_tensors(_gather, value)
     return whole if rank() == 0 else {}
 
 
@@ -141,10 +181,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool) -> di
     saved = optimizer.state_dict()
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for index, param in enumerate(params):
-        _map_tensors(partial(_check_shardable, entries, param), saved["state"].get(index))
+        map_tensors(partial(_check_shardable, entries, param), saved["state"].get(index))
     if not full:
         return renamed(saved, names)
-    whole = _map_tensors(_gather, saved["state"])
+    whole = map_tensors(_gather, saved["state"])
     return {**saved, "state": whole} if rank() == 0 else {}
 
 

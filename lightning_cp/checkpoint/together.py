@@ -15,6 +15,19 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def size() -> int:
+    """Return the number of processes, 1 without a group."""
+    return dist.group.WORLD.size() if dist.group.WORLD is not None else 1
+
+
+def from_all(value: T) -> list[T]:
+    """Return the values of all ranks, in their order."""
+    values = [value] * size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
 def from_rank_0(value: T) -> T:
     """Return rank 0's value on all ranks."""
     box = [value]
@@ -41,11 +54,7 @@ def together(action: Callable[[], T], failure: str, keep: tuple[type[Exception],
     except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it
         own = error
         causes = {rank(): f"{type(error).__name__}: {error}"}
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is not None:
-        heard: list[dict[int, str]] = [{}] * group.size()
-        dist.all_gather_object(heard, causes)
-        causes = {r: cause for known in heard for r, cause in known.items()}
+    causes = {r: cause for known in from_all(causes) for r, cause in known.items()}
     if not causes:
         return result
     if isinstance(own, keep):

@@ -97,6 +97,8 @@ def test_a_trained_model_comes_out_as_it_was(ranks, tmp_path, kind):
     options = {"save_distributed_checkpoint": kind == "folder"}
     weights = ranks(2).run(train, str(path), str(base), options)[0]
     assert path.is_dir() == (kind == "folder")
+    module = Module.load_from_checkpoint(path)
+    assert all(torch.equal(p, weights[name]) for name, p in module.model.named_parameters())
     # The hyperparameters name the base.
     assert main(["export", str(path), str(tmp_path / "out")]) == 0
     trained = zoo.build_model("llama")
@@ -134,6 +136,19 @@ def test_precision_is_that_of_the_checkpoint(tmp_path):
     path = save(holder(model=model), tmp_path / "last.ckpt")
     export(path, tmp_path / "out", base=base)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_changed_bytes_are_refused(tmp_path, capsys, folder):
+    base = write_base(tmp_path / "base", "llama")
+    path = save(holder(m=zoo.build_model("llama")), tmp_path / "a", folder=folder)
+    file = path / "__0_0.distcp" if folder else path
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["export", str(path), str(tmp_path / "out"), "--base", str(base)]) == 2
+    assert "does not have the checksum" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_heads_are_told_by_their_weights(tmp_path):
