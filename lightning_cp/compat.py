@@ -7,7 +7,8 @@ Checked against torch 2.11, 2.13 and 2.15. Nothing else in the package may touch
 import atexit
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, overrides
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import checkpoint
@@ -93,6 +95,24 @@ def reduce_unused_parameters(module: FSDPModule) -> None:
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is not None and not hasattr(group, "fills_unused"):
             group.post_backward, group.fills_unused = _filling(group), True
+
+
+def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``__dict__`` of a module without what `fully_shard` has put there.
+
+    That is its state, under keys of torch's "composable" interface, and hooks: forward hooks and
+    those of state dicts, which are known by the module that they come from.
+    """
+    kept = {key: value for key, value in state.items() if key not in (STATE_KEY, REGISTRY_KEY)}
+    for key, value in kept.items():
+        if isinstance(value, OrderedDict) and "hooks" in key:
+            hooks = ((i, hook) for i, hook in value.items() if not _is_of_fsdp(hook))
+            kept[key] = OrderedDict(hooks)
+    return kept
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _filling(group: Any) -> Callable[..., Any]:

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_cp import averaging, context
 from lightning_cp import checkpoint as checkpoints
-from lightning_cp import context
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, enable_models
 from lightning_cp.checks import TOLERANCES, Report, verify
@@ -200,6 +200,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self._context_parallel: ContextParallel | None = None
         self._step_outputs: StepOutputs | None = None
         self._handles: list[Handle] = []
+        self._undos: list[Callable[[], None]] = []
         self._window = GradientWindow()
         self._step: Step | None = None
         self._num_labels: Tensor | None = None
@@ -332,6 +333,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             )
             self._warn_of_spread(sizes)
         self._module()._device_mesh = self._device_mesh
+        self._undos.append(averaging.allow_copies(self._module()))  # setup() of callbacks is next
 
     def _check_precision(self) -> None:
         # Lightning checks strategies that are given as objects, not those chosen by name.
@@ -390,6 +392,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             )
         prepare_reduction(self.model)
         self.model_to_device()
+        self._undos += averaging.shard_averages(trainer, self.lightning_module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -409,6 +412,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         for handle in self._handles:
             handle.undo()
         self._handles = []
+        while self._undos:
+            self._undos.pop()()
         if self.lightning_module is not None:  # after an error a root may still be gathered
             reshard(self.lightning_module)
         super().teardown()
@@ -789,6 +794,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 state[f"optimizer_{index}"] = optimizer_state
             checkpoints.save_folder(state, checkpoint, path)
         else:
+            checkpoint = checkpoints.gather_shards(checkpoint)
             checkpoints.together(
                 lambda: self._save_file(checkpoint, path) if self.is_global_zero else None,
                 f"{path} was not saved.",
@@ -809,13 +815,16 @@ class ContextParallelStrategy(ModelParallelStrategy):
             if checkpoints.is_checkpoint_folder(path)
             else checkpoints.load_file
         )
-        return load(
+        checkpoint = load(
             self._module(),
             self.optimizers,
             path,
             strict=self._module().strict_loading,
             weights_only=_asked_weights_only() if weights_only is None else weights_only,
+            with_weights=averaging.needs_weights(self._trainer()),
         )
+        averaging.clear_schedulers(self._trainer(), checkpoint)
+        return checkpoint
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # noqa: S101
