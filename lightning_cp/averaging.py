@@ -75,7 +75,7 @@ def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
     Returns:
         What puts everything but the layout back.
     """
-    resharding = _Reshard()
+    resharding = _Reshard(module)
     callbacks = _callbacks(trainer)
     callbacks.insert(0, resharding)
     undos: list[Undo] = [lambda: callbacks.remove(resharding)]
@@ -178,23 +178,15 @@ class _Reshard(Callback):
     plain tensors among the shards.
     """
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        reshard(pl_module)
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reshard(pl_module)
+    def _reshard(self, *args: Any, **kwargs: Any) -> None:
+        for part in self._parts:
+            part.reshard()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reshard(pl_module)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reshard(pl_module)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reshard(pl_module)
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reshard(pl_module)
+    on_train_batch_end = on_train_epoch_end = on_train_end = _reshard
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _reshard
 
 
 def needs_weights(trainer: Trainer) -> bool:
