@@ -223,7 +223,7 @@ def check(ranks, size, job, **changes):
         same(found, exact)
 
 
-QUICK = ["swa", "ema", "own"]
+QUICK = ["ema"]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ RESUMES = [
     for where in (2, 3, "none", "plain")
     if (form, where) not in [("folder", "plain"), ("plain", "plain")]
 ]
-QUICK_RESUMES = [("ema", "folder", 3), ("swa", "folder", 2), ("ema", "file", 2)]
+QUICK_RESUMES = [("ema", "folder", 3), ("swa", "file", 2)]
 
 
 @pytest.mark.parametrize(

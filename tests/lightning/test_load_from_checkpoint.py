@@ -149,6 +149,7 @@ def test_damaged_and_unfinished_folders_are_named(trained, tmp_path):
         Hyper.load_from_checkpoint(tmp_path / "nowhere.ckpt")
 
 
+@pytest.mark.slow
 def test_weights_only_is_honoured(ranks, tmp_path):
     results = ranks(2).run(fit_and_load, str(tmp_path), "none")
     for _, _, _, weights, found, hyper in results:
