@@ -121,7 +121,7 @@ _ID_NAMES: Final = ("input_ids", "labels")
 
 def _is_new(name: str, x: Tensor, step: Step) -> bool:
     """Say whether a tensor is neither from the batch nor from us."""
-    ours = (step.yielded.get(name), step.position_ids, *step.cache.get(FILLED, ()))
+    ours = (*step.yielded.get(name, ()), step.position_ids, *step.cache.get(FILLED, ()))
     return all(x is not known for known in ours)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_cp.context import Step, current
+from lightning_cp.context import Step, opened
 
 
 class GradientWindow:
@@ -36,7 +36,7 @@ class GradientWindow:
         Args:
             step: the step that the loss was computed in; the active one when None.
         """
-        step = current() if step is None else step
+        step = opened() if step is None else step
         if step is None or not step.losses:
             raise RuntimeError(
                 "GradientWindow.weigh() needs a step in which token_mean() or global_mean() has "

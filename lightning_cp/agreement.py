@@ -6,7 +6,7 @@ on all, so that nobody waits.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_cp.collectives import Transport
 from lightning_cp.outputs import checksum
+from lightning_cp.structure import flatten
 
 _MESSAGE_BYTES = 2048
 
@@ -58,7 +59,7 @@ class Released:
         return (none if digest is None else digest.reshape(1) + len(names)), names
 
 
-def build_fingerprint(batch: Mapping[str, Any], *, values: bool) -> Fingerprint:
+def build_fingerprint(batch: Any, *, values: bool) -> Fingerprint:
     """Describe a batch in two integers."""
     text = _describe(batch)
     return Fingerprint(text, _digest(text), _checksum(batch) if values else 0)
@@ -145,24 +146,28 @@ def agree_beside(problem: Exception | None, data: Transport) -> Exception | None
     return problem
 
 
-def _describe(batch: Mapping[str, Any]) -> str:
+def _describe(batch: Any) -> str:
     return ", ".join(
-        f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        for key in sorted(batch)
-        for name, x in named_tensors(key, batch[key])
+        f"{path} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        for path, x in _tensors(batch)
     )
+
+
+def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a batch with their paths, in an order that keys do not change."""
+    leaves = flatten(batch)
+    return [(at, leaves[at].value) for at in sorted(leaves) if isinstance(leaves[at].value, Tensor)]
 
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _checksum(batch: Mapping[str, Any]) -> int:
+def _checksum(batch: Any) -> int:
     """Return an integer that tells contents apart: exact sums over bits, position by position."""
     total = 0
-    for key in sorted(batch):
-        for _, x in named_tensors(key, batch[key]):
-            total = (total * 31 + int(checksum(x, x.device))) % (1 << 56)
+    for _, x in _tensors(batch):
+        total = (total * 31 + int(checksum(x, x.device))) % (1 << 56)
     return total
 
 
@@ -173,15 +178,3 @@ def share_texts(text: str, context: Transport) -> list[str]:
     all_ = mine.new_empty(context.size, _MESSAGE_BYTES)
     context.all_gather(all_, mine)()
     return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in all_.tolist()]
-
-
-def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors inside a value of the batch, with a name for each."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from named_tensors(f"{name}.{key}", inner)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from named_tensors(f"{name}[{index}]", inner)

@@ -6,7 +6,7 @@ That all ranks hold the same batch is `agreement.py`'s business.
 """
 
 import itertools
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cp.agreement import named_tensors
 from lightning_cp.context import IGNORED_LABEL
 from lightning_cp.layout import Layout
 from lightning_cp.mask import NO_DOCUMENT, BoolArray, IntArray, check_runs
 from lightning_cp.sequence import shard
+from lightning_cp.structure import Leaf, flatten, is_container, rebuild
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,
@@ -50,17 +50,23 @@ _FILL: Final[Mapping[str, int]] = {
 }
 
 
+_TOKENS: Final = ("input_ids", "inputs_embeds")
+"""What a model is given: the tensors beside it describe the same rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class WholeBatch:
     """What is known of a batch before it is cut.
 
     Args:
-        tensors: the user's keys and values.
-        dims: for each key that is cut, along which dim.
+        tensors: the values of the user's batch by path (`structure.flatten`).
+        dims: for each path that is cut, along which dim; none where the batch is handed over.
         batch_size: number of rows.
-        seq_len: tokens per row.
+        seq_len: tokens per row; of the longest part where the batch is handed over.
         documents: [B, S] or [1, S], None where each row is one document.
         padding: [B, S], None where nothing is padding.
+        told: what describes the rows, by name: ``position_ids``, ``attention_mask``.
+        names: the name by which each path is known; None where it has none.
     """
 
     tensors: Mapping[str, Any]
@@ -69,10 +75,22 @@ class WholeBatch:
     seq_len: int
     documents: IntArray | None
     padding: BoolArray | None
+    told: Mapping[str, Any]
+    names: Mapping[str, str | None]
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Say whether nothing is cut, since the user said so of every tensor."""
+        return not self.dims
+
+    @property
+    def shows_padding(self) -> bool:
+        """Say whether ranks may fill their part up: they know with what, by a tensor's name."""
+        return all(self.names[path] is not None for path in self.dims)
 
 
 def read_batch(
-    batch: Mapping[str, Any],
+    batch: Any,
     *,
     sequence_dims: Mapping[str, int | None],
     decided: MutableMapping[str, int | None],
@@ -81,46 +99,133 @@ def read_batch(
 
     Args:
         batch: the user's batch.
-        sequence_dims: the user's word on where the sequence lies.
-        decided: keys that nobody named, and what the first batch showed of them; added to.
+        sequence_dims: the user's word on where the sequence lies, by name or by path.
+        decided: paths that nobody named, and what the first batch showed of them; added to.
     """
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Tensor) and not is_container(batch):
         raise TypeError(
-            f"cp.step() needs a dict of tensors, such as a Hugging Face batch; it got a "
-            f"{type(batch).__name__}. Name the tensors: "
+            f"cp.step() needs tensors in a dict, tuple, list or data class, such as a Hugging Face "
+            f"batch; it got a {type(batch).__name__}. Name the tensors: "
             '{"input_ids": ..., "labels": ...}.'
         )
-    known = {**SEQUENCE_DIMS, **sequence_dims}
-    anchor, seq_len = _sequence(batch, known)
+    leaves = flatten(batch)
+    tensors = {path: leaf.value for path, leaf in leaves.items()}
+    words = {path: _word_of(path, leaf, sequence_dims) for path, leaf in leaves.items()}
+    named = {path for path, word in words.items() if word is not None}
+    known = _known(leaves, words)
+    names = {path: leaf.name for path, leaf in leaves.items()}
+    if _is_handed_over(tensors, known, named):
+        longest = max(x.shape[1] for x in tensors.values() if isinstance(x, Tensor) and x.dim() > 1)
+        return WholeBatch(tensors, {}, 0, longest, None, None, {}, names)
+    anchor, seq_len = _sequence(leaves, known, sequence_dims)
     if seq_len < 1:
         raise ValueError(
-            f"`{anchor}` has shape {tuple(batch[anchor].shape)}: rows of length 0, nothing to "
+            f"`{anchor}` has shape {tuple(tensors[anchor].shape)}: rows of length 0, nothing to "
             "attend to. Leave such batches out, in the data set or in the collate function."
         )
-    dims = _dims(batch, known, sequence_dims, decided, anchor, seq_len)
-    batch_size = batch[anchor].shape[0]
-    padding = _read_padding(batch, seq_len)
-    documents = _read_documents(batch, batch_size, seq_len, padding)
-    return WholeBatch(batch, dims, batch_size, seq_len, documents, padding)
+    if anchor not in known:  # nothing has a name that we know: what lies in a list has none
+        names = {path: None if leaves[path].is_listed else name for path, name in names.items()}
+    dims = _dims(leaves, known, named, names, decided, anchor, seq_len)
+    batch_size = tensors[anchor].shape[0]
+    told, (documents, padding) = _read_rows(
+        {
+            path: leaf
+            for path, leaf in leaves.items()
+            if not (leaf.above and words[path] == (None,))
+        },
+        names,
+        dims,
+        batch_size,
+        seq_len,
+    )
+    return WholeBatch(tensors, dims, batch_size, seq_len, documents, padding, told, names)
 
 
-def _sequence(batch: Mapping[str, Any], known: Mapping[str, int | None]) -> tuple[str, int]:
-    """Return the key that says how long rows are, and how long."""
-    for key in dict.fromkeys(("input_ids", "inputs_embeds", *known)):
-        dim, value = known.get(key), batch.get(key)
+def _word_of(path: str, leaf: Leaf, words: Mapping[str, int | None]) -> tuple[int | None] | None:
+    """Return what the user said of a value, in a tuple; None where nothing was said.
+
+    Its path goes before a container that is kept whole, and that before its name.
+    """
+    if path in words:
+        return (words[path],)
+    for above in (*leaf.above, *leaf.names[:-1], *(leaf.names[-1:] if leaf.is_listed else ())):
+        if above in words and words[above] is None:
+            return (None,)
+    return (words[leaf.name],) if leaf.name is not None and leaf.name in words else None
+
+
+def _known(
+    leaves: Mapping[str, Leaf], words: Mapping[str, tuple[int | None] | None]
+) -> dict[str, int | None]:
+    """Return, for each path that is known, along which dim it is cut."""
+    known = {}
+    for path, leaf in leaves.items():
+        word = words[path]
+        if word is not None:
+            known[path] = word[0]
+        elif leaf.name is not None and leaf.name in SEQUENCE_DIMS:
+            known[path] = SEQUENCE_DIMS[leaf.name]
+    return known
+
+
+def _is_handed_over(
+    tensors: Mapping[str, Any], known: Mapping[str, int | None], named: Collection[str]
+) -> bool:
+    """Say whether the user keeps every tensor whole that could hold a sequence."""
+    could = [path for path, x in tensors.items() if isinstance(x, Tensor) and x.dim() > 1]
+    return bool(could) and all(path in named and known[path] is None for path in could)
+
+
+def _sequence(
+    leaves: Mapping[str, Leaf],
+    known: Mapping[str, int | None],
+    sequence_dims: Mapping[str, int | None],
+) -> tuple[str, int]:
+    """Return the path that says how long rows are, and how long."""
+    order = list(dict.fromkeys((*_TOKENS, *SEQUENCE_DIMS, *sequence_dims)))
+    places = {name: place for place, name in enumerate(order)}
+    last = len(places)
+    for path in sorted(known, key=lambda path: places.get(str(leaves[path].name), last)):
+        dim, leaf = known[path], leaves[path]
+        value = leaf.value
         if not isinstance(value, Tensor) or dim is None:
             continue
-        if value.dim() < 2 and key in ("input_ids", "inputs_embeds"):
+        if value.dim() < 2 and leaf.name in _TOKENS:
             raise ValueError(
-                f"`{key}` has shape {tuple(value.shape)}, but rows lie in a batch: give "
+                f"`{path}` has shape {tuple(value.shape)}, but rows lie in a batch: give "
                 "[batch, tokens], for one row x.unsqueeze(0)."
             )
         if value.dim() > 1 and _has_dim(value, dim):
-            return key, value.shape[dim]
-    raise ValueError(
-        f"The batch has the keys {sorted(batch)}, and none of them is known to hold a sequence. "
-        "Say where it lies: sequence_dims={'my_tokens': 1}."
-    )
+            return path, value.shape[dim]
+    return _unnamed_sequence(leaves, known)
+
+
+def _unnamed_sequence(
+    leaves: Mapping[str, Leaf], known: Mapping[str, int | None]
+) -> tuple[str, int]:
+    """Find the length of rows in tensors that have a place and no name: [batch, tokens, ...]."""
+    placed = {
+        path: leaf.value
+        for path, leaf in leaves.items()
+        if path not in known and (leaf.is_listed or leaf.name is None)
+        if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1
+    }
+    if not placed:
+        raise ValueError(
+            f"The batch has the keys {sorted(leaves)}, and none of them is known to hold a "
+            "sequence. Say where it lies: sequence_dims={'my_tokens': 1}."
+        )
+    # [batch, features] looks like [batch, tokens]: floating-point numbers alone do not tell.
+    sure = [path for path, x in placed.items() if x.dim() > 2 or not x.is_floating_point()]
+    if not sure or len({placed[path].shape[:2] for path in sure}) > 1:
+        shapes = ", ".join(f"`{path}` {tuple(x.shape)}" for path, x in placed.items())
+        entries = ", ".join(f"'{path}': 1" for path in placed)
+        raise ValueError(
+            f"The batch holds tensors without names, and their shapes do not tell where the "
+            f"sequence lies: {shapes}. Say it of each: sequence_dims={{{entries}}}, the dim of the "
+            "tokens, or None to keep one whole; or give a dict."
+        )
+    return sure[0], placed[sure[0]].shape[1]
 
 
 def _has_dim(x: Tensor, dim: int) -> bool:
@@ -128,73 +233,199 @@ def _has_dim(x: Tensor, dim: int) -> bool:
 
 
 def _dims(
-    batch: Mapping[str, Any],
+    leaves: Mapping[str, Leaf],
     known: Mapping[str, int | None],
-    named: Mapping[str, int | None],
+    named: Collection[str],
+    names: Mapping[str, str | None],
     decided: MutableMapping[str, int | None],
     anchor: str,
     seq_len: int,
 ) -> dict[str, int]:
-    """Return the dim along which each key is cut; keys that are kept whole are left out."""
+    """Return the dim along which each path is cut; those that are kept whole are left out."""
     dims = {}
-    for key, value in batch.items():
-        if key not in known and key not in decided and value is not None:
-            _check_unknown(key, value, seq_len)
-            decided[key] = None
-        dim = known.get(key)
-        if key not in named and _is_ready_mask(key, value, seq_len):
+    rows = leaves[anchor].value.shape[0]
+    for path, leaf in leaves.items():
+        value = leaf.value
+        if path not in known and names[path] is None and isinstance(value, Tensor):
+            if _is_cut_by_place(path, value, rows, seq_len):
+                dims[path] = 1
+            continue
+        if path not in known and path not in decided and value is not None:
+            _check_unknown(path, value, seq_len)
+            decided[path] = None
+        dim = known.get(path)
+        if path not in named and _is_ready_mask(leaf.name, value, seq_len):
             dim = -2  # queries are cut, keys are not
         if dim is None or value is None:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"`{key}` holds a sequence and would be cut along dim {dim}, but is a "
+                f"`{path}` holds a sequence and would be cut along dim {dim}, but is a "
                 f"{type(value).__name__}. Give a tensor, or keep it whole: "
-                f"sequence_dims={{'{key}': None}}."
+                f"sequence_dims={{'{path}': None}}."
             )
         if not _has_dim(value, dim):
-            if key in named:
+            if path in named:
                 raise ValueError(
-                    f"sequence_dims={{'{key}': {dim}}}, but `{key}` has shape {tuple(value.shape)}."
+                    f"sequence_dims={{'{path}': {dim}}}, but `{path}` has shape "
+                    f"{tuple(value.shape)}."
+                )
+            if leaf.is_listed:
+                raise ValueError(
+                    f"`{path}` has shape {tuple(value.shape)}: rows in a list cannot be cut. Stack "
+                    f"them, [batch, tokens], or keep it whole: sequence_dims={{'{path}': None}}."
                 )
             continue  # labels of shape [batch] belong to rows, not to tokens
         if value.shape[dim] != seq_len:
             raise ValueError(
-                f"The batch holds two sequence lengths: `{anchor}` has {seq_len} tokens, `{key}` "
-                f"of shape {tuple(value.shape)} has {value.shape[dim]}. Open one `cp.step` for "
-                f"each sequence (encoder and decoder, pairs), or keep this one whole: "
-                f"sequence_dims={{'{key}': None}}."
+                f"The batch holds two sequence lengths: `{anchor}` has {seq_len} tokens, `{path}` "
+                f"of shape {tuple(value.shape)} has {value.shape[dim]}. "
+                f"{_cure(leaves, anchor, path)}"
             )
-        dims[key] = dim
+        dims[path] = dim
     return dims
 
 
-def _is_ready_mask(key: str, value: object, seq_len: int) -> bool:
+def _is_cut_by_place(path: str, x: Tensor, rows: int, seq_len: int) -> bool:
+    """Say whether a tensor without a name is [batch, tokens, ...]; refuse what may be either."""
+    if x.dim() < 2 and (x.dim() == 0 or x.shape[0] == rows or x.shape[0] != seq_len):
+        return False
+    if x.shape[:2] == (rows, seq_len) and seq_len not in x.shape[2:]:
+        return True
+    dim = x.shape.index(seq_len) if seq_len in x.shape else 1
+    cut = f"sequence_dims={{'{path}': {dim}}} to cut it, " if seq_len in x.shape else ""
+    raise ValueError(
+        f"The batch holds `{path}` of shape {tuple(x.shape)} without a name, beside rows of "
+        f"[{rows}, {seq_len}] tokens. Say whether it is sharded: {cut}"
+        f"sequence_dims={{'{path}': None}} to keep it whole."
+    )
+
+
+def _cure(leaves: Mapping[str, Leaf], one: str, other: str) -> str:
+    """Say what to do about two sequences in one batch."""
+    parents = [leaves[path].parent for path in (one, other)]
+    if parents[0] == parents[1]:
+        return (
+            "Open one `cp.step` for each sequence (encoder and decoder, pairs), or keep this one "
+            f"whole: sequence_dims={{'{other}': None}}."
+        )
+    return _apart(parents)
+
+
+def _apart(parents: Sequence[str]) -> str:
+    """Say how parts of a batch are worked on one after the other."""
+    paths = [path for path in dict.fromkeys(parents) if path]
+    if not paths:
+        return "Make them agree."
+    entries = ", ".join(f"'{path}': None" for path in paths)
+    keys = (key if key.isdigit() else f"'{key}'" for key in paths[0].split("."))
+    index = "".join(f"[{key}]" for key in keys)
+    return (
+        f"Have them handed over whole, sequence_dims={{{entries}}}, and open a step for each: "
+        f"`with cp.step(batch{index}) as part:`, with cp = self.trainer.strategy.context_parallel."
+    )
+
+
+def _is_ready_mask(name: str | None, value: object, seq_len: int) -> bool:
     """Say whether this is a mask of queries x keys, which tells all that a model needs."""
     return (
-        key == "attention_mask"
+        name == "attention_mask"
         and isinstance(value, Tensor)
         and value.dim() == 4
         and value.shape[-2:] == (seq_len, seq_len)
     )
 
 
-def _check_unknown(key: str, value: object, seq_len: int) -> None:
-    for name, x in named_tensors(key, value):
-        if seq_len not in x.shape:
-            continue
-        dim = x.shape.index(seq_len)
-        cure = (
-            f"Say whether it is sharded: sequence_dims={{'{key}': {dim}}} to cut it, "
-            f"{{'{key}': None}} to keep it whole."
-            if x is value
-            else f"Only tensors at the top of the batch are cut: move it there, or keep all of "
-            f"`{key}` whole: sequence_dims={{'{key}': None}}."
-        )
-        raise ValueError(
-            f"The batch holds `{name}` of shape {tuple(x.shape)}, whose dim {dim} is as long as "
-            f"the sequence. {cure}"
-        )
+def _check_unknown(path: str, value: object, seq_len: int) -> None:
+    if not isinstance(value, Tensor) or seq_len not in value.shape:
+        return
+    dim = value.shape.index(seq_len)
+    raise ValueError(
+        f"The batch holds `{path}` of shape {tuple(value.shape)}, whose dim {dim} is as long as "
+        f"the sequence. Say whether it is sharded: sequence_dims={{'{path}': {dim}}} to cut it, "
+        f"{{'{path}': None}} to keep it whole."
+    )
+
+
+_ROWS: Final = ("attention_mask", "document_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
+"""What tells documents, padding and positions."""
+
+_Rows = tuple[IntArray | None, BoolArray | None]
+"""Documents and padding."""
+
+
+def _read_rows(
+    leaves: Mapping[str, Leaf],
+    names: Mapping[str, str | None],
+    dims: Mapping[str, int],
+    batch_size: int,
+    seq_len: int,
+) -> tuple[dict[str, Any], _Rows]:
+    """Return what is told of the rows, by name, and the documents and padding that it means.
+
+    Every container that has tokens tells of its own; they must agree. What lies beside no tokens is
+    told of all.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        name = names[path]
+        if name in _TOKENS and path in dims and leaf.value.shape[0] != batch_size:
+            raise ValueError(
+                f"`{path}` of shape {tuple(leaf.value.shape)} has other rows than the batch, whose "
+                f"number is {batch_size}. {_apart([at.parent for at in leaves.values()])}"
+            )
+        if name in _ROWS or name in _TOKENS:
+            _tell(groups.setdefault(leaf.parent, {}), str(name), path, leaf)
+    tokens = [at for at, told in groups.items() if not told.keys().isdisjoint(_TOKENS)]
+    common: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if names[path] in _ROWS and leaf.parent not in tokens:
+            _tell(common, str(names[path]), path, leaf)
+    views = {at: {**common, **groups[at]} for at in tokens} or {"": common}
+    (first, told), *others = views.items()
+    rows = _rows_of(told, batch_size, seq_len)
+    for at, other in others:
+        found = _rows_of(other, batch_size, seq_len)
+        positions = [_positions(x, y[0], seq_len) for x, y in ((told, rows), (other, found))]
+        pairs = {
+            "documents": (rows[0], found[0]),
+            "padding": (rows[1], found[1]),
+            "position ids": (positions[0], positions[1]),
+        }
+        for what, (one, another) in pairs.items():
+            if (one is None) != (another is None) or not np.array_equal(one, another):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"`{first}` and `{at}` lie in one batch, and have different {what}. "
+                    f"{_apart(list(views))}"
+                )
+        told = {**other, **told}
+    return told, rows
+
+
+def _tell(told: dict[str, Any], name: str, path: str, leaf: Leaf) -> None:
+    """Note what is told; two tensors of one name must tell the same."""
+    known = told.get(name)
+    if name in _ROWS and known is not None:
+        same = torch.as_tensor(known).shape == torch.as_tensor(leaf.value).shape
+        if not same or not bool((torch.as_tensor(known) == torch.as_tensor(leaf.value)).all()):
+            raise ValueError(
+                f"The batch holds several `{name}`, and `{path}` differs from another. "
+                f"{_apart([leaf.parent or path])}"
+            )
+    told[name] = leaf.value
+
+
+def _rows_of(told: Mapping[str, Any], batch_size: int, seq_len: int) -> _Rows:
+    padding = _read_padding(told, seq_len)
+    return _read_documents(told, batch_size, seq_len, padding), padding
+
+
+def _positions(told: Mapping[str, Any], documents: IntArray | None, seq_len: int) -> IntArray:
+    given = told.get("position_ids")
+    found: IntArray = count_positions(documents, seq_len)
+    if isinstance(given, Tensor):
+        found = given.detach().cpu().numpy()
+    return found[:1] if (found == found[:1]).all() else found
 
 
 def _read_padding(batch: Mapping[str, Any], seq_len: int) -> BoolArray | None:
@@ -343,7 +574,7 @@ def _numbered(name: str, ids: IntArray, padding: BoolArray | None) -> IntArray:
 
 def build_position_ids(whole: WholeBatch, device: torch.device) -> Tensor:
     """Return [B, S] position ids: the batch's own, else counted from each document's start."""
-    given = whole.tensors.get("position_ids")
+    given = whole.told.get("position_ids")
     if isinstance(given, Tensor):
         return given.expand(whole.batch_size, -1) if given.dim() <= 2 else given
     positions = count_positions(whole.documents, whole.seq_len)
@@ -365,53 +596,81 @@ def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
 
 
 def shard_batch(whole: WholeBatch, *, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the user's keys, each cut to what ``rank`` holds."""
+    """Return the values by path, each cut to what ``rank`` holds."""
     return {
-        key: shard(value, whole.dims[key], layout=layout, rank=rank, fill=_FILL.get(key, 0))
-        if key in whole.dims
-        else value
-        for key, value in whole.tensors.items()
+        path: shard(x, whole.dims[path], layout=layout, rank=rank, fill=_fill(whole, path))
+        if path in whole.dims
+        else x
+        for path, x in whole.tensors.items()
     }
 
 
-def unpack_documents(batch: Mapping[str, Any], whole: WholeBatch) -> dict[str, Any]:
+def _fill(whole: WholeBatch, path: str) -> int:
+    return _FILL.get(whole.names[path] or "", 0)
+
+
+def named_values(batch: Any, name: str) -> list[Any]:
+    """Return all values of a batch that are known by a name.
+
+    Example:
+        >>> named_values({"text": {"labels": 1, "input_ids": torch.zeros(1, 2)}}, "labels")
+        [1]
+    """
+    return [leaf.value for leaf in flatten(batch).values() if leaf.name == name]
+
+
+def unpack_documents(batch: Any, whole: WholeBatch) -> Any:
     """Return the batch with every document as a row of its own, padded at its end.
 
     What a model computes then that knows nothing of documents is what it should compute for packed
     ones. Position ids stay if the batch has some.
     """
     if whole.documents is None:
-        return dict(batch)
+        return batch
     places = [
         (row, int(start), int(stop))
         for row in range(whole.batch_size)
         for start, stop in _intervals(whole.documents[min(row, len(whole.documents) - 1)])
     ]
     longest = max(stop - start for _, start, stop in places)
-    dims = dict(whole.dims)
     told = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    tensors = {key: value for key, value in batch.items() if key not in told}
-    if tensors.get("attention_mask") is None:
-        some = batch[next(iter(dims))]
-        ones = torch.ones(whole.batch_size, whole.seq_len, dtype=torch.int64, device=some.device)
-        tensors["attention_mask"], dims["attention_mask"] = ones, 1
-    unpacked = {}
-    for key, value in tensors.items():
-        if key in dims:
-            parts = []
-            for row, start, stop in places:
-                own = value[row : row + 1] if value.shape[0] == whole.batch_size else value[:1]
-                part = own.narrow(dims[key], start, stop - start)
-                fill = part.new_full((1,), _FILL.get(key, 0))
-                shape = list(part.shape)
-                shape[dims[key]] = longest - (stop - start)
-                parts.append(torch.cat([part, fill.expand(shape)], dims[key]))
-            unpacked[key] = torch.cat(parts)
-        elif isinstance(value, Tensor) and value.dim() > 0 and len(value) == whole.batch_size:
-            unpacked[key] = value[[row for row, _, _ in places]]
-        else:
-            unpacked[key] = value
-    return unpacked
+    unpacked = {
+        path: _unpacked(whole, x, whole.dims.get(path), _fill(whole, path), places, longest)
+        for path, x in whole.tensors.items()
+        if whole.names[path] not in told
+    }
+    added: dict[str, dict[str, Any]] = {}
+    if whole.told.get("attention_mask") is None:
+        leaves = flatten(batch)
+        for path in whole.dims:
+            if whole.names[path] in _TOKENS:
+                some = whole.tensors[path]
+                ones = some.new_ones(whole.batch_size, whole.seq_len, dtype=torch.int64)
+                mask = _unpacked(whole, ones, 1, 0, places, longest)
+                added[leaves[path].parent] = {"attention_mask": mask}
+    return rebuild(batch, unpacked, added=added)
+
+
+def _unpacked(
+    whole: WholeBatch,
+    x: Any,
+    dim: int | None,
+    fill: int,
+    places: Sequence[tuple[int, int, int]],
+    longest: int,
+) -> Any:
+    """Return one value of the batch with a row for each of ``places``."""
+    if dim is None:
+        has_rows = isinstance(x, Tensor) and x.dim() > 0 and len(x) == whole.batch_size
+        return x[[row for row, _, _ in places]] if has_rows else x
+    parts = []
+    for row, start, stop in places:
+        own = x[row : row + 1] if x.shape[0] == whole.batch_size else x[:1]
+        part = own.narrow(dim, start, stop - start)
+        shape = list(part.shape)
+        shape[dim] = longest - (stop - start)
+        parts.append(torch.cat([part, part.new_full((1,), fill).expand(shape)], dim))
+    return torch.cat(parts)
 
 
 def pad_samples(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp import batch as batches
 from lightning_cp.context import IGNORED_LABEL
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.structure import rebuild
 
 Gradients = tuple[Tensor, dict[str, Tensor]]
 """A loss, and the gradient of each parameter by name."""
@@ -226,13 +227,13 @@ def compare(
     )
 
 
-def cut_rows(
-    batch: Mapping[str, Any], *, cp: ContextParallel, max_len: int | None
-) -> dict[str, Any]:
+def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return rows of at most ``max_len`` tokens, around the first that has a label."""
     whole = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
-    if max_len is None or whole.seq_len <= max_len:
-        return dict(batch)
+    if max_len is None or whole.seq_len <= max_len or whole.is_handed_over:
+        return batch
+    if type(batch) is not dict or whole.names.keys() != batch.keys():
+        return _cut_inside(batch, whole, max_len)
     if any(batch.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k")):
         ids = torch.from_numpy(whole.documents) if whole.documents is not None else None
         batch = {k: v for k, v in batch.items() if not k.startswith(("cu_seq_lens", "max_length"))}
@@ -248,6 +249,20 @@ def cut_rows(
         key: value.narrow(whole.dims[key], start, max_len) if key in whole.dims else value
         for key, value in batch.items()
     }
+
+
+def _cut_inside(batch: Any, whole: batches.WholeBatch, max_len: int) -> Any:
+    """Do the same to a batch that is not a plain dict of tensors: its first tokens."""
+    if whole.told.get("cu_seq_lens_q") is not None or whole.told.get("cu_seq_lens_k") is not None:
+        raise ValueError(
+            f"Rows of {whole.seq_len} tokens cannot be cut to max_len={max_len}: `cu_seq_lens_q` "
+            "lies inside a nested batch. Use `document_ids`, or a larger max_len."
+        )
+    parts = {
+        path: x.narrow(whole.dims[path], 0, max_len) if path in whole.dims else x
+        for path, x in whole.tensors.items()
+    }
+    return rebuild(batch, parts)
 
 
 @contextmanager

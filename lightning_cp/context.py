@@ -99,12 +99,16 @@ class Step:
     uid: int = field(default_factory=lambda: next(_uids))
     # What attention worked out for a mask, by the mask's key; layers share it.
     cache: dict[object, Any] = field(default_factory=dict, repr=False)
-    # What the step gave to its user, by the batch's keys.
-    yielded: dict[str, Any] = field(default_factory=dict, repr=False)
-    # Along which dim each of them is cut; keys that are kept whole are left out.
-    yielded_dims: dict[str, int] = field(default_factory=dict, repr=False)
+    # What the step gave to its user, by name; several tensors of a batch may have the same.
+    yielded: dict[str | None, list[Any]] = field(default_factory=dict, repr=False)
+    # Those of them that are cut, each with its dim.
+    cut: list[tuple[Tensor, int]] = field(default_factory=list, repr=False)
     # What token_mean() computed in this step. A step without any has a loss that we did not make.
     losses: list[LossMark] = field(default_factory=list, repr=False)
+    # The losses of the step that handed its batch over, of which this one works on a part. Not that
+    # step itself: FSDP2 goes through what modules return, masks with their steps too, and must not
+    # go in a circle.
+    outer_losses: list[LossMark] | None = field(default=None, repr=False)
 
     @property
     def cp_rank(self) -> int:
@@ -120,6 +124,12 @@ class Step:
     def held_len(self) -> int:
         """Return how many tokens per row this rank's tensors have."""
         return self.layout.held_len(self.cp_rank)
+
+    def note_loss(self, mark: LossMark) -> None:
+        """Keep what token_mean() computed, also for the step that this one is a part of."""
+        self.losses.append(mark)
+        if self.outer_losses is not None:
+            self.outer_losses.append(mark)
 
     def learn(self, held_len: int) -> None:
         """Hear how many tokens an attention call has, before it is looked at."""
@@ -164,6 +174,63 @@ class Step:
         return [sum(group) // size for group in groups for _ in group]
 
 
+class _NoRows:
+    """Stands for the layout of a step that has no rows of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _not_cut()
+
+
+@dataclass(frozen=True, eq=False)
+class HandedOver(Step):
+    """A batch that was handed over whole: its user opens a step for each part of it.
+
+    It keeps the losses of those steps. Nothing that needs rows works in it: see `current`.
+    """
+
+    parts: list[Step] = field(default_factory=list, repr=False)
+
+    @property
+    def cp_size(self) -> int:
+        """Return how many ranks share the rows of its parts."""
+        return self.groups.context.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens its parts have, padding left out."""
+        return sum(part.num_tokens for part in self.parts)
+
+    def work_by_rank(self) -> list[int]:
+        """Return how many pairs each rank's tokens see, over all parts."""
+        works = [part.work_by_rank() for part in self.parts]
+        return [sum(work[rank] for work in works) for rank in range(self.cp_size)]
+
+
+def hand_over(groups: Groups, **options: Any) -> HandedOver:
+    """Build the step of a batch that is not cut."""
+    none: Any = _NoRows()
+    return HandedOver(
+        layout=none,
+        groups=groups,
+        batch_size=0,
+        documents=None,
+        padding=None,
+        position_ids=none,
+        **options,
+    )
+
+
+def _not_cut() -> RuntimeError:
+    return RuntimeError(
+        "Attention, a loss or a helper of the step was called on a batch that was handed over "
+        "whole, as sequence_dims says: each rank would work on all of it by itself. Open a step "
+        "for each part: `with cp.step(batch['a']) as a:`, with cp = "
+        "self.trainer.strategy.context_parallel; or `with cp.paused():` for whole rows."
+    )
+
+
 def _is_bounds(key: object) -> bool:
     return isinstance(key, tuple) and key[:1] == ("bounds",)
 
@@ -188,7 +255,17 @@ _ever_active = False
 
 
 def current() -> Step | None:
-    """Return the active step; None when there is none, or when it is paused."""
+    """Return the active step; None when there is none, or when it is paused.
+
+    Whoever asks needs rows: a batch that was handed over whole has none, and is refused.
+    """
+    if isinstance(_current, HandedOver):
+        raise _not_cut()
+    return _current if isinstance(_current, Step) else None
+
+
+def opened() -> Step | None:
+    """Return the active step, also one that handed its batch over; None as in `current`."""
     return _current if isinstance(_current, Step) else None
 
 

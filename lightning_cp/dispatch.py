@@ -96,7 +96,7 @@ class _Dispatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind == "other" or context.num_unsharded() > 0 or context.current() is None:
+        if kind == "other" or context.num_unsharded() > 0 or context.opened() is None:
             return func(*args, **kwargs)
         if kind == "sdpa":
             return _attend(*args, **kwargs)
@@ -147,8 +147,8 @@ _MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
 @outside_graphs
 def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse convolutions and recurrences along this rank's tokens, and statistics over them."""
-    step = context.current()
-    if step is None or step.cp_size == 1:
+    step = context.opened()
+    if step is None or step.cp_size == 1 or isinstance(step, context.HandedOver):
         return
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):

@@ -172,7 +172,7 @@ def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = No
     check_recompute(step)
     mean, num_tokens = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
     if step is not None and not in_backward():
-        step.losses.append(LossMark(mean.detach(), num_tokens, by_position))
+        step.note_loss(LossMark(mean.detach(), num_tokens, by_position))
     result: Tensor = mean
     return result
 

@@ -18,7 +18,7 @@ from lightning_cp.batch import WholeBatch
 from lightning_cp.choices import check_choice
 from lightning_cp.collectives import GradientWire, Transport, check_gradient_wire
 from lightning_cp.compat import checkpoint_contexts
-from lightning_cp.context import Step, StepMask
+from lightning_cp.context import HandedOver, Step, StepMask
 from lightning_cp.dispatch import Unsharded
 from lightning_cp.engine.attention import name_algorithm
 from lightning_cp.engine.fused import can_start
@@ -31,6 +31,7 @@ from lightning_cp.loss import local_targets
 from lightning_cp.mask import Bounds, Mask
 from lightning_cp.mesh import Groups, build_groups, lone_groups
 from lightning_cp.sequence import shard, unshard
+from lightning_cp.structure import flatten, rebuild
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     ways of checkpointing that take a ``context_fn``. A plain function, for the compiler takes no
     other.
     """
-    step = context.current()
+    step = context.opened()
     if step is None and context.is_paused():
         return nullcontext(), context.activate(context.PAUSED)
     if step is None:
@@ -84,6 +85,20 @@ def _agree_on_gpu(ranks: Transport) -> context.Gpu | None:
     ranks.all_gather(every, mine)()
     numbers = every.tolist()
     return context.Gpu(min((a, b) for a, b, _ in numbers), all(works for *_, works in numbers))
+
+
+def _check_not_cut(batch: Any, active: Step | None) -> None:
+    """Refuse to cut again what the active step has cut."""
+    if active is None or active.cp_size == 1:
+        return
+    cut = {id(x) for values in active.yielded.values() for x in values if isinstance(x, Tensor)}
+    for path, leaf in flatten(batch).items():
+        if id(leaf.value) in cut:
+            raise ValueError(
+                f"cp.step() got `{path}`, which is this rank's part of a batch already: the active "
+                "step has cut it. Use it as it is; or keep the batch whole, and open a step for "
+                "each part: sequence_dims={'a': None, 'b': None}."
+            )
 
 
 def check_memory(attention_memory: float | None) -> None:
@@ -146,8 +161,10 @@ class ContextParallel:
             up on the way (``gather``): ``float32``, or ``model``, that of the keys. This is half
             of the bytes for bf16, for slow networks, and rounds the sum at each rank. The same on
             all ranks.
-        sequence_dims: where the sequence lies in tensors of the batch that are not known: key to
-            dim, or None to keep one whole. Goes before the defaults for Hugging Face batches.
+        sequence_dims: where the sequence lies in tensors of the batch that are not known: name or
+            path (``text.pixels``, ``0`` for the first of a tuple, ``batch`` for one that is the
+            batch) to dim, or None to keep one whole, or all of a container. Goes before the
+            defaults for Hugging Face batches.
         balance: the mask under which ranks shall have equal work, by default ``Mask(causal=True)``;
             documents and padding come from each batch. For models of which most layers have a
             window: ``Mask(causal=True, window=4096)``. Changes speed, never results.
@@ -238,24 +255,36 @@ class ContextParallel:
 
     @contextmanager
     def step(
-        self, batch: Mapping[str, Any], *, training: bool | None = None
-    ) -> Iterator[dict[str, Any]]:
+        self,
+        batch: Any,
+        *,
+        training: bool | None = None,
+        sequence_dims: Mapping[str, int | None] | None = None,
+    ) -> Iterator[Any]:
         """Work on this rank's part of a batch.
 
         Inside, attention(), F.scaled_dot_product_attention and token_mean() see the whole of it.
         Backward may run inside or after.
 
         Args:
-            batch: the whole batch, the same on every rank of the group.
+            batch: the whole batch, the same on every rank of the group: a dict, tuple, list or data
+                class of tensors, or any of them inside another.
             training: whether the loss is averaged over the data axis too; by default, whether
                 gradients are enabled.
+            sequence_dims: where the sequence lies in this batch, in place of what
+                ``ContextParallel(sequence_dims=...)`` says of all.
 
         Yields:
-            The same keys, each tensor cut to the positions that this rank holds. Labels are cut,
-            not shifted.
+            The same structure, each tensor cut to the positions that this rank holds. Labels are
+            cut, not shifted. Where ``sequence_dims`` keeps every tensor whole, the batch itself:
+            open a step for each part of it then.
         """
-        training = torch.is_grad_enabled() if training is None else training
-        opened, local = self._open(batch, training)
+        outer = context.opened()
+        if not isinstance(outer, HandedOver):
+            outer = None
+        if training is None:
+            training = torch.is_grad_enabled() if outer is None else outer.training
+        opened, local = self._open(batch, training, outer, sequence_dims)
         with self.entered(opened):
             yield local
 
@@ -271,12 +300,12 @@ class ContextParallel:
     @contextmanager
     def alone(
         self,
-        batch: Mapping[str, Any],
+        batch: Any,
         *,
         training: bool | None = None,
         stock: bool = False,
         routed: bool = False,
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Any]:
         """Work on the whole batch, on this rank only: what `step` is compared with.
 
         SDPA calls are torch's own; attention(), flex_attention() and token_mean() see whole rows,
@@ -293,11 +322,6 @@ class ContextParallel:
             The batch's keys and tensors, uncut.
         """
         training = torch.is_grad_enabled() if training is None else training
-        if stock:
-            read = batches.read_batch(
-                batch, sequence_dims=self.sequence_dims, decided=self._decided
-            )
-            batch = batches.unpack_documents(batch, read)
         opened, whole = self._cut(batch, training, self._alone, stock=stock)
         if routed:
             with self.entered(opened):
@@ -307,11 +331,25 @@ class ContextParallel:
         with context.activate(opened), dispatch.flex_detour:
             yield whole
 
-    def _open(self, batch: Mapping[str, Any], training: bool) -> tuple[Step, dict[str, Any]]:
+    def _open(
+        self,
+        batch: Any,
+        training: bool,
+        outer: HandedOver | None,
+        sequence_dims: Mapping[str, int | None] | None,
+    ) -> tuple[Step, Any]:
         """Build the step of a batch; whatever is wrong is raised by all ranks together."""
-        compare, problem = self.count_batch(training), None
+        if outer is not None and outer.groups is self._alone:  # on this rank only, as `alone`
+            return self._cut(
+                batch, training, self._alone, outer, sequence_dims, stock=outer.is_stock
+            )
+        compare = self.count_batch(training) if outer is None else outer.is_checked
+        problem = None
         try:
-            opened, local = self._cut(batch, training, self._groups, checked=compare)
+            _check_not_cut(batch, context.opened())
+            opened, local = self._cut(
+                batch, training, self._groups, outer, sequence_dims, checked=compare
+            )
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
         self.agree(batch, problem, training=training, values=compare)
@@ -324,7 +362,7 @@ class ContextParallel:
 
     def agree(
         self,
-        batch: Mapping[str, Any],
+        batch: Any,
         problem: Exception | None,
         *,
         training: bool,
@@ -352,41 +390,66 @@ class ContextParallel:
 
     def _cut(
         self,
-        batch: Mapping[str, Any],
+        batch: Any,
         training: bool,
         groups: Groups,
+        outer: HandedOver | None = None,
+        sequence_dims: Mapping[str, int | None] | None = None,
         *,
         checked: bool = False,
         stock: bool = False,
-    ) -> tuple[Step, dict[str, Any]]:
+    ) -> tuple[Step, Any]:
         """Work out a step and this rank's part of the batch; no rank waits for another."""
-        whole = batches.read_batch(batch, sequence_dims=self.sequence_dims, decided=self._decided)
-        context = groups.context
-        layout = self._layout_of(whole, context.size)
-        local = batches.shard_batch(whole, layout=layout, rank=context.rank)
-        device = next(local[key].device for key in whole.dims)
+        words = self.sequence_dims if sequence_dims is None else sequence_dims
+        decided = self._decided if outer is None and sequence_dims is None else {}
+        whole = batches.read_batch(batch, sequence_dims=words, decided=decided)
+        common: dict[str, Any] = {
+            "groups": groups,
+            "training": training,
+            "algorithm": self.algorithm,
+            "kernel": "reference" if groups is self._alone else self.kernel,
+            "attention_memory": self.attention_memory,
+            "gradient_wire": self.gradient_wire,
+            "gpu": self.gpu,
+            "is_checked": checked,
+            "is_stock": stock,
+            "position_edges": self.position_edges,
+        }
+        if whole.is_handed_over:
+            if outer is not None:
+                raise ValueError(
+                    "cp.step() was given a part of a batch that was handed over whole, and "
+                    f"sequence_dims={dict(words)} keeps all of the part whole too. Say where its "
+                    "sequence lies: cp.step(part, sequence_dims={...}), {} for the names that are "
+                    "known."
+                )
+            return context.hand_over(**common), batch
+        if stock and whole.documents is not None:
+            batch = batches.unpack_documents(batch, whole)
+            whole = batches.read_batch(batch, sequence_dims=words, decided=decided)
+        transport = groups.context
+        layout = self._layout_of(whole, transport.size)
+        local = batches.shard_batch(whole, layout=layout, rank=transport.rank)
+        device = next(local[path].device for path in whole.dims)
         positions = batches.build_position_ids(whole, device)
+        yielded: dict[str | None, list[Any]] = {}
+        for path, x in local.items():
+            yielded.setdefault(whole.names[path], []).append(x)
         opened = Step(
             layout=layout,
-            groups=groups,
             batch_size=whole.batch_size,
             documents=whole.documents,
             padding=whole.padding,
-            position_ids=shard(positions, -1, layout=layout, rank=context.rank),
-            training=training,
-            algorithm=self.algorithm,
-            kernel="reference" if groups is self._alone else self.kernel,
-            attention_memory=self.attention_memory,
-            gradient_wire=self.gradient_wire,
-            gpu=self.gpu,
-            has_position_ids=isinstance(batch.get("position_ids"), Tensor),
-            is_checked=checked,
-            is_stock=stock,
-            position_edges=self.position_edges,
-            yielded=dict(local),
-            yielded_dims=dict(whole.dims),
+            position_ids=shard(positions, -1, layout=layout, rank=transport.rank),
+            has_position_ids=isinstance(whole.told.get("position_ids"), Tensor),
+            yielded=yielded,
+            cut=[(local[path], dim) for path, dim in whole.dims.items()],
+            outer_losses=None if outer is None else outer.losses,
+            **common,
         )
-        return opened, local
+        if outer is not None:
+            outer.parts.append(opened)
+        return opened, rebuild(batch, local)
 
     def _layout_of(self, whole: WholeBatch, cp_size: int) -> Layout:
         """Lay a batch out: a pure function of it, so that all ranks come to the same."""
@@ -401,6 +464,7 @@ class ContextParallel:
             seq_len=whole.seq_len,
             cp_size=cp_size,
             bounds=None if is_plain else bounds,
+            shows_padding=whole.shows_padding,
         )
 
     def position_ids(self) -> Tensor:
@@ -472,6 +536,8 @@ class ContextParallel:
         the batch, keys that ``sequence_dims`` names, and what a model of a known library returns
         per token (logits, hidden states). Any other value must be the same on all ranks.
         """
+        if isinstance(context.opened(), HandedOver):  # its parts were unsharded in their steps
+            return output
         step = self._active("unshard_all()")
         changed, others = {}, []
         for leaf in self.output_leaves(output):
@@ -506,10 +572,7 @@ class ContextParallel:
             return None
         if leaf.key in self.sequence_dims:
             return self.sequence_dims[leaf.key]
-        for key, local in step.yielded.items():
-            if local is x:
-                return step.yielded_dims.get(key)
-        return leaf.dim
+        return next((dim for local, dim in step.cut if local is x), leaf.dim)
 
     def unshard_value(self, x: Any, dim: int, step: Step) -> Any:
         """Return a tensor or an array of this rank's tokens as whole sequences, where it lay."""
@@ -628,7 +691,7 @@ class ContextParallel:
                 "entropy, and global_mean(total, count) from lightning_cp.loss for other terms."
             )
 
-    def same_rows(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def same_rows(self, batch: T) -> T:
         """Return, on every data rank, the batch of the first."""
         return self._groups.data.first(batch)
 

@@ -35,6 +35,7 @@ from lightning_cp import averaging, context
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.batch import named_values
 from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.choices import check_choice
 from lightning_cp.collectives import GradientWire, check_gradient_wire
@@ -101,8 +102,9 @@ class ContextParallelStrategy(ModelParallelStrategy):
             default six times the local queries, at least 0.78, and more where that saves time.
         gradient_wire: precision of gradients of keys and values that collectives add up:
             ``float32``, or ``model``, half of the bytes for bf16: for slow networks.
-        sequence_dims: where the sequence lies in tensors that are not known: key to dim, or None
-            to keep one whole.
+        sequence_dims: where the sequence lies in tensors that are not known: name or path
+            (``text.pixels``; ``0``, the first of a tuple) to dim, or None to keep one whole, or all
+            of a container.
         balance_window: ranks shall have equal work under a causal mask with this window, where
             most layers have one; by default without a window. Only ``balanced`` and ``auto`` ask.
         parameter_sharding: ``full`` cuts parameters over data x context, ``none`` keeps them all
@@ -466,7 +468,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         if automatic and checked.is_due("training_step", 0):
             self._verify_training(trial, batch)
         with self.context_parallel.step(batch, training=True) as local:
-            self._step = step = context.current()
+            self._step = step = context.opened()
             assert step is not None  # noqa: S101
             self._num_labels = _count_labels(local)
             with recorded_logs(module, step, training=True, sync="never") as logs:
@@ -533,7 +535,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         ):
             checked.verify(trial, batch, loader)
         with self.context_parallel.step(batch, training=False) as local:
-            self._step = step = context.current()
+            self._step = step = context.opened()
             assert step is not None  # noqa: S101
             sync: Sync = "always" if even else "epoch"
             with recorded_logs(trial.module, step, training=False, sync=sync) as logs:
@@ -678,7 +680,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             )
 
         def loss_fn(given: dict[str, Any]) -> Tensor:
-            self._step, self._num_labels = context.current(), _count_labels(given)
+            self._step, self._num_labels = context.opened(), _count_labels(given)
             arguments = (given, 0)[: len(inspect.signature(module.training_step).parameters)]
             with self.precision_plugin.train_step_context():
                 output = self._checked(module.training_step(*arguments))
@@ -855,8 +857,10 @@ def _is_interactive() -> bool:
     return bool(_IS_INTERACTIVE)
 
 
-def _count_labels(local: Mapping[str, Any]) -> Tensor | None:
-    labels = local.get("labels")
+def _count_labels(local: Any) -> Tensor | None:
+    labels, *others = named_values(local, "labels") or [None]
+    if others:
+        return None
     return (labels != IGNORED_LABEL).sum() if isinstance(labels, Tensor) else None
 
 

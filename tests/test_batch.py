@@ -1,3 +1,6 @@
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +11,8 @@ from lightning_cp.batch import SEQUENCE_DIMS, read_batch, unpack_documents
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def read(batch, **sequence_dims):
-    return read_batch(batch, sequence_dims=sequence_dims, decided={})
+def read(batch, sequence_dims=None, **more):
+    return read_batch(batch, sequence_dims={**(sequence_dims or {}), **more}, decided={})
 
 
 def test_a_step_yields_exactly_the_users_keys():
@@ -205,3 +208,164 @@ def test_documents_become_rows_of_their_own():
     assert rows["labels"][0].tolist() == [*TOKENS[0, :2].tolist(), -100, -100, -100]
     assert rows["name"].tolist() == [7, 7, 8]
     assert "document_ids" not in rows
+
+
+Pair = namedtuple("Pair", ["input_ids", "labels"])
+
+
+@dataclass
+class Sample:
+    input_ids: torch.Tensor
+    name: str = "x"
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        TOKENS,
+        (TOKENS, TOKENS),
+        [TOKENS, torch.tensor([1, 0])],
+        (TOKENS, torch.zeros(2, 6), torch.zeros(2, 6, 3), torch.tensor(3.0)),
+        torch.zeros(2, 6, 3),
+        Pair(TOKENS, TOKENS),
+        Sample(TOKENS),
+        {"text": {"input_ids": TOKENS, "labels": TOKENS}, "names": ["a", "b"]},
+        OrderedDict(input_ids=TOKENS),
+        UserDict(input_ids=TOKENS),
+        ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 6)}, TOKENS),
+        {"a": {"input_ids": TOKENS}, "b": {"input_ids": TOKENS, "attention_mask": TOKENS * 0 + 1}},
+        {"a": (TOKENS, TOKENS), "b": None},
+        {0: TOKENS.clone(), "input_ids": TOKENS} | {0: None},
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_step_gives_back_the_structure_that_it_got(batch):
+    with ContextParallel(None, layout="contiguous").step(batch) as local:
+        assert type(local) is type(batch)
+        assert repr(local) == repr(batch)
+
+
+def test_what_has_no_name_goes_by_its_place():
+    assert read((TOKENS, torch.zeros(2, 6), torch.arange(2))).dims == {"0": 1, "1": 1}
+    assert read(({"input_ids": TOKENS}, TOKENS)).dims == {"0.input_ids": 1, "1": 1}
+    assert read({"a": (TOKENS, TOKENS)}).dims == {"a.0": 1, "a.1": 1}
+    assert read((torch.zeros(2, 6), torch.zeros(2, 3)), {"0": 1, "1": None}).dims == {"0": 1}
+    assert read(torch.zeros(2, 3, 6), {"batch": 2}).dims == {"batch": 2}
+
+
+def test_a_path_goes_before_a_name():
+    batch = {"text": {"input_ids": TOKENS, "extra": TOKENS}, "other": {"extra": torch.ones(2, 6)}}
+    assert read(batch, {"extra": 1, "other.extra": None}).dims == {
+        "text.input_ids": 1,
+        "text.extra": 1,
+    }
+    assert read(batch, {"text.extra": 1, "other": None}).dims == {
+        "text.input_ids": 1,
+        "text.extra": 1,
+    }
+
+
+def test_tensors_without_names_are_not_filled_up():
+    assert read({"input_ids": TOKENS}).shows_padding
+    assert not read((TOKENS, TOKENS)).shows_padding
+    assert not read(({"input_ids": TOKENS}, TOKENS)).shows_padding
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.zeros(2, 6), r"shapes do not tell.*`batch` \(2, 6\).*sequence_dims=\{'batch': 1\}"),
+        ((torch.zeros(2, 6), torch.arange(2)), r"sequence_dims=\{'0': 1\}"),
+        ((TOKENS, TOKENS[:, :4]), r"'0': 1, '1': 1"),
+        (
+            (TOKENS, torch.zeros(2, 3)),
+            r"`1` of shape \(2, 3\).*sequence_dims=\{'1': None\} to keep",
+        ),
+        ((TOKENS, torch.zeros(2, 6, 6)), r"`1` .*sequence_dims=\{'1': 1\} to cut it"),
+        ((TOKENS, torch.zeros(6)), r"`1` of shape \(6,\).*sequence_dims=\{'1': 0\}"),
+        (
+            {"input_ids": TOKENS, "x": {"y": TOKENS}},
+            r"`x.y`.*sequence_dims=\{'x.y': 1\} to cut it, \{'x.y': None\}",
+        ),
+        ({"input_ids": TOKENS, "labels": [TOKENS[0], TOKENS[1]]}, "`labels.0`.*Stack them"),
+        (
+            {"a": {"input_ids": TOKENS}, "b": {"input_ids": TOKENS[:, :4]}},
+            r"two sequence lengths: `a.input_ids` has 6 .*sequence_dims=\{'a': None, 'b': None\}",
+        ),
+        (
+            {"a": {"input_ids": TOKENS}, "b": {"input_ids": TOKENS[:1]}},
+            r"`b.input_ids` .* other rows than the batch, whose number is 2",
+        ),
+        (
+            [{"input_ids": TOKENS}, {"input_ids": TOKENS, "attention_mask": (TOKENS > 0).long()}],
+            r"`0` and `1` .* different padding. .*\{'0': None, '1': None\}.*cp.step\(batch\[0\]\)",
+        ),
+        (
+            {
+                "a": {"input_ids": TOKENS, "document_ids": (TOKENS > 3).long()},
+                "b": {"input_ids": TOKENS, "document_ids": (TOKENS > 2).long()},
+            },
+            "`a` and `b` lie in one batch, and have different documents",
+        ),
+        (
+            {
+                "a": {"input_ids": TOKENS},
+                "b": {"input_ids": TOKENS, "position_ids": torch.arange(1, 7).expand(2, -1)},
+            },
+            "different position ids",
+        ),
+        (
+            {
+                "a": {"input_ids": TOKENS},
+                "b": {"attention_mask": (TOKENS > 0).long()},
+                "c": {"attention_mask": (TOKENS > 1).long()},
+            },
+            "several `attention_mask`, and `c.attention_mask` differs",
+        ),
+        ({"a.b": TOKENS, "a": {"b": TOKENS}}, "two values with the path `a.b`"),
+    ],
+)
+def test_a_batch_that_may_be_read_in_two_ways_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        read(batch)
+
+
+def test_padding_beside_no_tokens_is_that_of_all():
+    mask = (TOKENS > 0).long()
+    batch = {"a": {"input_ids": TOKENS}, "b": {"input_ids": TOKENS}, "c": {"attention_mask": mask}}
+    assert np.array_equal(read(batch).padding, (mask == 0).numpy())
+
+
+def test_a_batch_that_is_kept_whole_is_handed_over():
+    batch = {"a": {"input_ids": TOKENS}, "b": (TOKENS[:, :4],)}
+    cp = ContextParallel(None, sequence_dims={"a": None, "b": None})
+    with cp.step(batch) as whole:
+        assert whole is batch
+        for call in (
+            lambda: token_mean(torch.zeros(2, 6, 12), TOKENS),
+            lambda: attention(*[torch.zeros(2, 1, 6, 4)] * 3, mask=Mask(causal=True)),
+            lambda: torch.nn.functional.scaled_dot_product_attention(
+                *[torch.zeros(2, 1, 6, 4)] * 3
+            ),
+            cp.position_ids,
+        ):
+            with pytest.raises(RuntimeError, match="handed over whole.*Open a step for each part"):
+                call()
+        with cp.paused():
+            token_mean(torch.zeros(2, 6, 12), TOKENS)
+        with cp.step(whole["b"]) as part:
+            assert part[0].shape == (2, 4)
+            token_mean(torch.zeros(2, 4, 12), part[0])
+
+
+def test_a_part_that_is_kept_whole_again_is_refused():
+    batch = [(TOKENS, TOKENS), (TOKENS, TOKENS)]
+    cp = ContextParallel(None, sequence_dims={"0": None, "1": None})
+    with cp.step(batch) as whole:
+        with (
+            pytest.raises(ValueError, match=r"cp.step\(part, sequence_dims=\{...\}\)"),
+            cp.step(whole[0]),
+        ):
+            pass
+        with cp.step(whole[0], sequence_dims={}) as part:
+            assert torch.equal(part[0], TOKENS)

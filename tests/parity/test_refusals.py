@@ -37,7 +37,7 @@ STEP_CASES = {
         {},
         r"keys \['pixels'\], and none of them.*sequence_dims=",
     ),
-    "no dict": ([(TOKENS,)], {}, r"TypeError: cp.step\(\) needs a dict of tensors.*got a tuple"),
+    "no batch": (["text"], {}, r"TypeError: cp.step\(\) needs tensors in a dict, tuple.*got a str"),
     "unknown sequence dim": (
         [{"input_ids": TOKENS, "weights": torch.ones(2, 3, 12)}],
         {},
@@ -47,8 +47,7 @@ STEP_CASES = {
     "unknown sequence dim, nested": (
         [{"input_ids": TOKENS, "extra": {"weights": [torch.ones(12)]}}],
         {},
-        r"`extra.weights\[0\]` of shape \(12,\).*move it there, or keep all of `extra` whole: "
-        r"sequence_dims=\{'extra': None\}",
+        r"`extra.weights.0` of shape \(12,\).*sequence_dims=\{'extra.weights.0': 0\} to cut it",
     ),
     "a list that should be cut": (
         [{"input_ids": TOKENS, "labels": TOKENS.tolist()}],
