@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_cp.context import Step
+from lightning_cp.quiet import expect_global
 
 Sync = Literal["never", "epoch", "always"]
 """When a logged mean is taken over the data axis too."""
@@ -102,6 +103,8 @@ def recorded_logs(
                 options["batch_size"] = num_tokens.clamp(min=_NO_TOKENS)
             wanted = sync == "always" or (sync == "epoch" and not options["on_step"])
             options["sync_dist"] = options["sync_dist"] or wanted
+            if not options["sync_dist"]:
+                expect_global(options["name"])
         if sync is not None:
             log(*call.args, **call.kwargs)
 

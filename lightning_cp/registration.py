@@ -20,7 +20,8 @@ from typing import Any, Final
 _STRATEGIES: Final = "lightning.pytorch.strategies"
 _SAVING: Final = "lightning.pytorch.core.saving"
 _NAME: Final = "context_parallel"
-_SIZES: Final = (2, 4, 8, 16)
+_SIZES: Final = range(1, 1025)
+"""Lightning knows no patterns: each name is an entry of its own."""
 
 
 def register() -> None:

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ from lightning_cp.mesh import (
     resolve_sizes,
 )
 from lightning_cp.parallel import ContextParallel, check_memory, reenter
+from lightning_cp.quiet import expect_known
 from lightning_cp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -169,6 +171,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         check_memory(attention_memory)
         check_gradient_wire(gradient_wire)
         check_parameter_sharding(parameter_sharding)
+        expect_known()
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=1,
@@ -337,9 +340,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self._module()._device_mesh = self._device_mesh
         self._undos.append(averaging.allow_copies(self._module()))  # setup() of callbacks is next
 
-    def _check_precision(self) -> None:
-        # Lightning checks strategies that are given as objects, not those chosen by name.
-        precision = self.precision_plugin.precision
+    def _check_precision(self, asked: str | None = None) -> None:
+        precision = self.precision_plugin.precision if asked is None else asked
         if precision not in PRECISIONS:
             raise ValueError(
                 f"Trainer(precision={precision!r}) is not supported by {type(self).__name__}. Use "
@@ -834,6 +836,21 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _trainer(self) -> Trainer:
         return self._module().trainer
+
+
+# Lightning checks strategies that are given as objects, not those chosen by name, and says that its
+# own strategy does not take a precision in Fabric.
+_check_by_lightning = _AcceleratorConnector._validate_precision_choice
+
+
+def _check_precision_choice(connector: _AcceleratorConnector) -> None:
+    strategy = connector._strategy_flag
+    if isinstance(strategy, ContextParallelStrategy):
+        strategy._check_precision(connector._precision_flag)
+    _check_by_lightning(connector)
+
+
+_AcceleratorConnector._validate_precision_choice = _check_precision_choice  # type: ignore[assignment, method-assign]
 
 
 def _check_module(module: LightningModule) -> None:

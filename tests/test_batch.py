@@ -369,3 +369,16 @@ def test_a_part_that_is_kept_whole_again_is_refused():
             pass
         with cp.step(whole[0], sequence_dims={}) as part:
             assert torch.equal(part[0], TOKENS)
+
+
+def test_a_document_of_padding_alone_is_padding_of_the_one_before_it():
+    ids, mask = torch.tensor([[0, 0, 1, 1, 2, 2]]), torch.tensor([[1, 1, 0, 0, 1, 1]])
+    q = torch.randn(1, 2, 6, 4, dtype=torch.float64)
+    own = attention(q, q, q, mask=Mask(causal=True, documents=ids, padding=mask == 0))
+    assert not own[:, :, 2:4].any()
+    cp = ContextParallel(None, layout="contiguous")
+    with cp.step({"input_ids": ids, "document_ids": ids, "attention_mask": mask}):
+        read_ = attention(q, q, q, mask=Mask(causal=True))
+    joined = torch.tensor([[0, 0, 0, 0, 2, 2]])
+    expected = attention(q, q, q, mask=Mask(causal=True, documents=joined, padding=mask == 0))
+    assert torch.allclose(read_, expected)

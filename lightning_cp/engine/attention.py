@@ -80,7 +80,8 @@ def attention(
         dropout: must be 0; it is here to be refused in words.
 
     Returns:
-        [B, H, L, Dv]. Queries that see nothing get 0.
+        [B, H, L, Dv]. Queries that see nothing get 0. A document of padding alone is not among them
+        if it was read from a batch: it counts as padding of the document before it.
 
     Example:
         >>> import torch

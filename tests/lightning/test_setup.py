@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 
@@ -194,6 +195,7 @@ def run_setups():
         "no such block": fit_message(Module(), new(shard_modules=["Blocks"])),
         "no adapter": fit_message(Choosing(), new()),
         "64-true by name": fit_message(Module(), "context_parallel_2", precision="64-true"),
+        "3 by name": fit_message(Module(), "context_parallel_3"),
         "cp 3 of 2": fit_message(Module(), new(context_parallel_size=3)),
         "devices": fit_message(Module(), new(), devices=1),
         "devices, nodes": fit_message(Module(), new(), num_nodes=2),
@@ -218,6 +220,7 @@ EXPECTED = {
     "no such block": "shard_modules=['Blocks'] names no module",
     "no adapter": "no adapter that is installed knows it",
     "64-true by name": "Use one of 32-true, bf16-mixed, bf16-true, 16-true",
+    "3 by name": "context_parallel_size=3 does not divide the 2 processes",
     "cp 3 of 2": "context_parallel_size=3 does not divide the 2 processes",
     "devices, nodes": "The launcher started 2 processes, but Trainer(devices=2, num_nodes=2)",
 }
@@ -315,3 +318,38 @@ def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks, nodes, per_no
     for said in ranks(4).run(run_spread, nodes, per_node, cp_size):
         assert len(said) == bool(parts)
         assert all(part in said[0] for part in parts)
+
+
+def test_a_precision_that_is_refused_is_refused_by_our_name():
+    message = "16-mixed'.* is not supported by ContextParallelStrategy. Use one of 32-true, bf16"
+    with pytest.raises(ValueError, match=message):
+        pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=ContextParallelStrategy(),
+            precision="16-mixed",
+            logger=False,
+        )
+
+
+class Logging(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("whole_epoch", loss, on_step=False, on_epoch=True)
+        self.log("own", float(batch_idx), on_step=False, on_epoch=True)
+        return loss
+
+
+def run_and_listen():
+    with elastic_environment(), warnings.catch_warnings(record=True) as heard:
+        warnings.resetwarnings()
+        trainer = build_trainer(strategy=ContextParallelStrategy(), max_epochs=1)
+        trainer.fit(Logging(), loader(PackedRows(2), 1))
+    return [str(warning.message) for warning in heard]
+
+
+def test_nothing_is_advised_that_is_done_already(ranks):
+    heard = "\n".join(ranks(2).run(run_and_listen)[0])
+    assert "LeafSpec" not in heard
+    assert "self.log('whole_epoch', ..., sync_dist=True)" not in heard
+    assert "self.log('own', ..., sync_dist=True)" in heard  # what is not global still is
