@@ -97,6 +97,21 @@ class RecipesCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the options as they were written: the former lets a checkpoint's prevail."""
 
+    def before_instantiate_classes(self) -> None:
+        """Look at the devices first: a model may be fetched before the Trainer asks for them."""
+        asked = self._get(self.config, "trainer")
+        check_devices(asked.accelerator, asked.devices)
+
+    def instantiate_classes(self) -> None:
+        """Build model, data and Trainer; what a class says of its options is all that is said."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            told = re.search(r"^\s*- (\w+=.*)$", str(error), re.MULTILINE)
+            if told is None or "Union subtypes" not in str(error):
+                raise
+            raise ValueError(f"data.init_args.{told[1]}") from error
+
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """Build the Trainer; what it refuses is about its options."""
         try:
@@ -122,6 +137,27 @@ class RecipesCLI(LightningCLI):
             file /= f"{strategy.data_parallel_rank}.pt"
             torch.save(found, file)
             print(f"predictions written to {file}")
+
+
+def check_devices(accelerator: Any, devices: Any) -> None:
+    """Refuse more GPUs than this machine has.
+
+    Args:
+        accelerator: as for a Trainer.
+        devices: as for a Trainer.
+    """
+    if accelerator not in ("gpu", "cuda"):
+        return
+    there = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+    number = int(devices) if str(devices).lstrip("-").isdigit() else None
+    if there and (number is None or number <= there):
+        return
+    wanted = f" devices={devices}" if number is None or number > 0 else ""
+    raise ValueError(
+        f"trainer: accelerator={accelerator}{wanted}, but this machine has {there} GPUs. Use "
+        f"{f'--trainer.devices {there}' if there else '--trainer.accelerator cpu'}, or a machine "
+        "with more; the comment at the top of a config says what it was made for."
+    )
 
 
 def _put_back(folder: str | None) -> None:

@@ -41,7 +41,7 @@ from hf_patches.heads import ChunkedLoss
 from lightning_cp.checkpoint import load_weights, together
 from lightning_cp.choices import check_choice
 from recipes.data.passkey import RetrievalGrid, heat_map, retrieval_accuracy
-from recipes.tokens import byte_tokenizer, first_line
+from recipes.tokens import byte_tokenizer, first_line, reaches_hub, unreachable
 
 Schedule = Literal["cosine", "linear", "constant"]
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -213,12 +213,12 @@ class CausalLMModule(LightningModule):
                 name,
                 allow_patterns=_WANTED,
                 ignore_patterns=_UNWANTED,
-                local_files_only=not fetch,
+                local_files_only=not fetch or not reaches_hub(),
             )
         except OSError as error:
             raise ValueError(
-                f"model={name!r}: the weights could not be fetched ({first_line(error)}). Check "
-                "the connection and your access, or give a folder."
+                f"model={name!r}: the weights could not be fetched ({first_line(error)}). "
+                f"{unreachable()}Check the connection and your access, or give a folder."
             ) from error
         return Path(fetched)
 
@@ -404,11 +404,14 @@ def read_config(model: str | None) -> PreTrainedConfig:
             "hub."
         )
     try:
-        config = AutoConfig.from_pretrained(str(folder) if folder.exists() else model)
+        config = AutoConfig.from_pretrained(
+            str(folder) if folder.exists() else model,
+            local_files_only=folder.exists() or not reaches_hub(),
+        )
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(
             f"model={model!r} could not be loaded, neither as a folder nor from the hub "
-            f"({first_line(error)}). Check the name, the connection and your access."
+            f"({first_line(error)}). {unreachable()}Check the name, the connection and your access."
         ) from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: one for bytes that needs no download, and any other by folder or hub name."""
 
+import socket
+from functools import cache
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from huggingface_hub import is_offline_mode
+from huggingface_hub.constants import ENDPOINT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -80,15 +86,39 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
         )
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder) if folder.exists() else name_or_path
+            str(folder) if folder.exists() else name_or_path,
+            local_files_only=folder.exists() or not reaches_hub(),
         )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"tokenizer={name_or_path!r} could not be loaded, neither as a folder nor from the hub "
-            f"({first_line(error)}). Check the name and the connection, or use None for the byte "
-            "tokenizer."
+            f"({first_line(error)}). {unreachable()}Check the name and the connection, or use None "
+            "for the byte tokenizer."
         ) from error
     return loaded
+
+
+@cache
+def reaches_hub() -> bool:
+    """Say whether the hub answers, before a library asks it again and again for half a minute."""
+    if is_offline_mode():
+        return False
+    address = urlsplit(ENDPOINT)
+    if getproxies().get(address.scheme):  # it may be reached by this, and not directly
+        return True
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((str(address.hostname), port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def unreachable() -> str:
+    """Say that the hub was not asked, if that is so; for the middle of a message."""
+    if reaches_hub():
+        return ""
+    return f"{ENDPOINT} is out of reach, so only what was fetched before can be used. "
 
 
 def first_line(error: BaseException) -> str:

@@ -2,10 +2,10 @@
 """Conversations as packed rows in which only what the assistant says is learned."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,8 @@ class ChatData(PackedData):
         seq_len: tokens per row.
         batch_size: rows per data rank.
         messages_column: the column that holds the list of messages, each with ``role`` and
-            ``content``.
+            ``content``, or of the ShareGPT kind, with ``from`` and ``value``. Where there is no
+            ``messages``, ``conversations`` is read.
         tokenizer: a folder or a name on the hub, with a chat template; None: bytes.
         chat_template: a Jinja file to use instead of the tokenizer's own template. ``chatml`` is
             one that is here: Qwen's format, without its thinking, and with answers marked.
@@ -47,6 +48,11 @@ class ChatData(PackedData):
     """
 
     column_option = "messages_column"
+
+    def column_of(self, known: Collection[str]) -> str:
+        """Return the column to read: that of the ShareGPT kind where the usual one is missing."""
+        usual = self.column == "messages" and "messages" not in known
+        return "conversations" if usual and "conversations" in known else self.column
 
     def __init__(
         self,
@@ -195,15 +201,45 @@ def _answers(
     return whole, spans
 
 
+_ROLES: Final = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Who speaks in conversations of the ShareGPT kind, and how templates call them."""
+
+
+def _renamed(message: Any, number: int) -> Any:
+    """Return a message of the ShareGPT kind (``from``, ``value``) with role and content."""
+    if not isinstance(message, dict) or "role" in message or "from" not in message:
+        return message
+    role = _ROLES.get(str(message["from"]).lower())
+    if role is None:
+        raise ValueError(
+            f"Conversation {number} has a message from {message['from']!r}. Known are "
+            f"{', '.join(_ROLES)}: rename it, or give messages with `role` and `content`."
+        )
+    return {"role": role, "content": message.get("value")}
+
+
 def _messages(value: Any, number: int) -> list[Message]:
+    if isinstance(value, list):
+        value = [_renamed(message, number) for message in value]
     good = isinstance(value, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in value
     )
     if not good or not value:
         raise ValueError(
-            f"Conversation {number} is not a list of messages with `role` and `content`, but "
-            f"{str(value)[:80]!r}. Name the column that holds one: messages_column=..."
+            f"Conversation {number} is not a list of messages with `role` and `content` (or "
+            f"`from` and `value`), but {str(value)[:80]!r}. Name the column that holds one: "
+            "messages_column=..."
         )
     messages: list[Message] = value
     return messages

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -220,6 +220,10 @@ class PackedData(RowsData):
         """
         raise NotImplementedError
 
+    def column_of(self, known: Collection[str]) -> str:
+        """Return the column to read, of those that there are."""
+        return self.column
+
     def options(self) -> dict[str, Any]:
         """Return what else the rows depend on."""
         return {}
@@ -346,18 +350,18 @@ class PackedData(RowsData):
         source = self._sources[split]
         streaming = self.streaming and split == "train"
         records = source.read(streaming=streaming, cache_dir=self.cache_dir)
-        check = partial(
-            check_column, column=self.column, source=source.name, option=self.column_option
-        )
+        check = partial(check_column, source=source.name, option=self.column_option)
         limit = self.max_documents if self._takes_from_source(split) else None
         if streaming:  # a stream may not know its columns before it has begun
             for number, record in enumerate(islice(records, limit)):
-                check(record)
-                yield number, record[self.column]
+                column = self.column_of(record)
+                check(record, column)
+                yield number, record[column]
             return
-        check(records.column_names)
+        column = self.column_of(records.column_names)
+        check(records.column_names, column)
         for number in self._chosen(split, min(len(records), limit or len(records)), source.name):
-            yield number, records[number][self.column]
+            yield number, records[number][column]
 
     def _chosen(self, split: Split, num_documents: int, name: str) -> list[int]:
         """Return which documents are of this split: whole ones, or rows would leak."""

@@ -7,14 +7,25 @@ Gives records by number or one after the other; knows nothing of tokens.
 import json
 import os
 import sysconfig
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes.tokens import first_line
+from recipes.tokens import first_line, reaches_hub, unreachable
 
-_BUILDERS: Final = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_BUILDERS: Final = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".jsonl.gz": "json",
+    ".json.gz": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+}
+_SAVED: Final = ("dataset_dict.json", "dataset_info.json")
+"""What `datasets.save_to_disk()` writes beside its Arrow files: of several splits, or of one."""
 _NOT_CORPUS: Final = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 _CORPUS_BYTES: Final = 16_384
 """Smaller files of the standard library are left out: the corpus is for long documents."""
@@ -26,7 +37,7 @@ class Source:
 
     Args:
         name: as the user wrote it.
-        builder: what reads the files; ``hub`` has none.
+        builder: what reads the files; ``hub`` has none, ``saved`` is what save_to_disk() wrote.
         files: in their order.
         config_name: the hub's configuration.
         split: the hub's split.
@@ -44,7 +55,8 @@ class Source:
         A hub data set is told by its names alone: it stays as it was when it was first packed.
         """
         stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
-        named = [self.builder, self.config_name, self.split] if self.builder == "hub" else []
+        has_split = self.builder in ("hub", "saved")
+        named = [self.builder, self.config_name, self.split] if has_split else []
         return json.dumps([self.name, *named, stats])
 
     def read(self, *, streaming: bool = False, cache_dir: str | None = None) -> Any:
@@ -53,16 +65,19 @@ class Source:
             return TextFiles(self.files)
         import datasets  # type: ignore[import-untyped]
 
+        if self.builder == "saved":
+            return self._read_saved(streaming=streaming)
         files = [str(file) for file in self.files]
         try:
             if self.builder == "hub":
-                return datasets.load_dataset(
-                    self.name,
-                    self.config_name,
-                    split=self.split,
-                    streaming=streaming,
-                    cache_dir=cache_dir,
-                )
+                with _patient(datasets.config):
+                    return datasets.load_dataset(
+                        self.name,
+                        self.config_name,
+                        split=self.split,
+                        streaming=streaming,
+                        cache_dir=cache_dir,
+                    )
             return datasets.load_dataset(
                 self.builder,
                 data_files=files,
@@ -74,7 +89,7 @@ class Source:
             if self.builder == "hub":
                 raise ValueError(
                     f"source={self.name!r} is no file or folder here, and the hub does not give it "
-                    f"({first_line(error)}). Check the path or the name, "
+                    f"({first_line(error)}). {unreachable()}Check the path or the name, "
                     f"config_name={self.config_name!r} and split={self.split!r}; None is the "
                     "embedded corpus."
                 ) from error
@@ -83,6 +98,29 @@ class Source:
                 f"source={self.name!r} cannot be read as {self.builder} ({cause}). Each record "
                 "must be an object with the same columns; .jsonl has one to a line."
             ) from error
+
+    def _read_saved(self, *, streaming: bool) -> Any:
+        import datasets
+
+        found = datasets.load_from_disk(str(Path(self.name).expanduser()))
+        if isinstance(found, datasets.DatasetDict):
+            if self.split not in found:
+                raise ValueError(
+                    f"source={self.name!r} has the splits {', '.join(found)}, but not "
+                    f"split={self.split!r}. Name one of them: split=..."
+                )
+            found = found[self.split]
+        return found.to_iterable_dataset() if streaming else found
+
+
+@contextmanager
+def _patient(config: Any) -> Iterator[None]:
+    """Use what was fetched before where the hub is out of reach, instead of asking again."""
+    former, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, not reaches_hub()
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = former
 
 
 class TextFiles(Sequence[dict[str, Any]]):
@@ -108,10 +146,13 @@ def find_source(
         return Source("Python's standard library", "text", _corpus_files())
     path = Path(name).expanduser()
     if path.is_file():
-        return Source(name, _builder(path), (path.resolve(),))
+        return _checked(Source(name, _builder(path), (path.resolve(),)))
+    if path.is_dir() and any((path / file).is_file() for file in _SAVED):
+        files = sorted(f.resolve() for f in path.rglob("*") if f.suffix in (".arrow", ".json"))
+        return Source(name, "saved", tuple(files), None, split)
     if path.is_dir():
-        return _find_folder(name, path)
-    if path.suffix in _BUILDERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return _checked(_find_folder(name, path))
+    if _kind(path) in _BUILDERS or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(
             f"source={name!r}: there is no such file or folder (seen from {Path.cwd()}). Give a "
             f"{_kinds()} file, a folder of them, a name on the hub, or None for the embedded "
@@ -121,12 +162,31 @@ def find_source(
 
 
 def _builder(path: Path) -> str:
-    if path.suffix not in _BUILDERS:
+    if _kind(path) not in _BUILDERS:
         raise ValueError(
             f"source={str(path)!r}: files of kind {path.suffix or 'no suffix'!r} are not read. "
             f"Give a {_kinds()} file."
         )
-    return _BUILDERS[path.suffix]
+    return _BUILDERS[_kind(path)]
+
+
+def _kind(path: Path) -> str:
+    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+
+
+def _checked(source: Source) -> Source:
+    """Refuse files with nothing in them."""
+    if source.builder in ("json", "csv") and all(map(_is_blank, source.files)):
+        raise ValueError(
+            f"source={source.name!r} is empty: there is no record in it. Was it written to the end?"
+        )
+    return source
+
+
+def _is_blank(file: Path) -> bool:
+    if file.suffix == ".gz" or file.stat().st_size > 4096:
+        return file.stat().st_size == 0
+    return not file.read_bytes().strip()
 
 
 def _kinds() -> str:
@@ -134,8 +194,8 @@ def _kinds() -> str:
 
 
 def _find_folder(name: str, path: Path) -> Source:
-    files = sorted(f.resolve() for f in path.rglob("*") if f.is_file() and f.suffix in _BUILDERS)
-    builders = sorted({_BUILDERS[f.suffix] for f in files})
+    files = sorted(f.resolve() for f in path.rglob("*") if f.is_file() and _kind(f) in _BUILDERS)
+    builders = sorted({_BUILDERS[_kind(f)] for f in files})
     if not files:
         raise FileNotFoundError(f"source={name!r}: the folder holds no {_kinds()} file.")
     if len(builders) > 1:

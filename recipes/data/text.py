@@ -15,8 +15,9 @@ class TextData(PackedData):
     processes map into memory; a second run finds it there.
 
     Args:
-        source: a .jsonl / .json / .parquet / .txt file (a .txt is one document), a folder of such,
-            or a name on the hub. None: the long modules of Python's own standard library.
+        source: a .jsonl / .json (or .gz of them) / .parquet / .csv / .txt file (a .txt is one
+            document), a folder of such or one that ``datasets.save_to_disk()`` wrote, or a name on
+            the hub. None: the long modules of Python's own standard library.
         seq_len: tokens per row.
         batch_size: rows per data rank.
         text_column: the column of a .jsonl, .json, .parquet or hub source that holds the text.
@@ -29,7 +30,7 @@ class TextData(PackedData):
         max_documents: read no more than so many.
         streaming: tokenise while training, in the source's order, without a copy on disk.
         config_name: the configuration of a hub source.
-        split: the split of a hub source.
+        split: the split of a hub source, or of a saved folder with several.
         num_workers: processes that read ahead; when streaming, at most one.
         seed: of the order of rows and of the documents set aside.
         cache_dir: where packed rows are kept; by default beside those of `datasets`.

@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from hf_patches.__main__ import main as hf_main
-from recipes import cli
+from recipes import cli, tokens
 from recipes.cli import main
 from tests.lightning.jobs import elastic_environment
 from tests.lightning.scripts.start import Job, free_port
@@ -104,11 +104,12 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--data.source", "./no.jsonl"], "source='./no.jsonl': there is no such file"),
         (["fit", "--data", "ChatData"], "data.source is missing: give --data.source VALUE"),
         (["fit", "--data.seq_len", "x"], "data.seq_len: must be int, but is x"),
+        (["fit", "--data.seq_len", "-4"], "data.*seq_len=-4: give a number of at least 2"),
         (["fit", "--model.model", "no/body"], "model='no/body' could not be loaded"),
         (["fit", "--model.model", "./no"], "model='./no' is no folder"),
         (["fit", "--model.config.hidden_sizes", "3"], "Did you mean `hidden_size`"),
         (["fit", "--trainer.strategy.layout", "zig"], "trainer.strategy.layout: must be Literal"),
-        (["fit", "--trainer.precision", "64-true"], "trainer: .*does not support.*64-true"),
+        (["fit", "--trainer.precision", "64-true"], "64-true.* is not supported by ContextParal"),
         (["fit", "--trainer.strategy", "no.Klass"], "trainer: You selected an invalid strategy"),
         (["fit", "--trainer.strategy.context_parallel_size", "3"], "=3 does not divide the 1 proc"),
         (["validate", "--ckpt_path", "no.ckpt"], "no.ckpt"),
@@ -396,3 +397,34 @@ def test_whole_numbers_stay_whole():
         for name in ("limit", "every"):
             found = parser.parse_args([f"--{name}={text}"])[name]
             assert (type(found), found) == (type(number), number)
+
+
+def test_missing_gpus_are_told_before_a_hub_is_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    cli.check_devices("cpu", 8)
+    with pytest.raises(ValueError, match="accelerator=gpu devices=8, but this machine has 0 GPUs"):
+        cli.check_devices("gpu", 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    cli.check_devices("gpu", "auto")
+    cli.check_devices("gpu", -1)
+    with pytest.raises(ValueError, match="this machine has 4 GPUs. Use --trainer.devices 4"):
+        cli.check_devices("cuda", "8")
+
+
+def test_a_hub_that_is_out_of_reach_is_asked_once(monkeypatch):
+    asked = []
+
+    def refuse(address, timeout):
+        asked.append(address)
+        raise OSError("no route")
+
+    monkeypatch.setattr(tokens, "getproxies", dict)
+    monkeypatch.setattr(tokens.socket, "create_connection", refuse)
+    tokens.reaches_hub.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is out of reach, so only what was fetched"):
+                tokens.load_tokenizer("no/body")
+        assert len(asked) == 1
+    finally:
+        tokens.reaches_hub.cache_clear()

@@ -1,5 +1,6 @@
 """Rows: packed from any source, the same in every run, read by data rank, resumed anywhere."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -133,7 +134,7 @@ def test_tokenizers_that_cannot_be_found_are_named(tmp_path, monkeypatch):
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
 
-    def offline(name):
+    def offline(name, **_):
         raise OSError("We couldn't connect.\nMore lines.")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
@@ -143,6 +144,7 @@ def test_tokenizers_that_cannot_be_found_are_named(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- sources
 
+SPLITS = (("test", 3), ("train", None))
 TEXTS = [f"Document {i}: " + "so it goes on. " * (i % 5) for i in range(20)]
 
 
@@ -173,13 +175,26 @@ def small(source, tmp_path, **options):
     return TextData(None if source is None else str(source), **options)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "parquet", "csv", "jsonl.gz", "folder", "saved", "saved splits"]
+)
 def test_every_kind_of_source_gives_the_same_rows(kind, jsonl, tmp_path):
     path = {"jsonl": jsonl, "folder": tmp_path / "folder"}.get(kind, tmp_path / f"texts.{kind}")
     if kind == "json":
         path.write_text(json.dumps([{"text": text} for text in TEXTS]))
     elif kind == "parquet":
         datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(path)
+    elif kind == "csv":
+        datasets.Dataset.from_dict({"text": TEXTS}).to_csv(path)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(jsonl.read_bytes()))
+    elif kind == "saved":
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
+    elif kind == "saved splits":
+        parts = {name: datasets.Dataset.from_dict({"text": TEXTS[:n]}) for name, n in SPLITS}
+        datasets.DatasetDict(parts).save_to_disk(path)
+        with pytest.raises(ValueError, match="has the splits test, train, but not split='dev'"):
+            small(path, tmp_path, split="dev").prepare_data()
     elif kind == "folder":
         path.mkdir()
         for i, text in enumerate(TEXTS):
@@ -240,9 +255,10 @@ def test_the_embedded_corpus_needs_nothing(tmp_path):
     [
         ("missing.jsonl", r"source='.*missing.jsonl': there is no such file or folder \(seen from"),
         ("./nowhere", "there is no such file or folder"),
-        ("empty", "the folder holds no .jsonl / .json / .parquet / .txt file"),
+        ("empty", "the folder holds no .jsonl / .json / .* / .txt file"),
         ("mixed", r"files of several kinds \(json, text\)"),
-        ("data.csv", "files of kind '.csv' are not read"),
+        ("data.tsv", "files of kind '.tsv' are not read"),
+        ("nothing.jsonl", "nothing.jsonl' is empty: there is no record in it"),
         ("broken.jsonl", "cannot be read as json"),
         ("one.txt", "has 1 document, of which val_fraction=0.1 cannot be set aside"),
         ("other.jsonl", "has no column 'text', but words. Name the one to read: text_column="),
@@ -256,7 +272,8 @@ def test_sources_that_do_not_serve_are_refused_in_one_line(name, message, tmp_pa
     files = {
         "mixed/a.txt": "a",
         "mixed/b.json": "[]",
-        "data.csv": "a,b",
+        "data.tsv": "a,b",
+        "nothing.jsonl": "\n",
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
         "one.txt": "a text",
         "other.jsonl": '{"words": "a"}\n{"words": "b"}\n',
@@ -475,10 +492,24 @@ def test_a_template_whose_marks_are_empty_is_refused(tmp_path):
         data.prepare_data()
 
 
-@pytest.mark.parametrize("bad", [[], [{"from": "human", "value": "x"}], [{"role": "user"}]])
+@pytest.mark.parametrize("bad", [[], [{"from": "human"}], [{"role": "user"}]])
 def test_what_is_no_conversation_is_refused(bad, tmp_path):
     with pytest.raises(ValueError, match="Conversation 0 is not a list of messages with `role`"):
         chat(tmp_path, [bad]).prepare_data()
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+def test_conversations_of_the_sharegpt_kind_are_read(column, tmp_path):
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    shared = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    usual = prepared(chat(tmp_path, [CHAT]))
+    options = {"seq_len": 128, "val_fraction": 0.0, "cache_dir": str(tmp_path / "other")}
+    data = prepared(ChatData(chat_file(tmp_path, [shared], column), **options))
+    for one, other in zip(all_rows(data.train_rows()), all_rows(usual.train_rows()), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in other)
+    bad = ChatData(chat_file(tmp_path, [[{"from": "narrator", "value": "x"}]], column), **options)
+    with pytest.raises(ValueError, match="message from 'narrator'. Known are human, user, gpt"):
+        bad.prepare_data()
 
 
 def test_a_conversation_longer_than_a_row_is_refused_by_default(tmp_path):
