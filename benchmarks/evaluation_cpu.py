@@ -63,8 +63,10 @@ class Clock(Callback):
     def _stop(self, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self._since)
 
-    on_validation_batch_start = on_predict_batch_start = _start
-    on_validation_batch_end = on_predict_batch_end = _stop
+    on_validation_batch_start = _start  # type: ignore[assignment]
+    on_predict_batch_start = _start  # type: ignore[assignment]
+    on_validation_batch_end = _stop  # type: ignore[assignment]
+    on_predict_batch_end = _stop  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -73,7 +75,8 @@ def main() -> None:
     tokens = torch.randint(
         0, VOCABULARY, (STEPS, LENGTH), generator=torch.Generator().manual_seed(1)
     )
-    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens])
+    samples: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    loader: DataLoader[Any] = DataLoader(samples)
     module, rows = Module(), []
     for name in ("validation_step", "predict_step"):
         clock = Clock()

@@ -642,6 +642,19 @@ class ContextParallel:
         """
         return local_targets(labels, self._active("shift_labels()"))
 
+    def token_mask(self) -> Tensor:
+        """Return which of this rank's tokens are no padding, bool [B, L]: for metrics over tokens.
+
+        Neither the batch's padding nor what fills up the part of a rank, where the tokens of a
+        sequence cannot be shared evenly.
+        """
+        step = self._active("token_mask()")
+        real = step.layout.is_real(step.cp_rank).expand(step.batch_size, -1)
+        if step.padding is not None:
+            hidden = torch.from_numpy(step.padding)
+            real = real & ~shard(hidden, 1, layout=step.layout, rank=step.cp_rank, fill=True)
+        return real.to(step.position_ids.device)
+
     def pool(self, x: Tensor, how: Literal["first", "last", "mean"]) -> Tensor:
         """Return one vector per sample, the same on every rank: for classifiers and embeddings.
 

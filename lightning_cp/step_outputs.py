@@ -20,13 +20,22 @@ from lightning_cp import context, outputs
 from lightning_cp.agreement import CURE, share_texts
 from lightning_cp.checks import cut_rows
 from lightning_cp.collectives import GroupTransport
-from lightning_cp.context import Step
+from lightning_cp.context import HandedOver, Step
 from lightning_cp.logs import Logged, kept_attributes, kept_metrics, metrics_of, recorded_logs
 from lightning_cp.outputs import Leaf
 from lightning_cp.parallel import ContextParallel
 
 Kind = int | Literal["same"]
 """What a value is: of tokens, along this dim, or the same on all ranks of a group."""
+
+_Shape = tuple[bool, bool]
+"""Whether ranks' parts of a batch are filled up, and whether the batch itself is padded.
+
+A step may be right for the one and wrong for the other.
+"""
+
+_Key = tuple[str, _Shape, str]
+"""A stage, batches that are alike, and the name of a value."""
 
 # After so many batches, a value that is always 0 or all the same is believed to be so.
 _TRIES: Final = 8
@@ -90,26 +99,33 @@ class StepOutputs:
         self._cp = cp
         self._verify = verify
         self._max_len = max_len
-        self._kinds: dict[tuple[str, str], Kind] = {}
+        self._kinds: dict[_Key, Kind] = {}
         # Values that were 0 or all the same, which shows nothing, and how often they were tried.
-        self._open: dict[tuple[str, str], int] = {}
-        self._verified: set[tuple[str, object]] = set()
+        self._open: dict[_Key, int] = {}
+        self._verified: set[tuple[str, _Shape, object]] = set()
         self.is_verifying = False
 
     # ---------------------------------------------------------------- the trial run
 
-    def is_due(self, stage: str, loader: object) -> bool:
-        """Say whether no batch of a stage and loader has been verified."""
-        return self._verify and self._cp.cp_size > 1 and (stage, loader) not in self._verified
+    def is_due(self, stage: str, step: Step, loader: object = 0) -> bool:
+        """Say whether no batch like this one, of a stage and loader, has been verified."""
+        key = stage, _shape_of(step), loader
+        return self._verify and self._cp.cp_size > 1 and key not in self._verified
 
-    def verify(self, trial: Trial, batch: Mapping[str, Any], loader: object = 0) -> None:
+    def verify(self, trial: Trial, batch: Any, step: Step, loader: object = 0) -> None:
         """Run a step sharded and on whole sequences; refuse what differs. Collective.
 
         Nothing that the step changes in the module stays changed, and nothing is logged.
+
+        Args:
+            trial: the step.
+            batch: the whole batch.
+            step: what was opened for the batch.
+            loader: which loader it is of.
         """
-        cp, parts, problem = self._cp, list[dict[str, Any]](), None
+        cp, parts, problem = self._cp, list[Any](), None
         try:
-            parts = self._trial_batches(batch)
+            parts = self._trial_batches(batch, step)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
         cp.agree(batch, problem, training=False, values=True)
@@ -124,27 +140,32 @@ class StepOutputs:
                 failure = error
                 continue
             was_run = True
-            self._compare(trial, self._record(trial, cp.step(part, training=False)), whole)
+            found = self._record(trial, cp.step(part, training=False))
+            self._compare(trial, _shape_of(step), found, whole)
         if failure is not None and not was_run:
             raise failure
         self._open = {key: tries + 1 for key, tries in self._open.items() if tries + 1 < _TRIES}
-        self._verified.add((trial.stage, loader))
+        self._verified.add((trial.stage, _shape_of(step), loader))
 
-    def _trial_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what the step is tried on.
+    def _trial_batches(self, batch: Any, step: Step) -> list[Any]:
+        """Return what the step is tried on: parts of the batch that are like it.
 
-        A part of the batch whose length is no multiple of what ranks share evenly, with padding if
-        the batch says which tokens are padding (a step may be right without either, and wrong with
-        them); as much of the batch as may be; and that part without more padding than it has.
+        If ranks cannot share it evenly, they cannot share the parts either; if it is padded, so is
+        the first part. About as long as the part that a rank holds anyway, but each must have some
+        tokens; then as long as may be.
         """
-        cp = self._cp
-        whole = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
-        # About as long as the part that a rank holds anyway; but each must have some tokens.
-        most = min(self._max_len, whole.seq_len)
-        length = min(most, max(-(-whole.seq_len // cp.cp_size), 16 * cp.cp_size))
+        if isinstance(step, HandedOver):
+            return [batch]
+        cp, layout = self._cp, step.layout
+        most = min(self._max_len, layout.seq_len)
+        short = min(most, max(layout.local_len, 16 * cp.cp_size))
         pieces = 2 * cp.cp_size
-        odd = cut_rows(batch, cp=cp, max_len=max(1, length - (length - 1) % pieces))
-        return [batches.pad_samples(odd), cut_rows(batch, cp=cp, max_len=most), odd]
+        rest = 1 if layout.padded_len > layout.seq_len else 0
+        lengths = [max(n - (n - rest) % pieces, min(n, pieces)) for n in (short, most)]
+        first, second = (cut_rows(batch, cp=cp, max_len=n) for n in lengths)
+        if step.padding is None:
+            return [first, second]
+        return [batches.pad_samples(first), second, first]
 
     def _record(self, trial: Trial, opened: AbstractContextManager[dict[str, Any]]) -> _Record:
         """Run a step, note all that it returns and logs, and undo what it has changed."""
@@ -169,7 +190,7 @@ class StepOutputs:
             metric.reset()
         device = self._cp.groups.context.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), opened as local:
-            step = context.current()
+            step = context.opened()
             assert step is not None  # noqa: S101
             with recorded_logs(trial.module, step, training=trial.training, sync=None) as logs:
                 output = trial.run(local)
@@ -222,7 +243,7 @@ class StepOutputs:
 
     # ---------------------------------------------------------------- comparing two runs
 
-    def _compare(self, trial: Trial, found: _Record, whole: _Record) -> None:
+    def _compare(self, trial: Trial, shape: _Shape, found: _Record, whole: _Record) -> None:
         """Find out what each value is; refuse those that one device would not compute."""
         names = list(found.entries)
         if self._cp.find_differing(list(names)) or names != list(whole.entries):
@@ -238,7 +259,7 @@ class StepOutputs:
         if wrong:
             raise ValueError(self._explain(trial, found, whole, wrong))
         for name, kind in kinds.items():
-            key = trial.stage, name
+            key = trial.stage, shape, name
             if outputs.is_uniform(whole.entries[name].leaf.value):
                 if key not in self._kinds:
                     self._open.setdefault(key, 0)
@@ -277,7 +298,7 @@ class StepOutputs:
     def _candidates(self, found: Any, whole: Any, known: int | None, step: Step) -> list[int]:
         """Return the dims along which a value may hold tokens: shorter here than on one device."""
         a, b = outputs.as_tensor(found), outputs.as_tensor(whole)
-        if a is None or b is None or a.dim() != b.dim():
+        if a is None or b is None or a.dim() != b.dim() or isinstance(step, HandedOver):
             return []
         dims = range(a.dim()) if known is None else [known % a.dim()]
         return [
@@ -328,19 +349,22 @@ class StepOutputs:
         )
         more = f" ({len(wrong) - 1} more values differ.)" if len(wrong) > 1 else ""
         step, cure = found.step, CURE
+        is_one = not isinstance(step, HandedOver)
+        length = f" of {step.layout.seq_len} tokens" if is_one else ""
         if entry.what.startswith("updated "):
             cure = (
                 "The states of a metric are put together over all ranks: update it with the tokens "
-                "of this rank, against cp.shift_labels(labels) for the next token (cp is "
-                "self.trainer.strategy.context_parallel), with the logits as they are. A metric "
-                "that is updated with the same value on every rank counts it once per rank: in "
-                "setup(), self.metric.process_group = self.trainer.strategy.data_parallel_group."
+                "of this rank that cp.token_mask() says are no padding (cp is "
+                "self.trainer.strategy.context_parallel), against cp.shift_labels(labels) for the "
+                "next token, with the logits as they are. A metric that is updated with the same "
+                "value on every rank counts it once per rank: in setup(), "
+                "self.metric.process_group = self.trainer.strategy.data_parallel_group."
             )
         return (
             f"{trial.stage}() {entry.what}: {ranks} of the {step.cp_size} that share the "
-            f"sequences, but {outputs.describe(other.leaf.value)} on whole sequences of "
-            f"{step.layout.seq_len} tokens.{more} {cure} If the two are right and differ for "
-            "another reason: ContextParallelStrategy(verify_steps=False)."
+            f"sequences, but {outputs.describe(other.leaf.value)} on whole sequences"
+            f"{length}.{more} {cure} If the two are right and differ for another reason: "
+            "ContextParallelStrategy(verify_steps=False)."
         )
 
     # ---------------------------------------------------------------- real steps
@@ -352,8 +376,8 @@ class StepOutputs:
         logs: list[Logged],
         step: Step,
         *,
-        batch: Mapping[str, Any],
-        can_verify: bool,
+        batch: Any,
+        anywhere: Callable[[bool], bool] | None,
         deferred: bool = False,
     ) -> Any:
         """Return what a step returned, whole; refuse what only this rank's tokens say. Collective.
@@ -364,7 +388,8 @@ class StepOutputs:
             logs: what it logged.
             step: the step that it ran in.
             batch: the whole batch.
-            can_verify: whether all ranks that must take part in a trial run are here.
+            anywhere: says whether any of the ranks that take part in a trial run needs one; None
+                where there can be none.
             deferred: compare along with the next batch, so that nothing waits.
         """
         cp = self._cp
@@ -375,10 +400,10 @@ class StepOutputs:
             for name, value, _ in others:
                 cp.released.add(name, value, cp.groups.context.device)
         else:
-            unseen = self._verify and can_verify and self._has_unseen(trial, others, logs)
+            unseen = self._verify and self._has_unseen(trial, others, logs, step)
             differ, unseen = cp.compare([value for _, value, _ in others], unseen)
-            if unseen:
-                self.verify(trial, batch)
+            if anywhere is not None and anywhere(unseen):
+                self.verify(trial, batch, step)
                 tokens, others = self._sort(trial, output, logs, step)
                 differ = cp.find_differing([value for _, value, _ in others])
             if differ:
@@ -398,7 +423,7 @@ class StepOutputs:
         tokens, others = {}, []
         for leaf in self._returned(output, trial.training):
             dim, key = self._cp.token_dim(leaf, step), f"output{leaf.path}"
-            kind = self._kinds.get((trial.stage, key)) if dim is None else dim
+            kind = self._kind(trial.stage, _shape_of(step), key) if dim is None else dim
             if isinstance(kind, int):
                 tokens[leaf.path] = kind, leaf.value
             elif not _is_loss(leaf.value, step):
@@ -410,13 +435,19 @@ class StepOutputs:
         ]
         return tokens, others
 
+    def _kind(self, stage: str, shape: _Shape, name: str) -> Kind | None:
+        """Return what a value is, as batches like this one have shown, or else other batches."""
+        shapes = (shape, *(other for at, other, _ in self._kinds if at == stage))
+        known = (self._kinds.get((stage, other, name)) for other in shapes)
+        return next((kind for kind in known if kind is not None), None)
+
     def _has_unseen(
-        self, trial: Trial, others: list[tuple[str, Any, str]], logs: list[Logged]
+        self, trial: Trial, others: list[tuple[str, Any, str]], logs: list[Logged], step: Step
     ) -> bool:
         """Say whether a value has come up that no trial run has shown to be right."""
         keys = [key for _, _, key in others] + [f"log {x.name}" for x in logs if x.reduction]
         seen = self._kinds.keys() - self._open.keys()
-        return any((trial.stage, key) not in seen for key in keys)
+        return any((trial.stage, _shape_of(step), key) not in seen for key in keys)
 
 
 def _is_near(rows: Any, whole: Any, precision: torch.dtype, known: bool) -> bool:
@@ -430,6 +461,12 @@ def _is_near(rows: Any, whole: Any, precision: torch.dtype, known: bool) -> bool
     if known and low and x is not None and not x.is_floating_point():
         return True
     return outputs.is_close(rows, whole, precision)
+
+
+def _shape_of(step: Step) -> _Shape:
+    if isinstance(step, HandedOver):
+        return False, False
+    return step.layout.padded_len > step.layout.seq_len, step.padding is not None
 
 
 def _covers(asked: dist.ProcessGroup | None, group: GroupTransport) -> bool:

@@ -467,30 +467,27 @@ class ContextParallelStrategy(ModelParallelStrategy):
         module, checked = self._module(), self._outputs()
         trial = self._trial("training_step", super().training_step, args, kwargs)
         automatic = module.automatic_optimization
-        if automatic and checked.is_due("training_step", 0):
-            self._verify_training(trial, batch)
         with self.context_parallel.step(batch, training=True) as local:
             self._step = step = context.opened()
             assert step is not None  # noqa: S101
             self._num_labels = _count_labels(local)
+            # Later batches of other shapes may come to some data ranks only.
+            is_first = self.data_parallel_size == 1 or self._trainer().global_step == 0
+            if automatic and is_first and checked.is_due("training_step", step):
+                self._verify_training(trial, batch, step)
+                self._step, self._num_labels = step, _count_labels(local)
             with recorded_logs(module, step, training=True, sync="never") as logs:
                 output = trial.run(local)
             if automatic:
                 output = self._checked(output)
         return checked.release(
-            trial,
-            output,
-            logs,
-            step,
-            batch=batch,
-            can_verify=False,
-            deferred=not step.is_checked,
+            trial, output, logs, step, batch=batch, anywhere=None, deferred=not step.is_checked
         )
 
-    def _verify_training(self, trial: Trial, batch: Any) -> None:
+    def _verify_training(self, trial: Trial, batch: Any, step: Step) -> None:
         """Compare what a training step logs, and a loss that the user vouches for."""
         try:
-            self._outputs().verify(trial, batch)
+            self._outputs().verify(trial, batch, step)
         finally:
             reshard(self._module())
         if self._loss == "local_mean":
@@ -532,24 +529,26 @@ class ContextParallelStrategy(ModelParallelStrategy):
         checked, loader = self._outputs(), args[1] if len(args) > 1 else 0
         # Loaders may be uneven where parameters are whole: a step must not wait for others.
         even = self._parameter_sharding == "full" or self.data_parallel_size == 1
-        if checked.is_due(trial.stage, loader) or (
-            self._verify_steps and self._trainer().sanity_checking
-        ):
-            checked.verify(trial, batch, loader)
+        anywhere = self._anywhere if even else bool
         with self.context_parallel.step(batch, training=False) as local:
             self._step = step = context.opened()
             assert step is not None  # noqa: S101
+            sanity = self._verify_steps and self._trainer().sanity_checking
+            if anywhere(sanity or checked.is_due(trial.stage, step, loader)):
+                checked.verify(trial, batch, step, loader)
             sync: Sync = "always" if even else "epoch"
             with recorded_logs(trial.module, step, training=False, sync=sync) as logs:
                 output = trial.run(local)
-        return checked.release(
-            trial,
-            output,
-            logs,
-            step,
-            batch=batch,
-            can_verify=self.data_parallel_size == 1 or not even,
-        )
+        return checked.release(trial, output, logs, step, batch=batch, anywhere=anywhere)
+
+    def _anywhere(self, needed: bool) -> bool:
+        """Say whether any data rank needs what all must take part in."""
+        data = self.context_parallel.groups.data
+        if data.size == 1:
+            return needed
+        number = torch.tensor([int(needed)], device=data.device)
+        data.all_reduce(number)
+        return bool(number)
 
     def _outputs(self) -> StepOutputs:
         if self._step_outputs is None:
