@@ -23,6 +23,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils import checkpoint
 from torch.utils._triton import has_triton
 
@@ -128,6 +130,49 @@ def _filling(group: Any) -> Callable[..., Any]:
         return original(*args)
 
     return post_backward
+
+
+def is_open(unit: Any) -> bool:
+    """Say whether the forward of a unit is running, so that its parameters are gathered."""
+    state: Any = unit._get_fsdp_state()
+    return bool(state._training_state == TrainingState.FORWARD)
+
+
+def is_grouped(unit: Any) -> bool:
+    """Say whether a unit is one of several modules that were given to ``fully_shard`` as a list."""
+    state: Any = unit._get_fsdp_state()
+    return len(state._modules) > 1
+
+
+def init_root(root: Any) -> None:
+    """Let FSDP2 know its outermost unit, by default the first one that is called."""
+    state: Any = root._get_fsdp_state()
+    state._lazy_init()
+
+
+def open_unit(unit: Any, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gather a unit for a call, as ``register_fsdp_forward_method`` does for its methods."""
+    state: Any = unit._get_fsdp_state()
+    opened: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
+    return opened
+
+
+def close_unit(unit: Any, module: Any, args: Any, output: Any) -> Any:
+    """End a call that `open_unit` has begun."""
+    state: Any = unit._get_fsdp_state()
+    return state._post_forward(module, args, output)
+
+
+def before_backward(unit: Any) -> Callable[[Tensor], Tensor]:
+    """Return the hook by which FSDP2 gathers a unit before its backward."""
+    state: Any = unit._get_fsdp_state()
+    hook: Callable[[Tensor], Tensor] = state._pre_backward
+    return hook
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to all tensors that FSDP2 finds in the arguments or outputs of a module."""
+    return _apply_to_tensors(fn, value)
 
 
 def tensor_version(x: Tensor) -> int | None:

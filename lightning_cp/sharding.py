@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.choices import check_choice
 from lightning_cp.compat import reduce_unused_parameters
+from lightning_cp.gathering import own_modules
 
 ParameterSharding = Literal["full", "none"]
 
@@ -75,33 +76,38 @@ def shard_parameters(
             f"class names or patterns of module names; the classes are {', '.join(known)}."
         )
     # Blocks inside blocks come first: FSDP2 takes the innermost for itself.
-    units = list(dict.fromkeys([*reversed(blocks), *roots]))
-    _check_ties(owner, units)
+    units = _join_tied(owner, list(dict.fromkeys([*reversed(blocks), *roots])), roots)
     # FSDP2 keeps a root gathered from forward to backward; blocks that lie directly under the
     # owner are all roots, and nothing would be saved.
-    reshard_roots = True if len(roots) > 1 else None
+    reshard_roots = True if len(roots) > 1 and owner not in units else None
     for unit in units:
         _fill(owner, unit, device)
         _share_weights(unit, device)
         fully_shard(unit, mesh=mesh, mp_policy=_policy(unit), reshard_after_forward=reshard_roots)
 
 
-def _check_ties(owner: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Refuse a weight that two units share: each would get one of its own."""
-    homes: dict[int, tuple[nn.Module, str]] = {}
-    names = {module: name for name, module in owner.named_modules()}
-    for unit in units:
-        for module in _own(unit, others=units):
-            for name, parameter in module.named_parameters(recurse=False):
-                here = f"{names[module]}.{name}"
-                home, there = homes.setdefault(id(parameter), (unit, here))
-                if home is not unit:
-                    raise ValueError(
-                        f"`{there}` and `{here}` are one weight, but lie in modules that are "
-                        "gathered apart, which would make two of it. Put both into one submodule "
-                        "with a forward(), or shard them together in configure_model(): "
-                        "fully_shard([a, b], mesh=self.trainer.strategy.shard_mesh)."
-                    )
+def _join_tied(
+    owner: nn.Module, units: list[nn.Module], roots: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """Return the units, such that each weight lies in one of them, whatever its names.
+
+    A block that shares a weight with another unit is left to the module around it. Where two
+    roots share one, the owner is a unit that gathers both, for whichever is called.
+    """
+    while True:
+        holders: dict[int, list[nn.Module]] = {}
+        for unit in units:
+            for module in own_modules(unit, others=units):
+                for parameter in module.parameters(recurse=False):
+                    if unit not in holders.setdefault(id(parameter), []):
+                        holders[id(parameter)].append(unit)
+        shared = [unit for held in holders.values() if len(held) > 1 for unit in held]
+        if not shared:
+            return units
+        blocks = [unit for unit in shared if unit not in roots]
+        units = [unit for unit in units if unit not in (blocks or shared)]
+        if not blocks:
+            units.append(owner)
 
 
 def prepare_reduction(owner: nn.Module) -> None:
@@ -167,16 +173,6 @@ def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _own(unit: nn.Module, others: Sequence[nn.Module] = ()) -> Iterator[nn.Module]:
-    """Yield the modules of a unit that no inner unit has taken, or will take."""
-    stack = [unit]
-    while stack:
-        module = stack.pop()
-        yield module
-        children = reversed(list(module.children()))
-        stack += [m for m in children if not isinstance(m, FSDPModule) and m not in others]
-
-
 def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     for home in (module._parameters, module._buffers):
         for name, x in home.items():
@@ -189,7 +185,7 @@ def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
     homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
     fresh: dict[int, Tensor] = {}
     modules = []
-    for module in _own(unit):
+    for module in own_modules(unit):
         metas = [(home, name, x) for home, name, x in _tensors(module) if x.is_meta]
         for home, name, x in metas:
             homes.setdefault(id(x), []).append((home, name))
@@ -255,7 +251,7 @@ def _share_weights(unit: nn.Module, device: torch.device) -> None:
     """Give every rank the values of rank 0: `fully_shard` takes each rank's own part as it is."""
     seen: set[int] = set()
     with torch.no_grad():
-        for module in _own(unit):
+        for module in own_modules(unit):
             for home, name, x in _tensors(module):
                 if id(x) in seen:
                     continue

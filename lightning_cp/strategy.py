@@ -51,6 +51,7 @@ from lightning_cp.engine.kernels.select import (
 )
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.features import check_features, check_hooks, check_optimizers
+from lightning_cp.gathering import gather_parts
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, recorded_logs
 from lightning_cp.loss import global_mean
@@ -395,6 +396,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 device=self.root_device,
             )
         prepare_reduction(self.model)
+        gather_parts(self.model)
         self.model_to_device()
         self._undos += averaging.shard_averages(trainer, self.lightning_module)
         self.barrier()

@@ -161,14 +161,6 @@ def test_two_ranks_train_as_one_does(ranks, kind):
                 torch.testing.assert_close(found[name], weight, atol=1e-12, rtol=1e-10)
 
 
-class Tied(Module):
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Embedding(61, 8)
-        self.head = nn.Linear(8, 61, bias=False)
-        self.head.weight = self.model.weight
-
-
 class Partly(Module):
     """Adds a term of this rank's tokens, or returns one beside a token mean."""
 
@@ -226,7 +218,6 @@ def run_refusals():
     assert "log" not in failing.__dict__
     failing.__class__ = Module
     return {
-        "tied": said(Tied()),
         "added": said(Partly()),
         "instead": said(Instead()),
         "conv": said(Mixing(nn.Conv1d(8, 8, 3, padding=1))),
@@ -239,7 +230,6 @@ def run_refusals():
 
 
 EXPECTED = {
-    "tied": "`model.weight` and `head.weight` are one weight",
     "added": "The loss is not the same on all ranks",
     "instead": "The loss is not the same on all ranks",
     "conv": "conv1d() was called inside a step",
