@@ -73,6 +73,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def default_store() -> Any:
+    """Return where ranks leave each other messages: it works while collectives would wait."""
+    return distributed_c10d._get_default_store()
+
+
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set how long a group waits; groups of a mesh are made with torch's default."""
     distributed_c10d._set_pg_timeout(timeout, group)
@@ -168,6 +173,14 @@ def before_backward(unit: Any) -> Callable[[Tensor], Tensor]:
     state: Any = unit._get_fsdp_state()
     hook: Callable[[Tensor], Tensor] = state._pre_backward
     return hook
+
+
+def wait_for_reductions(unit: Any) -> None:
+    """Let the GPU's current stream wait for gradients that FSDP2 adds on streams of its own."""
+    communication: Any = unit._get_fsdp_state()._comm_ctx
+    for name in ("reduce_scatter_stream", "all_reduce_stream"):
+        if (stream := getattr(communication, name, None)) is not None:
+            torch.cuda.current_stream().wait_stream(stream)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -32,6 +32,7 @@ from lightning_cp.context import Step
 from lightning_cp.engine.attention import attention
 from lightning_cp.engine.merge import NEVER
 from lightning_cp.mask import Mask
+from lightning_cp.scalars import call_whole
 from lightning_cp.sequence import shard, unshard
 
 # A model that ignores documents and padding on one device ignores them on several.
@@ -77,7 +78,7 @@ flex_detour = Detour(torch_flex.flex_attention, _to_flex_attention)
 
 
 class _Dispatch(TorchFunctionMode):
-    """Routes attention; lets every other torch function pass."""
+    """Routes attention; of other torch functions, numbers from sharded tensors come back whole."""
 
     def __enter__(self) -> "_Dispatch":
         flex_detour.__enter__()
@@ -96,7 +97,9 @@ class _Dispatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind == "other" or context.num_unsharded() > 0 or context.opened() is None:
+        if kind == "other":
+            return call_whole(func, args, kwargs)
+        if context.num_unsharded() > 0 or context.opened() is None:
             return func(*args, **kwargs)
         if kind == "sdpa":
             return _attend(*args, **kwargs)

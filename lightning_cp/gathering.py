@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.compat import (
     before_backward,
@@ -23,6 +24,7 @@ from lightning_cp.compat import (
     is_open,
     map_tensors,
     open_unit,
+    wait_for_reductions,
 )
 
 _PREPARED: Final = "_lightning_cp_parts"
@@ -47,6 +49,25 @@ def gather_parts(owner: nn.Module) -> None:
                     part.register_forward_hook(closing, with_kwargs=True)
             # Safe by `_keep_views`.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def order_gradients(owner: nn.Module) -> None:
+    """Keep gradients of sharded parameters in order, which a term of the loss over them has.
+
+    Autograd adds them up where FSDP2, on another stream of the GPU, adds what it has reduced.
+    """
+    for unit in owner.modules():
+        if not is_unit(unit):
+            continue
+        for part in own_modules(unit):
+            for parameter in part.parameters(recurse=False):
+                if parameter.is_cuda and parameter.requires_grad and isinstance(parameter, DTensor):
+                    hook = partial(_wait, unit)
+                    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _wait(unit: nn.Module, _: Tensor) -> None:
+    wait_for_reductions(unit)
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ Knows Lightning, and nothing about attention: each of its hooks opens or re-ente
 import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from lightning_cp.engine.kernels.select import (
 )
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.features import check_features, check_hooks, check_optimizers
-from lightning_cp.gathering import gather_parts
+from lightning_cp.gathering import gather_parts, order_gradients
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, recorded_logs
 from lightning_cp.loss import global_mean
@@ -67,6 +67,7 @@ from lightning_cp.mesh import (
 )
 from lightning_cp.parallel import ContextParallel, check_memory, reenter
 from lightning_cp.quiet import expect_known
+from lightning_cp.scalars import WholeScalars
 from lightning_cp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -398,6 +399,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         prepare_reduction(self.model)
         gather_parts(self.model)
         self.model_to_device()
+        order_gradients(self.model)
         self._undos += averaging.shard_averages(trainer, self.lightning_module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -714,14 +716,16 @@ class ContextParallelStrategy(ModelParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step with true gradients; callbacks and clipping see them too."""
+        with ExitStack() as stack:
 
-        def exact() -> Any:
-            result = closure()
-            if self._module().automatic_optimization:
-                self._window.finish(self._module().parameters())
-            return result
+            def exact() -> Any:
+                result = closure()
+                if self._module().automatic_optimization:
+                    self._window.finish(self._module().parameters())
+                stack.enter_context(WholeScalars())  # for hooks that look at gradients
+                return result
 
-        return super().optimizer_step(optimizer, exact, model, **kwargs)
+            return super().optimizer_step(optimizer, exact, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ The reference is the same module under a plain Trainer on one device.
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -177,8 +178,96 @@ class InPlace(Base):
         return logits
 
 
-JOBS = {job.__name__: job for job in (TiedChildren, TiedBlocks, Parts, Hidden, After, InPlace)}
-JOBS["Recomputed"] = Recomputed
+# ---------------------------------------------------------------- terms over parameters
+
+
+class Penalty(Base):
+    """L2, L1 and norms of parameters, frozen ones too, before and after the model runs."""
+
+    def prepare(self):
+        self.model.body.blocks[0].out.requires_grad_(False)
+        self.model.body.positions.requires_grad_(False)
+
+    def logits(self, ids, positions):
+        self.before = sum(p.abs().sum() for p in self.parameters())
+        return self.model(ids, positions)
+
+    def loss(self, logits, batch):
+        square = sum(p.pow(2).sum() for p in self.model.parameters())
+        norms = torch.stack([p.norm() for p in self.parameters() if p.ndim > 1]).sum()
+        mean = token_mean(logits, batch["labels"])
+        return mean + 0.01 * square + 0.001 * (self.before + norms)
+
+
+class PenaltyOfBlocks(Base):
+    """A term over the parameters of one block, through the model's own part."""
+
+    def loss(self, logits, batch):
+        block = self.model.body.blocks[1]
+        term = torch.linalg.vector_norm(block.qkv.weight) + (block.out.weight**4).mean()
+        return token_mean(logits, batch["labels"]) + 0.1 * term
+
+
+# ---------------------------------------------------------------- norms of gradients
+
+
+class Norms(Base):
+    """Norms of gradients and weights, as users log them."""
+
+    def on_after_backward(self):
+        self.note(self.model.head.weight.grad.norm(), self.model.head.weight.norm())
+
+    def on_before_optimizer_step(self, optimizer):
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(grads)
+        squares = sum(p.grad.data.norm(2).item() ** 2 for p in self.parameters())
+        largest = max(g.abs().max() for g in grads)
+        finite = all(torch.isfinite(g).all() for g in grads)
+        self.note(*norms.values(), total, squares, largest, float(finite))
+        self.log("total", total)
+        self.log("one", self.model.head.weight.grad.norm(), on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self):
+        self.note(*(self.trainer.callback_metrics[name] for name in ("total", "one_epoch")))
+
+    def note(self, *values):
+        assert not any(hasattr(value, "full_tensor") for value in values)
+        self.seen += [float(value) for value in values]
+
+
+class ManualNorms(Norms):
+    """The same by manual optimization, clipped."""
+
+    def prepare(self):
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        grads = [p.grad for p in self.parameters()]
+        self.note(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1), grads[0].norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+JOBS = {
+    job.__name__: job
+    for job in (
+        TiedChildren,
+        TiedBlocks,
+        Parts,
+        Hidden,
+        After,
+        Recomputed,
+        InPlace,
+        Penalty,
+        PenaltyOfBlocks,
+        Norms,
+        ManualNorms,
+    )
+}
 
 
 def run(names, sharding):
@@ -211,10 +300,39 @@ def check(ranks, names, num_ranks, sharding):
                 )
 
 
+TERMS = ["Penalty", "PenaltyOfBlocks", "Norms", "ManualNorms"]
+PARAMETERS = [name for name in JOBS if name not in TERMS]
 GRID = [(2, "full"), (3, "none")]
 WIDER = [pytest.param(*x, marks=pytest.mark.slow) for x in [(3, "full"), (2, "none")]]
 
 
 @pytest.mark.parametrize(("num_ranks", "sharding"), GRID + WIDER)
 def test_tied_weights_and_parts_train_as_on_one_device(ranks, num_ranks, sharding):
-    check(ranks, list(JOBS), num_ranks, sharding)
+    check(ranks, PARAMETERS, num_ranks, sharding)
+
+
+@pytest.mark.parametrize(("num_ranks", "sharding"), GRID + WIDER)
+def test_terms_over_parameters_and_norms_of_gradients_are_whole(ranks, num_ranks, sharding):
+    check(ranks, TERMS, num_ranks, sharding)
+
+
+class Mixed(Base):
+    """A parameter without its module."""
+
+    def logits(self, ids, positions):
+        x = F.one_hot(ids % DIM, DIM).double()
+        return F.linear(x, self.model.head.weight) + self.model(ids, positions)
+
+
+def run_mixed():
+    with elastic_environment():
+        trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+        try:
+            trainer.fit(Mixed(), DataLoader(Rows(), batch_size=2))
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_parameter_without_its_module_is_refused_by_all_ranks(ranks):
+    for said in ranks(2).run(run_mixed):
+        assert "linear() was given a parameter of which each rank holds a part" in said
