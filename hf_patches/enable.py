@@ -19,6 +19,7 @@ from hf_patches import heads, positions
 from hf_patches.detect import find_mixing
 from hf_patches.doors import NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.heads import ChunkedLoss, Enabled, whole_rows
+from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import Architecture, architecture_of, head_of
 from lightning_cp.choices import check_choice
 
@@ -31,12 +32,15 @@ class Handle:
 
     Args:
         model: the model itself, without what PEFT has put around it.
+        outer: what was enabled, with it.
     """
 
     model: PreTrainedModel
+    outer: nn.Module | None = None
 
     def undo(self) -> None:
-        """Put everything back as it was."""
+        """Put everything back as it was; a sharded model can still be saved."""
+        remove_saving(self.outer or self.model)
         enabled: Enabled | None = self.model.__dict__.pop(heads.MARK, None)
         if enabled is None:
             return
@@ -111,8 +115,9 @@ def enable(
     # generate() and others look up what a model takes.
     forward.__signature__ = inspect.signature(type(inner).forward.__get__(inner))  # type: ignore[attr-defined]
     inner.forward = forward
+    add_saving(model)
     _say(inner, known, kind)
-    return Handle(inner)
+    return Handle(inner, model)
 
 
 def _our_name(name: str) -> str:

@@ -18,11 +18,13 @@ from lightning_cp.checkpoint.load import load_file, load_folder, load_weights
 from lightning_cp.checkpoint.state import (
     full_state,
     gather_shards,
+    gather_state,
+    is_whole,
     model_state,
     optimizer_state,
     sharded_state,
 )
-from lightning_cp.checkpoint.together import together
+from lightning_cp.checkpoint.together import meet, together
 
 __all__ = [
     "aside_of",
@@ -30,10 +32,13 @@ __all__ = [
     "find_folder",
     "full_state",
     "gather_shards",
+    "gather_state",
     "is_checkpoint_folder",
+    "is_whole",
     "load_file",
     "load_folder",
     "load_weights",
+    "meet",
     "model_state",
     "optimizer_state",
     "read_whole",

@@ -146,6 +146,28 @@ def _gather(tensor: Tensor) -> Tensor:
     return whole.detach().cpu() if rank() == 0 else torch.empty(0)
 
 
+def is_whole(value: Any) -> bool:
+    """Say whether this rank holds all of a tensor, so that nobody else is needed to save it."""
+    if not isinstance(value, DTensor):
+        return True
+    sizes = value.device_mesh.shape
+    return all(
+        p.is_replicate() or size == 1 for p, size in zip(value.placements, sizes, strict=True)
+    )
+
+
+def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with whole tensors on rank 0's CPU, and nothing elsewhere. Collective.
+
+    Tensors that are the same under several names stay so.
+    """
+    whole: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in whole:
+            whole[id(value)] = _map_tensors(_gather, value)
+    return {name: whole[id(value)] for name, value in state.items()} if rank() == 0 else {}
+
+
 def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
     """Return a model's state dict.
 

@@ -2,12 +2,20 @@
 """Ranks that succeed or fail together."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_cp.compat import default_store
+
 T = TypeVar("T")
+
+PATIENCE = timedelta(seconds=60)
+"""How long ranks wait for each other before something that all of them must call."""
+
+_num_meetings = 0
 
 
 def rank() -> int:
@@ -34,6 +42,34 @@ def from_rank_0(value: T) -> T:
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     return box[0]
+
+
+def meet(what: str, cure: str) -> None:
+    """Wait for all ranks to call the same; raise where some do not, which would wait for ever.
+
+    Args:
+        what: that all must call.
+        cure: what to do instead.
+    """
+    global _num_meetings
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or group.size() == 1:
+        return
+    store, key = default_store(), f"lightning_cp/meeting {_num_meetings}"
+    store.add(f"{key}/{rank()}", 1)
+    if store.add(key, 1) == group.size():
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], PATIENCE)
+    except RuntimeError as error:
+        missing = [str(r) for r in range(group.size()) if store.add(f"{key}/{r}", 0) == 0]
+        store.add(f"{key}/{rank()}", -1)
+        store.add(key, -1)
+        raise RuntimeError(
+            f"{what} was called on rank {rank()}, but for {PATIENCE.total_seconds():.0f} s not on "
+            f"rank {', '.join(missing)}. {cure}"
+        ) from error
+    _num_meetings += 1
 
 
 def together(action: Callable[[], T], failure: str, keep: tuple[type[Exception], ...] = ()) -> T:

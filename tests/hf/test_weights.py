@@ -1,13 +1,20 @@
 """Hugging Face models whose weights are tied, called in parts, or saved, under the strategy."""
 
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from lightning_cp import ContextParallelStrategy
 from tests.lightning.jobs import build_trainer, elastic_environment, full
+from tests.parity import zoo
 
 pytestmark = pytest.mark.ranks
 
@@ -114,3 +121,97 @@ def test_masked_language_models_train_as_on_one_device(ranks, num_ranks, shardin
                 torch.testing.assert_close(
                     found[kind][1][name], weight, atol=1e-6, rtol=1e-6, msg=f"{kind} {name}"
                 )
+
+
+# ---------------------------------------------------------------- saving
+
+IDS = torch.arange(10, 52).view(2, 21)
+
+
+class Causal(LightningModule):
+    """Saves its model where users do: in hooks, and after the run."""
+
+    def __init__(self, lora, folder):
+        super().__init__()
+        self.model, self.folder, self.lora = zoo.build_model("llama"), Path(folder), lora
+        if lora:
+            torch.manual_seed(0)
+            config = LoraConfig(r=4, lora_alpha=20, target_modules=["q_proj", "v_proj"])
+            self.model = get_peft_model(self.model, config)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def on_train_end(self):
+        self.model.save_pretrained(self.folder / "train_end")
+
+    def on_fit_end(self):
+        self.model.save_pretrained(str(self.folder / "fit_end"))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+
+def run_saving(folder, lora, sharding):
+    """Return the weights, and what was said where only one rank saves."""
+    with elastic_environment():
+        module = Causal(lora, folder)
+        strategy = ContextParallelStrategy(parameter_sharding=sharding)
+        trainer = build_trainer(strategy=strategy, max_epochs=1)
+        batch = {"input_ids": IDS, "labels": IDS}
+        trainer.fit(module, DataLoader([batch, batch], batch_size=None))
+        trainer.save_checkpoint(Path(folder) / "last.ckpt")
+        module.model.save_pretrained(Path(folder) / "after")
+        meetings = import_module("lightning_cp.checkpoint.together")
+        patience, meetings.PATIENCE, said = meetings.PATIENCE, timedelta(seconds=1), ""
+        if trainer.is_global_zero:
+            try:
+                module.model.save_pretrained(Path(folder) / "alone")
+            except RuntimeError as error:
+                said = str(error)
+        dist.barrier()
+        meetings.PATIENCE = patience
+        weights = {name: full(p.detach()) for name, p in module.model.named_parameters()}
+        if lora:
+            module.model.merge_and_unload().save_pretrained(Path(folder) / "merged")
+        return weights, said
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def test_adapters_are_saved_whole_on_every_rank_alike(ranks, tmp_path):
+    (weights, said), *_ = ranks(3).run(run_saving, str(tmp_path), True, "full")
+    trained = Causal(True, tmp_path).model
+    trained.load_state_dict(weights)
+    expected = logits(trained)
+    for name in ("train_end", "fit_end", "after"):
+        assert {f.name for f in (tmp_path / name).iterdir()} >= {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+        loaded = PeftModel.from_pretrained(zoo.build_model("llama"), tmp_path / name)
+        assert torch.equal(logits(loaded), expected)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+    assert "was called on rank 0, but for 1 s not on rank 1, 2" in said
+    assert "without `if trainer.is_global_zero`" in said
+    assert not (tmp_path / "alone").exists()
+
+
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_models_are_saved_whole_on_every_rank_alike(ranks, tmp_path, sharding):
+    (weights, said), *_ = ranks(2).run(run_saving, str(tmp_path), False, sharding)
+    trained = zoo.build_model("llama")
+    trained.load_state_dict(weights)
+    folders = ["train_end", "fit_end", "after"] + (["alone"] if sharding == "none" else [])
+    for name in folders:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="eager")
+        assert torch.equal(logits(loaded), logits(trained))
+        assert "lightning_cp" not in (tmp_path / name / "config.json").read_text()
+        assert '"LlamaForCausalLM"' in (tmp_path / name / "config.json").read_text()
+    if sharding == "full":
+        assert "LlamaForCausalLM.save_pretrained() was called on rank 0" in said
+        assert not (tmp_path / "alone").exists()
