@@ -124,6 +124,18 @@ def _add_export(commands: Any) -> None:
         "--prefix", help="what stands before the model's own names in CKPT; found when left out"
     )
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="(5GB)")
+    command.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a checkpoint with PEFT adapters, write a model that they are merged into; by "
+        "default the adapters alone",
+    )
+    command.add_argument(
+        "--adapter-config",
+        type=Path,
+        metavar="PATH",
+        help="the adapter_config.json of PEFT adapters, where the checkpoint does not hold it",
+    )
     command.set_defaults(run=_export)
 
 
@@ -144,6 +156,8 @@ def _export(args: argparse.Namespace) -> int:
         base=args.base,
         prefix=args.prefix,
         max_shard_size=args.max_shard_size,
+        merge=args.merge,
+        adapter_config=args.adapter_config,
     )
     sys.stdout.write(f"{type(model).__name__} written to {args.out}\n")
     return 0

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the strategy finds us: the entry point of the group `lightning_cp.adapters`."""
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -39,6 +41,23 @@ class HuggingFaceAdapter:
         scores_tokens = isinstance(logits, Tensor) and logits.dim() > 2  # else it scores rows
         states = {"last_hidden_state": 1, "hidden_states": 1}
         return {**states, "logits": 1} if scores_tokens else states
+
+    def describe(self, module: nn.Module) -> dict[str, Any]:
+        """Return how PEFT's adapters were made, which their weights do not tell, for `export`."""
+        if not hasattr(module, "get_base_model"):
+            return {}
+        configs: Mapping[str, Any] = module.peft_config  # type: ignore[assignment]
+        written = {name: _written(config) for name, config in configs.items()}
+        return {"peft_config": written}
+
+
+def _written(config: Any) -> Any:
+    """Return a config as its JSON file holds it."""
+
+    def plain(value: object) -> object:
+        return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+    return json.loads(json.dumps(config.to_dict(), default=plain))
 
 
 adapter = HuggingFaceAdapter()

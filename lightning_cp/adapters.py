@@ -8,12 +8,16 @@ under the library's name: it is loaded only in jobs that have imported the libra
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import nn
 
 ADAPTERS: Final = "lightning_cp.adapters"
 """The entry-point group."""
+
+
+NOTES: Final = "lightning_cp"
+"""Under which key a checkpoint holds what adapters have noted of models."""
 
 
 # Found in a checkout that nobody has installed, too.
@@ -78,3 +82,20 @@ def enable_models(owner: nn.Module) -> list[Handle]:
 
     visit(owner)
     return handles
+
+
+def describe_models(owner: nn.Module) -> dict[str, Any]:
+    """Return what adapters note of models in checkpoints, by the models' names in ``owner``.
+
+    Numbers, strings, lists and dicts only. An adapter that has nothing to note needs no
+    ``describe``.
+    """
+    notes = {}
+    for adapter in load_adapters():
+        describe = getattr(adapter, "describe", None)
+        if describe is None:
+            continue
+        for name, module in owner.named_modules():
+            if adapter.matches(module) and (noted := describe(module)):
+                notes[name] = noted
+    return {NOTES: notes} if notes else {}

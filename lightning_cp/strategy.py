@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from lightning_cp import averaging, context
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.accumulate import GradientWindow
-from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.adapters import Handle, describe_models, enable_models
 from lightning_cp.batch import named_values
 from lightning_cp.checks import TOLERANCES, Report, verify
 from lightning_cp.choices import check_choice
@@ -797,6 +797,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "supported: distributed checkpoints are not written by a CheckpointIO."
             )
         path = Path(self.broadcast(filepath))
+        checkpoint |= describe_models(self._module())
         if self._save_distributed_checkpoint:
             state = {"state_dict": checkpoint.pop("state_dict")}
             for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):

@@ -1,12 +1,12 @@
 """`export`: a checkpoint of the strategy becomes a folder for from_pretrained."""
 
-from pathlib import Path
+import json
 
 import pytest
 import torch
 import transformers
 from lightning.pytorch import LightningModule
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from hf_patches.__main__ import main
 from hf_patches.export import export
 from lightning_cp import ContextParallelStrategy
+from lightning_cp.adapters import describe_models
 from lightning_cp.checkpoint import save_folder, sharded_state
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import zoo
@@ -212,29 +213,80 @@ def test_another_config_is_refused_with_what_differs(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_is_refused_with_what_to_do(tmp_path):
-    config = LoraConfig(r=4, target_modules=["q_proj"])
-    model = get_peft_model(zoo.build_model("llama"), config)
-    path = save(holder(model=model), tmp_path / "last.ckpt")
-    base = write_base(tmp_path / "base", "llama")
-    with pytest.raises(
-        ValueError, match=r"holds a PEFT adapter .*lora_alpha.*merge_and_unload\(\)"
-    ):
-        export(path, tmp_path / "out", base=base)
+def adapted(seed=0, **options):
+    torch.manual_seed(seed + 3)
+    given = {"r": 4, "lora_alpha": 20, "target_modules": ["q_proj"], "init_lora_weights": False}
+    return get_peft_model(zoo.build_model("llama"), LoraConfig(**{**given, **options}))
 
 
-def test_what_the_message_about_adapters_says_works(tmp_path):
-    from lightning_cp.checkpoint import load_weights
+def write_adapted(tmp_path, model, *, alone=False, noted=True, **rest):
+    """Write a checkpoint as a run of the strategy would; return it, and its base."""
+    module = holder(model=model)
+    if noted:
+        rest |= describe_models(module)
+    path = save(module, tmp_path / "last.ckpt", **rest)
+    if alone:  # as the recipes do, and users with strict_loading=False
+        loaded = torch.load(path, weights_only=True)  # the notes are plain values
+        state = loaded["state_dict"]
+        loaded["state_dict"] = {n: x for n, x in state.items() if "lora_" in n or "to_save" in n}
+        torch.save(loaded, path)
+    return path, write_base(tmp_path / "base", "llama")
 
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    trained = get_peft_model(zoo.build_model("llama"), config)
-    path = save(holder(model=trained), tmp_path / "last.ckpt", folder=True)
-    module = holder(model=get_peft_model(zoo.build_model("llama", seed=1), config))
-    load_weights(module, Path(path))
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with its model", "alone"])
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"], "use_rslora": True}])
+def test_adapters_are_exported_alone(tmp_path, alone, options):
+    trained = adapted(**options)
+    path, base = write_adapted(tmp_path, trained, alone=alone)
+    assert main(["export", str(path), str(tmp_path / "out"), "--base", str(base)]) == 0
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= written
+    assert "model.safetensors" not in written
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["lora_alpha"]) == (str(base), 20)
+    loaded = PeftModel.from_pretrained(zoo.build_model("llama"), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(trained))
+
+
+def test_adapters_are_merged(tmp_path):
+    trained = adapted()
     expected = logits(trained)
-    module.model.merge_and_unload().save_pretrained(tmp_path / "out")
+    path, base = write_adapted(tmp_path, trained)
+    assert main(["export", str(path), str(tmp_path / "out"), "--base", str(base), "--merge"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     torch.testing.assert_close(logits(loaded), expected)
+
+
+def test_adapters_alone_are_merged_into_the_base(tmp_path):
+    trained = adapted()
+    expected = logits(trained)
+    path, base = write_adapted(tmp_path, trained, alone=True)
+    with pytest.raises(ValueError, match=r"holds adapters alone, and .*base no weights .*--base"):
+        export(path, tmp_path / "out", base=base, merge=True)
+    zoo.build_model("llama").save_pretrained(base)
+    export(path, tmp_path / "out", base=base, merge=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    torch.testing.assert_close(logits(loaded), expected)
+
+
+def test_adapters_of_which_nothing_is_noted_need_their_config(tmp_path):
+    trained = adapted()
+    path, base = write_adapted(tmp_path, trained, noted=False)
+    with pytest.raises(ValueError, match=r"holds a PEFT adapter .*lora_alpha.*--adapter-config"):
+        export(path, tmp_path / "out", base=base)
+    with pytest.raises(FileNotFoundError, match="no adapter_config.json in"):
+        export(path, tmp_path / "out", base=base, adapter_config=base)
+    trained.peft_config["default"].save_pretrained(tmp_path / "config")
+    export(path, tmp_path / "out", base=base, adapter_config=tmp_path / "config")
+    loaded = PeftModel.from_pretrained(zoo.build_model("llama"), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(trained))
+
+
+def test_options_for_adapters_are_refused_without_any(tmp_path):
+    path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt")
+    base = write_base(tmp_path / "base", "llama")
+    with pytest.raises(ValueError, match="holds no PEFT adapter"):
+        export(path, tmp_path / "out", base=base, merge=True)
 
 
 def test_the_base_must_be_known(tmp_path):

@@ -12,7 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from lightning_cp import ContextParallelStrategy
+from hf_patches.export import export
+from lightning_cp import ContextParallelStrategy, token_mean
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import zoo
 
@@ -80,10 +81,10 @@ class Masked(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def train_masked(kinds, sharding):
+def train_masked(kinds, sharding, build=Masked):
     found = {}
     for kind in kinds:
-        module = Masked(kind)
+        module = build(kind)
         if sharding is None:
             trainer = build_trainer(strategy="auto", devices=1, max_epochs=1)
             trainer.fit(module, DataLoader(masked_batches(), batch_size=None))
@@ -92,7 +93,7 @@ def train_masked(kinds, sharding):
                 strategy = ContextParallelStrategy(parameter_sharding=sharding)
                 trainer = build_trainer(strategy=strategy, max_epochs=1)
                 trainer.fit(module, DataLoader(masked_batches(), batch_size=None))
-        weights = {n: full(p.detach()) for n, p in module.model.named_parameters()}
+        weights = {n: full(p.detach()) for n, p in module.named_parameters()}
         found[kind] = module.losses, weights
     return found
 
@@ -115,12 +116,63 @@ COMMON, OTHERS = (
 def test_masked_language_models_train_as_on_one_device(ranks, num_ranks, sharding, kinds):
     exact = ranks(1).run(train_masked, kinds, None)[0]
     for found in ranks(num_ranks).run(train_masked, kinds, sharding):
-        for kind, (losses, weights) in exact.items():
-            assert found[kind][0] == pytest.approx(losses, abs=1e-6), kind
-            for name, weight in weights.items():
-                torch.testing.assert_close(
-                    found[kind][1][name], weight, atol=1e-6, rtol=1e-6, msg=f"{kind} {name}"
-                )
+        compare(found, exact)
+
+
+def compare(found, exact):
+    for kind, (losses, weights) in exact.items():
+        assert found[kind][0] == pytest.approx(losses, abs=1e-6), kind
+        for name, weight in weights.items():
+            torch.testing.assert_close(
+                found[kind][1][name], weight, atol=1e-6, rtol=1e-6, msg=f"{kind} {name}"
+            )
+
+
+# ---------------------------------------------------------------- parts called by themselves
+
+
+class Inner(LightningModule):
+    """Takes hidden states from the inner model, and scores them by the head or by its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.losses = kind, []
+        self.model = masked_model(kind) if kind == "roberta" else zoo.build_model(kind).double()
+        torch.manual_seed(2)
+        width = self.model.get_input_embeddings().embedding_dim
+        self.probe = torch.nn.Linear(width, VOCAB, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        ids, mask, labels = (batch[k] for k in ("input_ids", "attention_mask", "labels"))
+        inner = self.model.base_model
+        if batch_idx == 1:
+            embedded = self.model.get_input_embeddings()(ids)
+            hidden = inner(inputs_embeds=embedded, attention_mask=mask).last_hidden_state
+        else:
+            hidden = inner(input_ids=ids, attention_mask=mask).last_hidden_state
+        shift = self.kind != "roberta"
+        loss = token_mean(self.model.lm_head(hidden), labels, shift=shift)
+        loss = loss + token_mean(self.probe(hidden), labels, shift=shift)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train_inner(kinds, sharding):
+    return train_masked(kinds, sharding, Inner)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sharding"),
+    [pytest.param(*x, marks=pytest.mark.slow) for x in [(2, "full"), (3, "full"), (3, "none")]],
+)
+def test_an_inner_model_sees_whole_rows(ranks, num_ranks, sharding):
+    kinds = ["llama", "roberta"]
+    exact = ranks(1).run(train_inner, kinds, None)[0]
+    for found in ranks(num_ranks).run(train_inner, kinds, sharding):
+        compare(found, exact)
 
 
 # ---------------------------------------------------------------- saving
@@ -182,8 +234,9 @@ def logits(model):
         return model.eval()(input_ids=IDS).logits
 
 
-def test_adapters_are_saved_whole_on_every_rank_alike(ranks, tmp_path):
-    (weights, said), *_ = ranks(3).run(run_saving, str(tmp_path), True, "full")
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_adapters_are_saved_whole_on_every_rank_alike(ranks, tmp_path, num_ranks):
+    (weights, said), *_ = ranks(num_ranks).run(run_saving, str(tmp_path), True, "full")
     trained = Causal(True, tmp_path).model
     trained.load_state_dict(weights)
     expected = logits(trained)
@@ -196,12 +249,17 @@ def test_adapters_are_saved_whole_on_every_rank_alike(ranks, tmp_path):
         assert torch.equal(logits(loaded), expected)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
-    assert "was called on rank 0, but for 1 s not on rank 1, 2" in said
+    base = tmp_path / "base"
+    zoo.build_config("llama").save_pretrained(base)
+    export(tmp_path / "last.ckpt", tmp_path / "exported", base=base)  # the run has noted the rest
+    loaded = PeftModel.from_pretrained(zoo.build_model("llama"), tmp_path / "exported")
+    assert torch.equal(logits(loaded), expected)
+    assert "was called on rank 0, but for 1 s not on rank 1" in said
     assert "without `if trainer.is_global_zero`" in said
     assert not (tmp_path / "alone").exists()
 
 
-@pytest.mark.parametrize("sharding", ["full", "none"])
+@pytest.mark.parametrize("sharding", [pytest.param("full", marks=pytest.mark.slow), "none"])
 def test_models_are_saved_whole_on_every_rank_alike(ranks, tmp_path, sharding):
     (weights, said), *_ = ranks(2).run(run_saving, str(tmp_path), False, sharding)
     trained = zoo.build_model("llama")

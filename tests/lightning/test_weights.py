@@ -302,8 +302,8 @@ def check(ranks, names, num_ranks, sharding):
 
 TERMS = ["Penalty", "PenaltyOfBlocks", "Norms", "ManualNorms"]
 PARAMETERS = [name for name in JOBS if name not in TERMS]
-GRID = [(2, "full"), (3, "none")]
-WIDER = [pytest.param(*x, marks=pytest.mark.slow) for x in [(3, "full"), (2, "none")]]
+GRID = [(2, "full")]
+WIDER = [pytest.param(*x, marks=pytest.mark.slow) for x in [(3, "full"), (2, "none"), (3, "none")]]
 
 
 @pytest.mark.parametrize(("num_ranks", "sharding"), GRID + WIDER)
