@@ -143,6 +143,12 @@ def is_open(unit: Any) -> bool:
     return bool(state._training_state == TrainingState.FORWARD)
 
 
+def is_idle(unit: Any) -> bool:
+    """Say whether a unit is neither in its forward nor in its backward."""
+    state: Any = unit._get_fsdp_state()
+    return bool(state._training_state == TrainingState.IDLE)
+
+
 def is_grouped(unit: Any) -> bool:
     """Say whether a unit is one of several modules that were given to ``fully_shard`` as a list."""
     state: Any = unit._get_fsdp_state()
@@ -173,6 +179,18 @@ def before_backward(unit: Any) -> Callable[[Tensor], Tensor]:
     state: Any = unit._get_fsdp_state()
     hook: Callable[[Tensor], Tensor] = state._pre_backward
     return hook
+
+
+def has_unreduced(unit: Any) -> bool:
+    """Say whether gradients of a unit came after FSDP2 had reduced it: nobody would reduce them."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(
+        getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
+        for group in groups
+        if group is not None and group.reduce_grads
+        for held in group.fsdp_params
+    )
 
 
 def wait_for_reductions(unit: Any) -> None:

@@ -19,21 +19,37 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.compat import (
     before_backward,
     close_unit,
+    has_unreduced,
     init_root,
     is_grouped,
+    is_idle,
     is_open,
     map_tensors,
     open_unit,
     wait_for_reductions,
 )
+from lightning_cp.scalars import NOTED
 
 _PREPARED: Final = "_lightning_cp_parts"
 """Where a unit keeps which of its parts have been called by themselves, and not yet returned."""
+
+_USED: Final = "_lightning_cp_used"
+"""Where a root notes whether its parameters were used outside of its forward."""
+
+_BETWEEN: Final = (
+    "A parameter was used by itself between two calls of the module that it belongs to, or of its "
+    "parts; in backward it would be given back before its gradient is there. Compute terms over "
+    "parameters before the first call of the model or after the last one, and call modules instead "
+    "of using their parameters."
+)
 
 
 def gather_parts(owner: nn.Module) -> None:
     """Let every module inside FSDP2 units be called by itself. Does nothing when called again."""
     for root in outermost_units(owner):
+        root.__dict__[_USED] = False
+        if _PREPARED not in root.__dict__:
+            root.register_forward_pre_hook(_check_use, prepend=True)
         for unit in root.modules():
             if not is_unit(unit) or _PREPARED in unit.__dict__ or is_grouped(unit):
                 continue
@@ -49,6 +65,31 @@ def gather_parts(owner: nn.Module) -> None:
                     part.register_forward_hook(closing, with_kwargs=True)
             # Safe by `_keep_views`.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def check_reduced(owner: nn.Module) -> None:
+    """Refuse gradients that came too late in a backward pass to be reduced over the ranks."""
+    for root in outermost_units(owner):
+        root.__dict__[_USED] = False
+        if has_unreduced(root):
+            raise RuntimeError(_BETWEEN)
+
+
+def _note_use(root: nn.Module) -> None:
+    """Note that a gathered parameter was used outside of the forward of its unit."""
+    root.__dict__[_USED] = root.__dict__[_USED] or is_idle(root)
+
+
+def _check_use(root: nn.Module, *_: object) -> None:
+    """Refuse another call of a unit whose parameters autograd has used outside of its forward.
+
+    In backward, the last call comes first, and may give back what those uses still need.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if root.__dict__[_USED] and is_idle(root):  # not in backward, to recompute
+        root.__dict__[_USED] = False
+        raise RuntimeError(_BETWEEN)
 
 
 def order_gradients(owner: nn.Module) -> None:
@@ -115,6 +156,8 @@ def _open(
             calls.append((part, False))
         return None
     init_root(root)
+    if unit is root:
+        _check_use(root)
     calls.append((part, True))
     return open_unit(unit, part, args, kwargs)
 
@@ -139,6 +182,11 @@ def _keep_views(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
+    if _USED in unit.__dict__:  # a root, which stays gathered until backward
+        for part in own_modules(unit):
+            for parameter in part.parameters(recurse=False):
+                if not isinstance(parameter, DTensor):
+                    parameter.__dict__.setdefault(NOTED, partial(_note_use, unit))
     outside: set[int] = set()
 
     def note(x: Tensor) -> Tensor:

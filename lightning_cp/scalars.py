@@ -7,12 +7,15 @@ the whole, for the part of the parameter that a rank holds: nothing is left to b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+NOTED: Final = "_lightning_cp_used"
+"""Under which name a gathered parameter may hold what is called when autograd uses it."""
 
 
 def call_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -31,6 +34,11 @@ def call_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             "A term over parameters is a sum of numbers, one for each: sum(p.pow(2).sum() for p in "
             "self.parameters()). Elsewhere p.full_tensor(), on every rank, is the whole of one."
         ) from error
+    if type(output) is Tensor and output.requires_grad:
+        for x in (*args, *kwargs.values()):
+            if type(x) is nn.Parameter and (note := x.__dict__.get(NOTED)) is not None:
+                note()
+        return output
     if isinstance(output, DTensor):
         return _whole(output)
     if type(output) in (list, tuple) and output and isinstance(output[0], DTensor):

@@ -51,7 +51,7 @@ from lightning_cp.engine.kernels.select import (
 )
 from lightning_cp.engine.plan import AlgorithmName, check_algorithm
 from lightning_cp.features import check_features, check_hooks, check_optimizers
-from lightning_cp.gathering import gather_parts, order_gradients
+from lightning_cp.gathering import check_reduced, gather_parts, order_gradients
 from lightning_cp.layout import LayoutName, check_layout
 from lightning_cp.logs import Sync, kept_metrics, no_logs, recorded_logs
 from lightning_cp.loss import global_mean
@@ -578,7 +578,9 @@ class ContextParallelStrategy(ModelParallelStrategy):
         else:  # the user's own arithmetic, as on one process
             closure_loss = self._checked(closure_loss)
         with reenter(step):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        check_reduced(module)
+        return loss
 
     def on_train_start(self) -> None:
         """Refuse loaders of different lengths: the longer ones would wait for the others."""

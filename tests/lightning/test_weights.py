@@ -324,15 +324,41 @@ class Mixed(Base):
         return F.linear(x, self.model.head.weight) + self.model(ids, positions)
 
 
-def run_mixed():
-    with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
-        try:
-            trainer.fit(Mixed(), DataLoader(Rows(), batch_size=2))
-        except RuntimeError as error:
-            return str(error)
+class Between(Base):
+    """A term over gathered parameters between two calls, which backward gives back too early."""
+
+    def logits(self, ids, positions):
+        logits = self.model(ids, positions)
+        self.term = sum(p.pow(2).sum() for p in self.parameters())
+        return logits + self.model.head(logits[..., :DIM])
+
+    def loss(self, logits, batch):
+        return token_mean(logits, batch["labels"]) + 0.1 * self.term
 
 
-def test_a_parameter_without_its_module_is_refused_by_all_ranks(ranks):
-    for said in ranks(2).run(run_mixed):
-        assert "linear() was given a parameter of which each rank holds a part" in said
+class TooLate(Between):
+    """The same, of which backward needs no value: nothing fails by itself."""
+
+    def logits(self, ids, positions):
+        x = self.model.head(F.one_hot(ids % DIM, DIM).double())
+        self.term = sum(p.sum() for p in self.parameters())
+        return self.model.head(x[..., :DIM].detach().requires_grad_())
+
+
+def run_refused():
+    found = {}
+    for job in (Mixed, Between, TooLate):
+        with elastic_environment():
+            trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+            try:
+                trainer.fit(job(), DataLoader(Rows(), batch_size=2))
+            except RuntimeError as error:
+                found[job.__name__] = str(error)
+    return found
+
+
+def test_parameters_that_would_not_get_their_gradient_are_refused_by_all_ranks(ranks):
+    for said in ranks(2).run(run_refused):
+        assert "linear() was given a parameter of which each rank holds a part" in said["Mixed"]
+        for name in ("Between", "TooLate"):
+            assert "used by itself between two calls of the module" in said[name]
