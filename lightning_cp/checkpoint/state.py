@@ -164,7 +164,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in whole:
-            whole[id(value)] = _map_tensors(_gather, value)
+            whole[id(value)] = map_tensors(_gather, value)
     return {name: whole[id(value)] for name, value in state.items()} if rank() == 0 else {}
 
 

@@ -181,7 +181,6 @@ class Case:
         needs: packages that must be installed.
         quick: belongs to the default run of the tests.
         sizes: on how many ranks it is run.
-        xfail: why it cannot pass yet.
         rel: how far numbers may be from one device's.
     """
 
@@ -192,7 +191,6 @@ class Case:
     needs: tuple[str, ...] = ()
     quick: bool = False
     sizes: tuple[int, ...] = (2,)
-    xfail: str = ""
     rel: float = 1e-9
 
 
@@ -555,18 +553,18 @@ def _(path):
     return fit(path, callbacks=[cb.TQDMProgressBar(refresh_rate=1)], enable_progress_bar=True)
 
 
-@case("StochasticWeightAveraging", xfail="averages of sharded weights")
+@case("StochasticWeightAveraging")
 def _(path):
     swa = cb.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
     return fit(path, callbacks=[swa], max_epochs=4)
 
 
-@case("WeightAveraging", xfail="averages of sharded weights")
+@case("WeightAveraging")
 def _(path):
     return fit(path, callbacks=[cb.WeightAveraging()])
 
 
-@case("EMAWeightAveraging", xfail="averages of sharded weights")
+@case("EMAWeightAveraging")
 def _(path):
     return fit(path, callbacks=[cb.EMAWeightAveraging(decay=0.9)])
 

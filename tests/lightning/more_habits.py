@@ -382,7 +382,6 @@ def _(path):
     "torchmetrics Perplexity, shifted by hand",
     verdict="refused",
     says="shift_labels",
-    xfail="evaluation is verified by the lead's change",
 )
 def _(path):
     from torchmetrics.text import Perplexity
@@ -775,7 +774,6 @@ def _(path):
     "HF DataCollatorForLanguageModeling, mlm=True, masked LM",
     needs=HF,
     rel=1e-5,
-    xfail="tied weights of masked models: another change",
 )
 def _(path):
     from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling
@@ -889,7 +887,7 @@ def _(path):
     return fit(path, callbacks=[callback])
 
 
-@case("bf16-true with EMA", xfail="averages of sharded weights")
+@case("bf16-true with EMA")
 def _(path):
     ema = cb.EMAWeightAveraging(decay=0.9)
     found = fit(path, Module().float(), callbacks=[ema], precision="bf16-true")

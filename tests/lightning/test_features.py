@@ -50,8 +50,6 @@ def parameters():
     for name, case in CASES.items():
         for size in case.sizes:
             marks = [] if case.quick and size == 2 else [pytest.mark.slow]
-            if case.xfail:
-                marks.append(pytest.mark.xfail(strict=False, reason=case.xfail))
             yield pytest.param(name, size, marks=marks, id=f"{name}-{size}")
 
 
