@@ -25,7 +25,14 @@ from threading import Lock
 NUM_WORKERS = 9
 # Whole models beside their stock runs: more of them at once do not fit into the GPU's memory.
 LARGE, NUM_LARGE_WORKERS = "test_hf", 3
-NUM_PARTS = {"test_flex": 6, "test_hf": 5, "test_kernels": 3, "test_lightning": 6, "test_nccl": 5}
+NUM_PARTS = {
+    "test_flex": 6,
+    "test_habits": 4,
+    "test_hf": 5,
+    "test_kernels": 3,
+    "test_lightning": 6,
+    "test_nccl": 5,
+}
 PYTEST = (
     sys.executable,
     "-m",

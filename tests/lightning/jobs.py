@@ -151,16 +151,23 @@ class Fit:
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
+def on_gpu() -> bool:
+    """Say whether the processes of the pool work on a GPU."""
+    return dist.is_initialized() and "nccl" in dist.get_backend()
+
+
 @contextmanager
 def elastic_environment() -> Iterator[None]:
     """Look like a process that torchrun has started."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())  # noqa: TID251
+    # Ranks that share a GPU look like nodes with one GPU each.
+    nodes = on_gpu()
     added = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": "0" if nodes else rank,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1" if nodes else size,
+        "GROUP_RANK": rank if nodes else "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": "test",
@@ -183,6 +190,8 @@ def build_trainer(**options: Any) -> Trainer:
     }
     size = dist.get_world_size()  # noqa: TID251
     quiet |= {"accelerator": "cpu", "devices": size, "use_distributed_sampler": False}
+    if on_gpu():
+        quiet |= {"accelerator": "gpu", "devices": 1, "num_nodes": size}
     return Trainer(**{**quiet, **options})
 
 

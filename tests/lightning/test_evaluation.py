@@ -219,6 +219,15 @@ def run_steps_on_ranks(kinds, options):
         return run_steps(kinds, False, options)
 
 
+def on_host(x):
+    """Return all tensors on the CPU."""
+    if isinstance(x, Tensor):
+        return x.cpu()
+    if isinstance(x, dict):
+        return {key: on_host(value) for key, value in x.items()}
+    return [on_host(value) for value in x] if isinstance(x, list | tuple) else x
+
+
 REFUSED = {
     "shifted_metric": "updated self.perplexity",
     "counted_twice": "data_parallel_group",

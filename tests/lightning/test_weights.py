@@ -173,7 +173,7 @@ class InPlace(Base):
 
     def logits(self, ids, positions):
         logits = self.model(ids, positions)
-        logits += torch.arange(VOCAB) * 0.1 * positions[..., None]
+        logits += torch.arange(VOCAB, device=ids.device) * 0.1 * positions[..., None]
         logits.mul_(1.5)
         return logits
 
