@@ -26,7 +26,7 @@ def test_weights_are_trained_as_on_one_device(nccl, sharding):
         for name, (seen, values) in exact.items():
             assert found[name][0] == pytest.approx(seen, abs=1e-10), name
             for key, value in values.items():
-                torch.testing.assert_close(found[name][1][key], value, atol=1e-9, rtol=1e-7)
+                torch.testing.assert_close(found[name][1][key].cpu(), value, atol=1e-9, rtol=1e-7)
 
 
 def test_parameters_that_would_not_get_their_gradient_are_refused(nccl):

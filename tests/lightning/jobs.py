@@ -180,6 +180,14 @@ def elastic_environment() -> Iterator[None]:
             del os.environ[name]
 
 
+def build_strategy(**options: Any) -> ContextParallelStrategy:
+    """Build a strategy in which all processes of the pool share every row by default."""
+    if on_gpu():  # by default it is the processes of a node
+        dp_size = options.get("data_parallel_size", 1)
+        options.setdefault("context_parallel_size", dist.get_world_size() // dp_size)  # noqa: TID251
+    return ContextParallelStrategy(**options)
+
+
 def build_trainer(**options: Any) -> Trainer:
     """Build a quiet trainer over all processes of the pool."""
     quiet = {

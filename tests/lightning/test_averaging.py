@@ -22,7 +22,13 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.checkpoint import consolidate
-from tests.lightning.jobs import PackedRows, build_trainer, elastic_environment, full
+from tests.lightning.jobs import (
+    PackedRows,
+    build_strategy,
+    build_trainer,
+    elastic_environment,
+    full,
+)
 from tests.parity.steps import build_model
 
 pytestmark = pytest.mark.ranks
@@ -184,7 +190,7 @@ def run(job):
     val = DataLoader(PackedRows(2, seed=1), batch_size=2, collate_fn=collate)
     if dist.is_initialized():
         with elastic_environment():
-            trainer = build_trainer(strategy=ContextParallelStrategy(**job.strategy), **options)
+            trainer = build_trainer(strategy=build_strategy(**job.strategy), **options)
             return finish(job, trainer, module, train, val, losses)
     quiet = ("logger", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(accelerator="cpu", devices=1, **options, **dict.fromkeys(quiet, False))
@@ -332,7 +338,7 @@ def run_bf16():
         average = EMAWeightAveraging(decay=0.7)
         record = Record(average)
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(),
+            strategy=build_strategy(),
             precision="bf16-true",
             max_epochs=2,
             callbacks=[average, record],
@@ -374,7 +380,7 @@ class SharesItself(Late):
 def run_late(module, name):
     with elastic_environment():
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_epochs=2, callbacks=[CALLBACKS[name]()]
+            strategy=build_strategy(), max_epochs=2, callbacks=[CALLBACKS[name]()]
         )
         data = DataLoader(PackedRows(4), batch_size=2, collate_fn=collate)
         try:
@@ -401,7 +407,7 @@ def test_what_configure_model_has_sharded_is_averaged(ranks):
 def load_whole(state):
     with elastic_environment():
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_steps=1, callbacks=[LoadAtStart(state)]
+            strategy=build_strategy(), max_steps=1, callbacks=[LoadAtStart(state)]
         )
         trainer.fit(Net(), DataLoader(PackedRows(4), batch_size=2, collate_fn=collate))
         return trainer.callbacks[0].found

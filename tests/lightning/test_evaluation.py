@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
 from tests.lightning.generated_steps import (
     Case,
     Drawn,
@@ -19,7 +19,7 @@ from tests.lightning.generated_steps import (
     run_on_one_device,
     run_on_ranks,
 )
-from tests.lightning.jobs import build_trainer, elastic_environment
+from tests.lightning.jobs import build_strategy, build_trainer, elastic_environment
 
 pytestmark = pytest.mark.ranks
 
@@ -195,7 +195,7 @@ def run_steps(kinds, one_device, options):
                 enable_model_summary=False,
             )
         else:
-            trainer = build_trainer(strategy=ContextParallelStrategy(**options))
+            trainer = build_trainer(strategy=build_strategy(**options))
         found[kind] = []
         try:
             for batch in build_batches():
@@ -323,7 +323,7 @@ def run_training():
     for kind in TRAINED:
         with elastic_environment():
             loss = "local_mean" if kind == "shifted local mean" else "auto"
-            strategy = ContextParallelStrategy(loss=loss)
+            strategy = build_strategy(loss=loss)
             trainer = build_trainer(strategy=strategy, max_epochs=1)
             module = Training(kind)
             batches = build_batches()
@@ -350,7 +350,7 @@ class Unlabelled(Step):
 
 def run_without_labels():
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy())
+        trainer = build_trainer(strategy=build_strategy())
         batch, other = build_batches()[:2]
         empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
         losses = [

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelStrategy, token_mean
-from tests.lightning.jobs import build_trainer, elastic_environment, full
+from lightning_cp import token_mean
+from tests.lightning.jobs import build_strategy, build_trainer, elastic_environment, full
 
 pytestmark = pytest.mark.ranks
 
@@ -280,7 +280,7 @@ def run(names, sharding):
             build_trainer(**trainer_options).fit(module, DataLoader(Rows(), batch_size=2))
         else:
             with elastic_environment():
-                strategy = ContextParallelStrategy(parameter_sharding=sharding)
+                strategy = build_strategy(parameter_sharding=sharding)
                 trainer = build_trainer(strategy=strategy, max_epochs=1)
                 trainer.fit(module, DataLoader(Rows(), batch_size=2))
         weights = {n: full(p.detach()) for n, p in module.named_parameters()}
@@ -349,7 +349,7 @@ def run_refused():
     found = {}
     for job in (Mixed, Between, TooLate):
         with elastic_environment():
-            trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+            trainer = build_trainer(strategy=build_strategy(), max_steps=1)
             try:
                 trainer.fit(job(), DataLoader(Rows(), batch_size=2))
             except RuntimeError as error:
