@@ -19,6 +19,13 @@ from lightning_cp.context import IGNORED_LABEL
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.structure import rebuild
 
+MIXING: Final = (
+    "Something mixes tokens where we do not see it: attention written out by hand, a convolution "
+    "or a recurrence along the sequence, positions that the model counts itself (use "
+    "cp.position_ids()), a loss that is not token_mean()."
+)
+"""Why a model may compute something else under context parallelism."""
+
 Gradients = tuple[Tensor, dict[str, Tensor]]
 """A loss, and the gradient of each parameter by name."""
 
@@ -158,9 +165,7 @@ def verify(
         worst = ", ".join(f"{name} ({error:.1e})" for name, error in report.worst())
         raise RuntimeError(
             f"Context parallelism changes the numbers of this model: {report.summary()}. Worst "
-            f"gradients: {worst}. Something mixes tokens where we do not see it: attention written "
-            "out by hand, a convolution or a recurrence along the sequence, positions that the "
-            "model counts itself (use cp.position_ids()), a loss that is not token_mean()."
+            f"gradients: {worst}. {MIXING}"
         )
     return report
 

@@ -325,6 +325,18 @@ def paused() -> Iterator[None]:
         _current = previous
 
 
+@contextmanager
+def outside() -> Iterator[None]:
+    """Leave the active step for a while, as if none had been opened."""
+    global _current, _num_unsharded
+    previous = _current, _num_unsharded
+    _current, _num_unsharded = None, 0
+    try:
+        yield
+    finally:
+        _current, _num_unsharded = previous
+
+
 _CURE = "Use checkpoint(..., use_reentrant=False)"
 
 

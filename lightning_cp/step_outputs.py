@@ -6,7 +6,7 @@ it is a mean over the tokens of all ranks, or if the ranks of a group hold the s
 on whole sequences has shown that one device would. Anything else is an error on all ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_cp import batch as batches
 from lightning_cp import context, outputs
 from lightning_cp.agreement import CURE, share_texts
-from lightning_cp.checks import cut_rows
+from lightning_cp.checks import MIXING, cut_rows
 from lightning_cp.collectives import GroupTransport
 from lightning_cp.context import HandedOver, Step
 from lightning_cp.logs import Logged, kept_attributes, kept_metrics, metrics_of, recorded_logs
@@ -79,11 +79,13 @@ class _Entry:
         leaf: the value, and what is known of it.
         what: says in an error where it came from.
         reduction: how ranks put their parts of it together; empty if it is not in parts.
+        is_global: whether it is known to be a mean over the tokens of all ranks.
     """
 
     leaf: Leaf
     what: str
     reduction: str = ""
+    is_global: bool = False
 
 
 class StepOutputs:
@@ -128,9 +130,15 @@ class StepOutputs:
             parts = self._trial_batches(batch, step)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
-        cp.agree(batch, problem, training=False, values=True)
-        failure: Exception | None = None
-        was_run = False
+        with context.outside():
+            cp.agree(batch, problem, training=False, values=True)
+            self._try(trial, parts, _shape_of(step))
+        self._open = {key: tries + 1 for key, tries in self._open.items() if tries + 1 < _TRIES}
+        self._verified.add((trial.stage, _shape_of(step), loader))
+
+    def _try(self, trial: Trial, parts: Sequence[Any], shape: _Shape) -> None:
+        """Compare runs of a step on parts of a batch."""
+        cp, failure, was_run = self._cp, None, False
         for part in parts:
             # Whole first, for all ranks do the same in it: if it fails, it fails on all of them.
             # A step may not take shorter sequences; then it is tried on the next part.
@@ -141,11 +149,9 @@ class StepOutputs:
                 continue
             was_run = True
             found = self._record(trial, cp.step(part, training=False))
-            self._compare(trial, _shape_of(step), found, whole)
+            self._compare(trial, shape, found, whole)
         if failure is not None and not was_run:
             raise failure
-        self._open = {key: tries + 1 for key, tries in self._open.items() if tries + 1 < _TRIES}
-        self._verified.add((trial.stage, _shape_of(step), loader))
 
     def _trial_batches(self, batch: Any, step: Step) -> list[Any]:
         """Return what the step is tried on: parts of the batch that are like it.
@@ -198,11 +204,15 @@ class StepOutputs:
         for leaf in self._returned(output, trial.training):
             self._check_comparable(leaf, trial.stage)
             key = f"output{leaf.path}"
-            record.entries[key] = _Entry(leaf, f"returned {leaf.path or 'it'}")
+            what = f"returned {leaf.path or 'it'}"
+            record.entries[key] = _Entry(leaf, what, is_global=_is_loss(leaf.value, step))
         for logged in logs:
             key = f"log {logged.name}"
             record.entries[key] = _Entry(
-                Leaf("", logged.value), f"logged {logged.name!r}", logged.reduction
+                Leaf("", logged.value),
+                f"logged {logged.name!r}",
+                logged.reduction,
+                logged.is_global,
             )
         for name, value in self._metric_values(metrics, step).items():
             record.entries[f"metric {name}"] = _Entry(Leaf("", value), f"updated self.{name}")
@@ -351,7 +361,9 @@ class StepOutputs:
         step, cure = found.step, CURE
         is_one = not isinstance(step, HandedOver)
         length = f" of {step.layout.seq_len} tokens" if is_one else ""
-        if entry.what.startswith("updated "):
+        if entry.is_global:
+            cure = f"Context parallelism changes the numbers of this model. {MIXING}"
+        elif entry.what.startswith("updated "):
             cure = (
                 "The states of a metric are put together over all ranks: update it with the tokens "
                 "of this rank that cp.token_mask() says are no padding (cp is "

@@ -64,10 +64,11 @@ def run(module_class, dp_size, options, *arguments):
     logger.setLevel(logging.INFO)
     try:
         with elastic_environment():
-            module = module_class(*arguments)
+            module, options = module_class(*arguments), dict(options)
+            strategy = {"data_parallel_size": dp_size, **options.pop("strategy", {})}
             callback = ContextParallelCallback(**options)
             trainer = build_trainer(
-                strategy=ContextParallelStrategy(data_parallel_size=dp_size),
+                strategy=ContextParallelStrategy(**strategy),
                 max_epochs=1,
                 callbacks=[callback],
             )
@@ -153,9 +154,13 @@ def test_tokens_are_not_counted_once_per_rank(ranks):
 
 def test_a_model_that_is_not_exact_is_stopped_before_training(ranks):
     options = {"verify_first_batch": True, "verify_max_len": 12}
-    for said, _ in ranks(2).run(run, HandModule, 1, options):
+    first = {**options, "strategy": {"verify_steps": False}}
+    for said, _ in ranks(2).run(run, HandModule, 1, first):
         assert "Context parallelism changes the numbers of this model" in said
         assert "model.tokens.weight" in said
+    for said, _ in ranks(2).run(run, HandModule, 1, options):  # in the sanity check already
+        assert "Context parallelism changes the numbers of this model" in said
+        assert "validation_step() logged 'val_loss'" in said
 
 
 def test_manual_steps_are_not_verified_by_running_them(ranks):
