@@ -193,7 +193,9 @@ _known_to_compiler = False
 def enabled() -> TorchFunctionMode:
     """Return the context in which attention calls are routed to the active step."""
     global _known_to_compiler
-    _known_to_compiler = _known_to_compiler or never_compile_alone(_Dispatch.__torch_function__)
+    _known_to_compiler = _known_to_compiler or (
+        never_compile_alone(_Dispatch.__torch_function__) and never_compile_alone(call_whole)
+    )
     return _mode
 
 

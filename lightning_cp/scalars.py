@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_cp.compat import never_compile_alone
+
 NOTED: Final = "_lightning_cp_used"
 """Under which name a gathered parameter may hold what is called when autograd uses it."""
 
@@ -71,7 +73,7 @@ def _all_whole(xs: list[Any] | tuple[Any, ...]) -> Any:
     return type(xs)(spread.full_tensor().unbind())
 
 
-class WholeScalars(TorchFunctionMode):
+class _WholeScalars(TorchFunctionMode):
     """While it is entered, numbers from sharded tensors are whole."""
 
     def __torch_function__(
@@ -82,3 +84,14 @@ class WholeScalars(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return call_whole(func, args, kwargs or {})
+
+
+# One object: compiled code is specialised on the mode that it runs under.
+_mode = _WholeScalars()
+
+
+def whole_scalars() -> TorchFunctionMode:
+    """Return the context in which numbers from sharded tensors are whole."""
+    for handler in (_WholeScalars.__torch_function__, call_whole):
+        never_compile_alone(handler)
+    return _mode

@@ -67,7 +67,7 @@ from lightning_cp.mesh import (
 )
 from lightning_cp.parallel import ContextParallel, check_memory, reenter
 from lightning_cp.quiet import expect_known
-from lightning_cp.scalars import WholeScalars
+from lightning_cp.scalars import whole_scalars
 from lightning_cp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -724,7 +724,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 result = closure()
                 if self._module().automatic_optimization:
                     self._window.finish(self._module().parameters())
-                stack.enter_context(WholeScalars())  # for hooks that look at gradients
+                stack.enter_context(whole_scalars())  # for hooks that look at gradients
                 return result
 
             return super().optimizer_step(optimizer, exact, model, **kwargs)
