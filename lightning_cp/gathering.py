@@ -85,7 +85,7 @@ def _check_use(root: nn.Module, *_: object) -> None:
 
     In backward, the last call comes first, and may give back what those uses still need.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_unit(root):
         return
     if root.__dict__[_USED] and is_idle(root):  # not in backward, to recompute
         root.__dict__[_USED] = False
@@ -140,7 +140,7 @@ def own_modules(unit: nn.Module, others: Sequence[nn.Module] = ()) -> Iterator[n
 
 def _init_root_first(root: nn.Module, *_: object) -> None:
     """Tell FSDP2 which unit is outermost: it would take the first one that is called."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and is_unit(root):
         init_root(root)
 
 
@@ -148,7 +148,7 @@ def _open(
     root: nn.Module, unit: nn.Module, part: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any] | None:
     """Gather a unit, unless its own forward is running and has done so."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_unit(unit):  # a copy of a unit is none
         return None
     calls: list[tuple[nn.Module, bool]] = unit.__dict__[_PREPARED]
     if is_open(unit):
