@@ -673,7 +673,7 @@ def _unpacked(
     return torch.cat(parts)
 
 
-def pad_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
+def pad_samples(batch: Any) -> Any:
     """Return a batch in which every sample has some padding, if it says which tokens are padding.
 
     Each sample has a different number of tokens that are no padding. Labels of padding are ignored.
@@ -683,9 +683,9 @@ def pad_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
         tensor([[1, 1, 1, 1, 1, 1, 1, 0],
                 [1, 1, 1, 1, 1, 1, 0, 0]])
     """
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return dict(batch)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:  # or it lies inside a nested batch
+        return batch
     num_samples, length = mask.shape
     place = torch.arange(length, device=mask.device)
     sizes = 1 + torch.arange(num_samples, device=mask.device) % max(1, length // 2)
