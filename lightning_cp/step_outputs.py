@@ -28,8 +28,8 @@ from lightning_cp.parallel import ContextParallel
 Kind = int | Literal["same"]
 """What a value is: of tokens, along this dim, or the same on all ranks of a group."""
 
-_Shape = tuple[bool, bool]
-"""Whether ranks' parts of a batch are filled up, and whether the batch itself is padded.
+_Shape = tuple[bool, ...]
+"""Whether ranks' parts of a batch are filled up, and whether it is padded, at which ends.
 
 A step may be right for the one and wrong for the other.
 """
@@ -477,8 +477,11 @@ def _is_near(rows: Any, whole: Any, precision: torch.dtype, known: bool) -> bool
 
 def _shape_of(step: Step) -> _Shape:
     if isinstance(step, HandedOver):
-        return False, False
-    return step.layout.padded_len > step.layout.seq_len, step.padding is not None
+        return ()
+    is_filled = step.layout.padded_len > step.layout.seq_len
+    if step.padding is None:
+        return (is_filled,)
+    return is_filled, bool(step.padding[:, 0].any()), bool(step.padding[:, -1].any())
 
 
 def _covers(asked: dist.ProcessGroup | None, group: GroupTransport) -> bool:
