@@ -124,8 +124,9 @@ CURE: Final = (
     "    cp = self.trainer.strategy.context_parallel\n"
     "    x = cp.unshard(x, 1)  # [batch, tokens, ...]; one token or the mean: cp.pool(x, 'last')\n"
     "or over the tokens of all ranks: token_mean(logits, labels) or global_mean(total, count) from "
-    "lightning_cp. For a metric, update it with this rank's tokens and log the object; targets of "
-    "the next token are cp.shift_labels(labels), with the logits as they are. A measurement of one "
+    "lightning_cp. For a metric, update it with this rank's tokens and log the object with "
+    "on_step=False, on_epoch=True (or build it with dist_sync_on_step=True); targets of the next "
+    "token are cp.shift_labels(labels), with the logits as they are. A measurement of one "
     "process (time, memory) is logged with rank_zero_only=True."
 )
 """How a value becomes one that may leave a step."""

@@ -6,6 +6,7 @@ not Lightning.
 """
 
 import inspect
+import numbers
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -121,7 +123,8 @@ def _note(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterat
         if at_step and vars(value)["_forward_cache"] is not None:
             yield Logged(f"{options['name']} (of this step)", value._forward_cache)
         return
-    if isinstance(value, Tensor | int | float):
+    if isinstance(value, Tensor | numbers.Number):
+        value = value.item() if isinstance(value, np.generic) else value
         asked = options["sync_dist"] and options["sync_dist_group"] is None
         combined = reduction if asked and reduction != "mean" else ""
         yield Logged(options["name"], value, is_global and not combined, combined)
@@ -155,7 +158,7 @@ def metrics_of(module: nn.Module) -> dict[str, Metric]:
 def kept_metrics(module: nn.Module) -> Iterator[None]:
     """Put the states of metrics back as they were."""
     parts = [m for m in module.modules() if isinstance(m, Metric | MetricCollection)]
-    others = [{k: copy(v) for k, v in vars(m).items() if _is_figure(v)} for m in parts]
+    others = [{k: _kept(v) for k, v in vars(m).items() if _is_figure(v)} for m in parts]
     # In one copy: the metrics of a collection share their states.
     states = deepcopy([{k: vars(m)[k] for k in getattr(m, "_defaults", ())} for m in parts])
     try:
@@ -167,7 +170,11 @@ def kept_metrics(module: nn.Module) -> Iterator[None]:
 
 def _is_figure(value: Any) -> bool:
     """Say whether an attribute of a metric is one that computing may change."""
-    return not callable(value) and not isinstance(value, nn.Module | dist.ProcessGroup)
+    return not callable(value) and not isinstance(value, nn.Module)
+
+
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, dist.ProcessGroup) else copy(value)
 
 
 @contextmanager
@@ -191,29 +198,55 @@ def kept_attributes(module: nn.Module) -> Iterator[None]:
 
 
 _OWN: Final = frozenset(vars(nn.Module())) | {"log"}
-_PLAIN: Final = (int, float, str, bool, type(None), Tensor)
-_COLLECTIONS: Final = (list, dict, set, deque)
+_PLAIN: Final = (int, float, str, bool, type(None), tuple)
+_CHANGING: Final = (list, dict, set, deque, Tensor, np.ndarray)
 
 
 def _plain_attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return plain attributes, each with a copy of what it holds."""
     return {
-        name: (value, copy(value) if isinstance(value, _COLLECTIONS) else value)
+        name: (value, _snapshot(value))
         for name, value in vars(part).items()
-        if name not in _OWN and isinstance(value, (*_PLAIN, *_COLLECTIONS))
+        if name not in _OWN and isinstance(value, (*_PLAIN, *_CHANGING))
     }
 
 
+def _snapshot(value: Any) -> Any:
+    """Return what it takes to put a value back: copies of numbers, and of what containers hold."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+    if isinstance(value, dict):
+        return {key: (item, _snapshot(item)) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [(item, _snapshot(item)) for item in value]
+    return copy(value) if isinstance(value, set) else None
+
+
+def _restore(value: Any, held: Any) -> None:
+    """Give a value what it held, down to the values inside of it."""
+    if isinstance(value, Tensor | np.ndarray):
+        value[...] = held
+    elif isinstance(value, dict):
+        value.clear()
+        for key, (item, inner) in held.items():
+            _restore(item, inner)
+            value[key] = item
+    elif isinstance(value, list | tuple | deque):
+        for item, inner in held:
+            _restore(item, inner)
+        if not isinstance(value, tuple):
+            value.clear()
+            value.extend(item for item, _ in held)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(held)
+
+
+@torch.no_grad()
 def _put_back(part: nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
     for name in [*_plain_attributes(part)]:
         if name not in attributes:
             del part.__dict__[name]
     for name, (value, held) in attributes.items():
-        if isinstance(value, list | deque):
-            value.clear()
-            value.extend(held)
-        elif isinstance(value, dict | set):
-            value.clear()
-            value.update(held)
-        if part.__dict__.get(name) is not value:
-            part.__dict__[name] = value
+        _restore(value, held)
+        part.__dict__[name] = value

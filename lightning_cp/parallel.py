@@ -568,11 +568,15 @@ class ContextParallel:
     def token_dim(self, leaf: outputs.Leaf, step: Step) -> int | None:
         """Return the sequence dim of a value that is known to be of tokens; None for others."""
         x = leaf.value
-        if not isinstance(x, Tensor | np.ndarray):
+        if not isinstance(x, Tensor | np.ndarray) or isinstance(step, HandedOver):
             return None
-        if leaf.key in self.sequence_dims:
-            return self.sequence_dims[leaf.key]
-        return next((dim for local, dim in step.cut if local is x), leaf.dim)
+        known = next((dim for local, dim in step.cut if local is x), leaf.dim)
+        dim = self.sequence_dims.get(leaf.key, known)
+        if dim is None or not -x.ndim <= dim < x.ndim:
+            return None
+        # Whole already, by unshard(): then it is the same on all ranks.
+        is_whole = x.shape[dim] == step.layout.seq_len != step.held_len
+        return None if is_whole else dim
 
     def unshard_value(self, x: Any, dim: int, step: Step) -> Any:
         """Return a tensor or an array of this rank's tokens as whole sequences, where it lay."""

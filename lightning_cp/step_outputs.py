@@ -24,6 +24,7 @@ from lightning_cp.context import HandedOver, Step
 from lightning_cp.logs import Logged, kept_attributes, kept_metrics, metrics_of, recorded_logs
 from lightning_cp.outputs import Leaf
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.structure import flatten
 
 Kind = int | Literal["same"]
 """What a value is: of tokens, along this dim, or the same on all ranks of a group."""
@@ -95,24 +96,40 @@ class StepOutputs:
         cp: how sequences are shared.
         verify: compare the first batch of each stage with a run on whole sequences.
         max_len: the length to which sequences are cut for it.
+        lockstep: whether data ranks take part in each other's runs, since they hold weights of each
+            other.
     """
 
-    def __init__(self, cp: ContextParallel, *, verify: bool, max_len: int) -> None:
+    def __init__(
+        self, cp: ContextParallel, *, verify: bool, max_len: int, lockstep: bool = True
+    ) -> None:
         self._cp = cp
+        self._lockstep = lockstep
         self._verify = verify
         self._max_len = max_len
         self._kinds: dict[_Key, Kind] = {}
         # Values that were 0 or all the same, which shows nothing, and how often they were tried.
         self._open: dict[_Key, int] = {}
+        # Values that no trial run has produced, and how often.
+        self._missing: dict[_Key, int] = {}
         self._verified: set[tuple[str, _Shape, object]] = set()
         self.is_verifying = False
 
     # ---------------------------------------------------------------- the trial run
 
+    @property
+    def is_on(self) -> bool:
+        """Say whether steps are compared with one device."""
+        return self._verify and self._cp.cp_size > 1
+
+    def has_tried(self, stage: str) -> bool:
+        """Say whether any batch of a stage has been verified."""
+        return any(tried == stage for tried, _, _ in self._verified)
+
     def is_due(self, stage: str, step: Step, loader: object = 0) -> bool:
         """Say whether no batch like this one, of a stage and loader, has been verified."""
         key = stage, _shape_of(step), loader
-        return self._verify and self._cp.cp_size > 1 and key not in self._verified
+        return self.is_on and key not in self._verified
 
     def verify(self, trial: Trial, batch: Any, step: Step, loader: object = 0) -> None:
         """Run a step sharded and on whole sequences; refuse what differs. Collective.
@@ -133,7 +150,8 @@ class StepOutputs:
         with context.outside():
             cp.agree(batch, problem, training=False, values=True)
             self._try(trial, parts, _shape_of(step))
-        self._open = {key: tries + 1 for key, tries in self._open.items() if tries + 1 < _TRIES}
+        aged = {key: n + 1 if key[0] == trial.stage else n for key, n in self._open.items()}
+        self._open = {key: tries for key, tries in aged.items() if tries < _TRIES}
         self._verified.add((trial.stage, _shape_of(step), loader))
 
     def _try(self, trial: Trial, parts: Sequence[Any], shape: _Shape) -> None:
@@ -142,10 +160,12 @@ class StepOutputs:
         for part in parts:
             # Whole first, for all ranks do the same in it: if it fails, it fails on all of them.
             # A step may not take shorter sequences; then it is tried on the next part.
+            problem = None
             try:
                 whole = self._record(trial, cp.alone(part, training=False, routed=True))
             except Exception as error:  # noqa: BLE001  raised below if no part is taken
-                failure = error
+                failure = problem = error
+            if self._anywhere(problem is not None):
                 continue
             was_run = True
             found = self._record(trial, cp.step(part, training=False))
@@ -153,25 +173,34 @@ class StepOutputs:
         if failure is not None and not was_run:
             raise failure
 
+    def _anywhere(self, flag: bool) -> bool:
+        """Say whether a flag is raised on any rank that a trial run needs."""
+        groups = (self._cp.groups.context, *([self._cp.groups.data] if self._lockstep else []))
+        number = torch.tensor([int(flag)], device=groups[0].device)
+        for group in groups:
+            group.all_reduce(number)
+        return bool(number)
+
     def _trial_batches(self, batch: Any, step: Step) -> list[Any]:
         """Return what the step is tried on: parts of the batch that are like it.
 
         If ranks cannot share it evenly, they cannot share the parts either; if it is padded, so is
-        the first part. About as long as the part that a rank holds anyway, but each must have some
-        tokens; then as long as may be.
+        the first part. As many for every batch: data ranks take part in each other's runs.
         """
-        if isinstance(step, HandedOver):
-            return [batch]
+        if isinstance(step, HandedOver):  # its parts are not cut
+            tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
+            longest = max((max(x.shape, default=0) for x in tensors), default=0)
+            return [batch] * 3 if longest <= self._max_len else []
         cp, layout = self._cp, step.layout
         most = min(self._max_len, layout.seq_len)
-        short = min(most, max(layout.local_len, 16 * cp.cp_size))
+        # Short: what is wrong where the parts of ranks meet shows most.
+        short = min(most, 16 * cp.cp_size)
         pieces = 2 * cp.cp_size
         rest = 1 if layout.padded_len > layout.seq_len else 0
         lengths = [max(n - (n - rest) % pieces, min(n, pieces)) for n in (short, most)]
         first, second = (cut_rows(batch, cp=cp, max_len=n) for n in lengths)
-        if step.padding is None:
-            return [first, second]
-        return [batches.pad_samples(first), second, first]
+        padded = first if step.padding is None else batches.pad_samples(first)
+        return [padded, second, first]
 
     def _record(self, trial: Trial, opened: AbstractContextManager[dict[str, Any]]) -> _Record:
         """Run a step, note all that it returns and logs, and undo what it has changed."""
@@ -299,7 +328,7 @@ class StepOutputs:
                 dims = self._candidates(entry.leaf.value, other.leaf.value, known[name], step)
                 for dim in dims:
                     rows = self._cp.unshard_value(entry.leaf.value, dim, step)
-                    near = _is_near(rows, other.leaf.value, precision, known[name] is not None)
+                    near = outputs.is_close(rows, other.leaf.value, precision)
                     if self._everywhere([near])[0]:
                         kinds[name] = dim
                         break
@@ -416,6 +445,7 @@ class StepOutputs:
             differ, unseen = cp.compare([value for _, value, _ in others], unseen)
             if anywhere is not None and anywhere(unseen):
                 self.verify(trial, batch, step)
+                self._count_missing(trial.stage, step, others, logs)
                 tokens, others = self._sort(trial, output, logs, step)
                 differ = cp.find_differing([value for _, value, _ in others])
             if differ:
@@ -425,8 +455,25 @@ class StepOutputs:
                     f"the {step.cp_size} that share the sequences, and something else on another. "
                     f"It is computed from the tokens of one rank. {CURE}"
                 )
+        if trial.training:  # as large as the model's own activations, and rarely looked at
+            return output
         whole = {path: cp.unshard_value(x, dim, step) for path, (dim, x) in tokens.items()}
         return outputs.rebuild(output, whole)
+
+    def _count_missing(
+        self,
+        stage: str,
+        step: Step,
+        others: list[tuple[str, Any, str]],
+        logs: list[Logged],
+    ) -> None:
+        """Give up trying for a value that trial runs do not produce: ranks compare it only."""
+        for key in _keys(others, logs):
+            full = stage, _shape_of(step), key
+            if full not in self._kinds:
+                self._missing[full] = self._missing.get(full, 0) + 1
+                if self._missing[full] >= _TRIES:
+                    self._kinds[full] = "same"
 
     def _sort(
         self, trial: Trial, output: Any, logs: list[Logged], step: Step
@@ -457,22 +504,14 @@ class StepOutputs:
         self, trial: Trial, others: list[tuple[str, Any, str]], logs: list[Logged], step: Step
     ) -> bool:
         """Say whether a value has come up that no trial run has shown to be right."""
-        keys = [key for _, _, key in others] + [f"log {x.name}" for x in logs if x.reduction]
-        seen = self._kinds.keys() - self._open.keys()
-        return any((trial.stage, _shape_of(step), key) not in seen for key in keys)
+        shape = _shape_of(step)
+        keys = [(trial.stage, shape, key) for key in _keys(others, logs)]
+        return any(key not in self._kinds or key in self._open for key in keys)
 
 
-def _is_near(rows: Any, whole: Any, precision: torch.dtype, known: bool) -> bool:
-    """Say whether sequences that were put together are those of one device.
-
-    Choices among nearly equal scores may go the other way in low precision, which is no error where
-    the value is known to be of tokens.
-    """
-    x = outputs.as_tensor(rows)
-    low = precision in (torch.float16, torch.bfloat16)
-    if known and low and x is not None and not x.is_floating_point():
-        return True
-    return outputs.is_close(rows, whole, precision)
+def _keys(others: list[tuple[str, Any, str]], logs: list[Logged]) -> list[str]:
+    """Return the names of the values that only a trial run can show to be right."""
+    return [key for _, _, key in others] + [f"log {x.name}" for x in logs if x.reduction]
 
 
 def _shape_of(step: Step) -> _Shape:

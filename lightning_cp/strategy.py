@@ -385,6 +385,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self._keep_out_of_inference_mode(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(self.lightning_module)
+        self._step_outputs = None  # what was seen of another module, or before it was changed
         if is_sharded(self.model):
             check_sharding(self.model, self.shard_mesh)
             fill_sharded(self.model, self.root_device)
@@ -475,9 +476,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             self._step = step = context.opened()
             assert step is not None  # noqa: S101
             self._num_labels = _count_labels(local)
-            # Later batches of other shapes may come to some data ranks only.
-            is_first = self.data_parallel_size == 1 or self._trainer().global_step == 0
-            if automatic and is_first and checked.is_due("training_step", step):
+            if automatic and self._is_trial_due(step):
                 self._verify_training(trial, batch, step)
                 self._step, self._num_labels = step, _count_labels(local)
             with recorded_logs(module, step, training=True, sync="never") as logs:
@@ -487,6 +486,13 @@ class ContextParallelStrategy(ModelParallelStrategy):
         return checked.release(
             trial, output, logs, step, batch=batch, anywhere=None, deferred=not step.is_checked
         )
+
+    def _is_trial_due(self, step: Step) -> bool:
+        """Say whether a training step is to be compared with one device, on all data ranks."""
+        checked = self._outputs()
+        if self.data_parallel_size > 1:  # batches of other kinds may come to some data ranks only
+            return checked.is_on and not checked.has_tried("training_step")
+        return checked.is_due("training_step", step)
 
     def _verify_training(self, trial: Trial, batch: Any, step: Step) -> None:
         """Compare what a training step logs, and a loss that the user vouches for."""
@@ -531,19 +537,25 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _evaluate(self, trial: Trial, batch: Any, args: tuple[Any, ...]) -> Any:
         checked, loader = self._outputs(), args[1] if len(args) > 1 else 0
-        # Loaders may be uneven where parameters are whole: a step must not wait for others.
-        even = self._parameter_sharding == "full" or self.data_parallel_size == 1
+        even = self._is_even()
         anywhere = self._anywhere if even else bool
         with self.context_parallel.step(batch, training=False) as local:
             self._step = step = context.opened()
             assert step is not None  # noqa: S101
-            sanity = self._verify_steps and self._trainer().sanity_checking
+            sanity = checked.is_on and self._trainer().sanity_checking
             if anywhere(sanity or checked.is_due(trial.stage, step, loader)):
                 checked.verify(trial, batch, step, loader)
             sync: Sync = "always" if even else "epoch"
             with recorded_logs(trial.module, step, training=False, sync=sync) as logs:
                 output = trial.run(local)
         return checked.release(trial, output, logs, step, batch=batch, anywhere=anywhere)
+
+    def _is_even(self) -> bool:
+        """Say whether all data ranks take the same number of steps.
+
+        Loaders may be uneven where parameters are whole: a step must not wait for others.
+        """
+        return self._parameter_sharding == "full" or self.data_parallel_size == 1
 
     def _anywhere(self, needed: bool) -> bool:
         """Say whether any data rank needs what all must take part in."""
@@ -557,7 +569,10 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def _outputs(self) -> StepOutputs:
         if self._step_outputs is None:
             self._step_outputs = StepOutputs(
-                self.context_parallel, verify=self._verify_steps, max_len=self._verify_max_len
+                self.context_parallel,
+                verify=self._verify_steps,
+                max_len=self._verify_max_len,
+                lockstep=self._is_even(),
             )
         return self._step_outputs
 

@@ -301,7 +301,8 @@ class Training(Step):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.kind == "right":
-            assert outputs["logits"].shape[:2] == batch["labels"].shape
+            # Left as they are: this rank's tokens.
+            assert outputs["logits"].shape[1] < batch["labels"].shape[1]
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
