@@ -211,20 +211,33 @@ def _plain_attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
+# What is larger is data, not something that a step adds to: it is not copied.
+_MOST_ITEMS, _MOST_NUMBERS = 1_000, 1 << 24
+
+
 def _snapshot(value: Any) -> Any:
     """Return what it takes to put a value back: copies of numbers, and of what containers hold."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+    if isinstance(value, Tensor):
+        is_small = value.numel() <= _MOST_NUMBERS and not isinstance(value, DTensor)
+        return value.detach().clone() if is_small and not value.is_meta else None
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.size <= _MOST_NUMBERS else None
+    deep = isinstance(value, list | tuple | deque | dict) and len(value) <= _MOST_ITEMS
     if isinstance(value, dict):
-        return {key: (item, _snapshot(item)) for key, item in value.items()}
+        return {key: (item, _snapshot(item) if deep else None) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [(item, _snapshot(item)) for item in value]
+        return [(item, _snapshot(item) if deep else None) for item in value]
     return copy(value) if isinstance(value, set) else None
 
 
 def _restore(value: Any, held: Any) -> None:
     """Give a value what it held, down to the values inside of it."""
-    if isinstance(value, Tensor | np.ndarray):
+    if held is None:
+        return
+    if isinstance(value, Tensor):
+        if not torch.equal(value, held):
+            value.copy_(held)
+    elif isinstance(value, np.ndarray):
         value[...] = held
     elif isinstance(value, dict):
         value.clear()

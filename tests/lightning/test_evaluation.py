@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_cp import token_mean
+from lightning_cp.logs import kept_attributes
 from tests.lightning.generated_steps import (
     Case,
     Drawn,
@@ -367,3 +368,37 @@ def test_a_batch_without_any_label_counts_for_nothing(ranks):
     for alone, beside, other in ranks(2).run(run_without_labels):
         assert alone == 0.0  # not 0 / 0
         assert beside == pytest.approx(other, abs=1e-7)
+
+
+def run_over_data():
+    """Validate and train on data ranks of which only one has padding."""
+    with elastic_environment():
+        trainer = build_trainer(strategy=build_strategy(data_parallel_size=2), max_epochs=1)
+        rank = torch.distributed.get_rank() // 2
+        batches = build_batches()[:2]
+        rows = DataLoader([batches[rank], batches[1 - rank], batches[0]], batch_size=None)
+        module = Training("right")
+        trainer.fit(module, rows)
+        (found,) = trainer.validate(Step("right_metric"), rows, verbose=False)
+        return found["perplexity"]
+
+
+def test_data_ranks_with_batches_of_other_kinds_take_part_in_each_trial(ranks):
+    found = ranks(4).run(run_over_data)
+    assert found == [found[0]] * 4
+
+
+def test_a_trial_run_leaves_nothing_in_the_module():
+    module = torch.nn.Linear(2, 2)
+    module.by_loader, module.total, module.place = {0: [1]}, torch.zeros(()), (1, [2])
+    module.array, module.view = np.zeros(2), torch.zeros(1).expand(3)
+    with kept_attributes(module):
+        module.by_loader[0].append(9)
+        module.by_loader[1] = []
+        module.total += 5
+        module.place[1].append(3)
+        module.array += 1
+        module.added = []
+    assert (module.by_loader, float(module.total), module.place) == ({0: [1]}, 0.0, (1, [2]))
+    assert module.array.tolist() == [0, 0]
+    assert not hasattr(module, "added")
