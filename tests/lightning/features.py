@@ -351,7 +351,7 @@ class Recorder(cb.Callback):
         return {"num_calls": len(self.calls)}
 
 
-@case("Callback", quick=True, sizes=(2, 3))
+@case("Callback", sizes=(2, 3))
 def _(path):
     recorder = Recorder()
     return fit(path, callbacks=[recorder], also=lambda t, m: recorder.calls)
@@ -386,7 +386,7 @@ def _(path):
     return fit(path, callbacks=[monitor], logger=logger, log_every_n_steps=1)
 
 
-@case("EarlyStopping", quick=True)
+@case("EarlyStopping")
 def _(path):
     module = Module(lr=3.0)
     stop = cb.EarlyStopping("val_loss", patience=1, check_finite=True)
@@ -660,7 +660,7 @@ def read_csv(path: Path) -> Any:
     return [{k: float(v) for k, v in row.items() if v} for row in rows], params.read_text()
 
 
-@case("CSVLogger", quick=True, sizes=(2, 3))
+@case("CSVLogger", sizes=(2, 3))
 def _(path):
     logger = pl.loggers.CSVLogger(path)
     return fit_with(path, logger, lambda: read_csv(path))
@@ -1150,7 +1150,7 @@ flag("devices", options=lambda: {"devices": place()[1]})
 flag("num_nodes", options={"num_nodes": 1})
 flag("logger=True", options={"logger": True})
 flag("callbacks", options=lambda: {"callbacks": cb.Callback()})
-flag("fast_dev_run", options={"fast_dev_run": 2}, quick=True)
+flag("fast_dev_run", options={"fast_dev_run": 2})
 flag("fast_dev_run=True", options={"fast_dev_run": True})
 flag("max_epochs", options={"max_epochs": 1})
 flag(
@@ -1171,7 +1171,6 @@ flag("overfit_batches=0.5", options={"overfit_batches": 0.5})
 flag(
     "val_check_interval",
     options={"val_check_interval": 3, "accumulate_grad_batches": 2},
-    quick=True,
 )
 flag("val_check_interval=0.5", options={"val_check_interval": 0.5, "accumulate_grad_batches": 2})
 flag(

@@ -477,7 +477,7 @@ class TwoLoaders(Module):
         self.log("val_loss", token_mean(self(batch), batch["labels"]))
 
 
-@case("LightningDataModule: state, hooks of batches, two loaders", quick=True)
+@case("LightningDataModule: state, hooks of batches, two loaders")
 def _(path):
     data, module = Data(), TwoLoaders()
     trainer = build_trainer(path, reload_dataloaders_every_n_epochs=1)

@@ -272,7 +272,7 @@ RESUMES = [
     for where in (2, 3, "none", "plain")
     if (form, where) not in [("folder", "plain"), ("plain", "plain")]
 ]
-QUICK_RESUMES = [("ema", "folder", 3), ("swa", "file", 2)]
+QUICK_RESUMES = [("swa", "file", 2)]
 
 
 @pytest.mark.parametrize(
