@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_cp.context import Step
+from lightning_cp.context import LossMark, Step
 from lightning_cp.quiet import expect_global
 
 Sync = Literal["never", "epoch", "always"]
@@ -97,12 +97,12 @@ def recorded_logs(
         options = call.arguments
         if isinstance(options["value"], DTensor):
             options["value"] = options["value"].full_tensor()
-        num_tokens = _num_tokens_of(options["value"], step)
+        loss = loss_of(options["value"], step)
         if not options["rank_zero_only"]:
-            noted.extend(_note(options, training=training, is_global=num_tokens is not None))
-        if num_tokens is not None and _reduction(options) == "mean":
+            noted.extend(_note(options, training=training, is_global=loss is not None))
+        if loss is not None and _reduction(options) == "mean":
             if options["batch_size"] is None:
-                options["batch_size"] = num_tokens.clamp(min=_NO_TOKENS)
+                options["batch_size"] = loss.num_tokens.clamp(min=_NO_TOKENS)
             wanted = sync == "always" or (sync == "epoch" and not options["on_step"])
             options["sync_dist"] = options["sync_dist"] or wanted
             if not options["sync_dist"]:
@@ -136,14 +136,12 @@ def _reduction(options: dict[str, Any]) -> str:
     return "mean" if name.lower() == "avg" else name.lower()
 
 
-def _num_tokens_of(value: Any, step: Step | None) -> Tensor | None:
-    """Return over how many tokens a logged value is the mean, if it is a loss of the step."""
+def loss_of(value: Any, step: Step | None) -> LossMark | None:
+    """Return which loss of the step a value is: a mean over the tokens of all ranks."""
     if not isinstance(value, Tensor) or step is None:
         return None
-    for mark in step.losses:
-        if mark.value.data_ptr() == value.data_ptr():
-            return mark.num_tokens
-    return None
+    same = (mark for mark in step.losses if mark.value.data_ptr() == value.data_ptr())
+    return next(same, None)
 
 
 # ---------------------------------------------------------------- a step that leaves no trace

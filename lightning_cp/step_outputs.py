@@ -19,9 +19,16 @@ from lightning_cp import batch as batches
 from lightning_cp import context, outputs
 from lightning_cp.agreement import CURE, share_texts
 from lightning_cp.checks import MIXING, cut_rows
-from lightning_cp.collectives import GroupTransport
+from lightning_cp.collectives import GroupTransport, Transport
 from lightning_cp.context import HandedOver, Step
-from lightning_cp.logs import Logged, kept_attributes, kept_metrics, metrics_of, recorded_logs
+from lightning_cp.logs import (
+    Logged,
+    kept_attributes,
+    kept_metrics,
+    loss_of,
+    metrics_of,
+    recorded_logs,
+)
 from lightning_cp.outputs import Leaf
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.structure import flatten
@@ -149,7 +156,7 @@ class StepOutputs:
             problem = error
         with context.outside():
             cp.agree(batch, problem, training=False, values=True)
-            self._try(trial, parts, _shape_of(step))
+            self._try(trial, self._agreed(parts), _shape_of(step))
         aged = {key: n + 1 if key[0] == trial.stage else n for key, n in self._open.items()}
         self._open = {key: tries for key, tries in aged.items() if tries < _TRIES}
         self._verified.add((trial.stage, _shape_of(step), loader))
@@ -165,7 +172,7 @@ class StepOutputs:
                 whole = self._record(trial, cp.alone(part, training=False, routed=True))
             except Exception as error:  # noqa: BLE001  raised below if no part is taken
                 failure = problem = error
-            if self._anywhere(problem is not None):
+            if self._any_rank(problem is not None)[0]:
                 continue
             was_run = True
             found = self._record(trial, cp.step(part, training=False))
@@ -173,24 +180,40 @@ class StepOutputs:
         if failure is not None and not was_run:
             raise failure
 
-    def _anywhere(self, flag: bool) -> bool:
-        """Say whether a flag is raised on any rank that a trial run needs."""
-        groups = (self._cp.groups.context, *([self._cp.groups.data] if self._lockstep else []))
-        number = torch.tensor([int(flag)], device=groups[0].device)
+    def any_data_rank(self, flag: bool) -> bool:
+        """Say whether a flag is raised on a data rank that takes part in this rank's runs."""
+        return self._any([self._cp.groups.data] if self._lockstep else [], [flag])[0]
+
+    def _any_rank(self, *flags: bool) -> list[bool]:
+        """Say which flags are raised on any rank that a trial run needs."""
+        groups = self._cp.groups
+        return self._any([groups.context, *([groups.data] if self._lockstep else [])], flags)
+
+    def _any(self, groups: Sequence[Transport], flags: Sequence[bool]) -> list[bool]:
+        numbers = torch.tensor([int(x) for x in flags], device=self._cp.groups.context.device)
         for group in groups:
-            group.all_reduce(number)
-        return bool(number)
+            if group.size > 1:
+                group.all_reduce(numbers)
+        return [number > 0 for number in numbers.tolist()]
+
+    def _agreed(self, parts: list[Any]) -> list[Any]:
+        """Return as many parts on all data ranks, which take part in each other's runs. Collective.
+
+        If one has nothing to try, nothing is tried.
+        """
+        none, three = self._any_rank(not parts, len(parts) > 2)
+        return [] if none else [*parts, *parts[:1]][: 3 if three else 2]
 
     def _trial_batches(self, batch: Any, step: Step) -> list[Any]:
         """Return what the step is tried on: parts of the batch that are like it.
 
-        If ranks cannot share it evenly, they cannot share the parts either; if it is padded, so is
-        the first part. As many for every batch: data ranks take part in each other's runs.
+        If ranks cannot share it evenly, they cannot share the parts either. Two parts, and one that
+        is padded if the batch is; none of a long batch that is handed over, since it is not cut.
         """
-        if isinstance(step, HandedOver):  # its parts are not cut
+        if isinstance(step, HandedOver):
             tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
             longest = max((max(x.shape, default=0) for x in tensors), default=0)
-            return [batch] * 3 if longest <= self._max_len else []
+            return [batch] * 2 if longest <= self._max_len else []
         cp, layout = self._cp, step.layout
         most = min(self._max_len, layout.seq_len)
         # Short: what is wrong where the parts of ranks meet shows most.
@@ -199,8 +222,8 @@ class StepOutputs:
         rest = 1 if layout.padded_len > layout.seq_len else 0
         lengths = [max(n - (n - rest) % pieces, min(n, pieces)) for n in (short, most)]
         first, second = (cut_rows(batch, cp=cp, max_len=n) for n in lengths)
-        padded = first if step.padding is None else batches.pad_samples(first)
-        return [padded, second, first]
+        padded = [] if step.padding is None else [batches.pad_samples(first)]
+        return [*padded, second, first]
 
     def _record(self, trial: Trial, opened: AbstractContextManager[dict[str, Any]]) -> _Record:
         """Run a step, note all that it returns and logs, and undo what it has changed."""
@@ -234,7 +257,8 @@ class StepOutputs:
             self._check_comparable(leaf, trial.stage)
             key = f"output{leaf.path}"
             what = f"returned {leaf.path or 'it'}"
-            record.entries[key] = _Entry(leaf, what, is_global=_is_loss(leaf.value, step))
+            is_loss = loss_of(leaf.value, step) is not None
+            record.entries[key] = _Entry(leaf, what, is_global=is_loss)
         for logged in logs:
             key = f"log {logged.name}"
             record.entries[key] = _Entry(
@@ -418,7 +442,7 @@ class StepOutputs:
         step: Step,
         *,
         batch: Any,
-        anywhere: Callable[[bool], bool] | None,
+        may_verify: bool = True,
         deferred: bool = False,
     ) -> Any:
         """Return what a step returned, whole; refuse what only this rank's tokens say. Collective.
@@ -429,8 +453,7 @@ class StepOutputs:
             logs: what it logged.
             step: the step that it ran in.
             batch: the whole batch.
-            anywhere: says whether any of the ranks that take part in a trial run needs one; None
-                where there can be none.
+            may_verify: run the step once more where a value is new.
             deferred: compare along with the next batch, so that nothing waits.
         """
         cp = self._cp
@@ -443,7 +466,7 @@ class StepOutputs:
         else:
             unseen = self._verify and self._has_unseen(trial, others, logs, step)
             differ, unseen = cp.compare([value for _, value, _ in others], unseen)
-            if anywhere is not None and anywhere(unseen):
+            if may_verify and self.any_data_rank(unseen):
                 self.verify(trial, batch, step)
                 self._count_missing(trial.stage, step, others, logs)
                 tokens, others = self._sort(trial, output, logs, step)
@@ -485,7 +508,7 @@ class StepOutputs:
             kind = self._kind(trial.stage, _shape_of(step), key) if dim is None else dim
             if isinstance(kind, int):
                 tokens[leaf.path] = kind, leaf.value
-            elif not _is_loss(leaf.value, step):
+            elif loss_of(leaf.value, step) is None:
                 others.append((f"returned {key}", leaf.value, key))
         others += [
             (f"logged {x.name!r}", x.value, f"log {x.name}")
@@ -526,10 +549,3 @@ def _shape_of(step: Step) -> _Shape:
 def _covers(asked: dist.ProcessGroup | None, group: GroupTransport) -> bool:
     """Say whether a metric is put together over the ranks that share sequences."""
     return asked is None or group.covered_by(asked)
-
-
-def _is_loss(value: Any, step: Step) -> bool:
-    """Say whether a value is a mean over the tokens of all ranks, which the step has computed."""
-    return isinstance(value, Tensor) and any(
-        mark.value.data_ptr() == value.data_ptr() for mark in step.losses
-    )

@@ -484,7 +484,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             if automatic:
                 output = self._checked(output)
         return checked.release(
-            trial, output, logs, step, batch=batch, anywhere=None, deferred=not step.is_checked
+            trial, output, logs, step, batch=batch, may_verify=False, deferred=not step.is_checked
         )
 
     def _is_trial_due(self, step: Step) -> bool:
@@ -537,18 +537,16 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _evaluate(self, trial: Trial, batch: Any, args: tuple[Any, ...]) -> Any:
         checked, loader = self._outputs(), args[1] if len(args) > 1 else 0
-        even = self._is_even()
-        anywhere = self._anywhere if even else bool
         with self.context_parallel.step(batch, training=False) as local:
             self._step = step = context.opened()
             assert step is not None  # noqa: S101
             sanity = checked.is_on and self._trainer().sanity_checking
-            if anywhere(sanity or checked.is_due(trial.stage, step, loader)):
+            if checked.any_data_rank(sanity or checked.is_due(trial.stage, step, loader)):
                 checked.verify(trial, batch, step, loader)
-            sync: Sync = "always" if even else "epoch"
+            sync: Sync = "always" if self._is_even() else "epoch"
             with recorded_logs(trial.module, step, training=False, sync=sync) as logs:
                 output = trial.run(local)
-        return checked.release(trial, output, logs, step, batch=batch, anywhere=anywhere)
+        return checked.release(trial, output, logs, step, batch=batch)
 
     def _is_even(self) -> bool:
         """Say whether all data ranks take the same number of steps.
@@ -556,15 +554,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
         Loaders may be uneven where parameters are whole: a step must not wait for others.
         """
         return self._parameter_sharding == "full" or self.data_parallel_size == 1
-
-    def _anywhere(self, needed: bool) -> bool:
-        """Say whether any data rank needs what all must take part in."""
-        data = self.context_parallel.groups.data
-        if data.size == 1:
-            return needed
-        number = torch.tensor([int(needed)], device=data.device)
-        data.all_reduce(number)
-        return bool(number)
 
     def _outputs(self) -> StepOutputs:
         if self._step_outputs is None:

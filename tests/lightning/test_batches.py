@@ -259,3 +259,24 @@ def test_parts_are_refused_with_what_helps(ranks):
     for found in ranks(2).run(refusals, asked):
         for message, pattern in zip(found, cases.values(), strict=True):
             assert re.search(pattern, message), message
+
+
+def run_one_long():
+    """Train and validate on two data ranks; the batches of one are too long for a trial run."""
+    with elastic_environment():
+        strategy = ContextParallelStrategy(
+            sequence_dims=KEPT, data_parallel_size=2, verify_max_len=32
+        )
+        length = LONG if torch.distributed.get_rank() < 2 else 40
+        batches = [{"a": a, "b": b} for a, b in zip(rows(length, 1), rows(SHORT, 2), strict=True)]
+        loader = DataLoader(batches, batch_size=None)
+        module = Module("apart")
+        trainer = build_trainer(strategy=strategy, max_epochs=1)
+        trainer.fit(module, loader, loader)
+        return module.seen
+
+
+def test_data_ranks_have_as_many_trial_runs_where_one_batch_is_too_long(ranks):
+    for seen in ranks(4).run(run_one_long):
+        assert all(x == x for x in seen)
+        assert len(seen) >= 4
