@@ -174,8 +174,8 @@ def build_cp(**options: Any) -> ContextParallel:
     return ContextParallel(dist.group.WORLD, check_batches=0, **options)
 
 
-def compare(job: Job) -> Found | None:
-    """Run a job on this rank; the first rank compares."""
+def run(job: Job) -> dict[str, Tensor]:
+    """Return the loss of a job and the average over ranks of each gradient."""
     cp = build_cp(**dict(job.options))
     model = zoo.build_model(job.name, head=job.head, dtype=job.dtype).eval()
     batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
@@ -192,7 +192,14 @@ def compare(job: Job) -> Found | None:
     for gradient in found.values():
         dist.all_reduce(gradient)
         gradient /= cp.cp_size
-    if cp.cp_rank > 0:
+    return {"loss": loss.detach(), **found}
+
+
+def compare(job: Job) -> Found | None:
+    """Run a job on this rank; the first rank compares."""
+    found = run(job)
+    loss = found.pop("loss")
+    if dist.get_rank() > 0:
         return None
     exact_loss, exact = _exact(job.name, job.kind, job.head, job.dtype)
     return Found(loss.item(), exact_loss, errors(found, exact))
