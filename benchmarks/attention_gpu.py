@@ -35,13 +35,14 @@ from benchmarks.measure import (
 )
 from benchmarks.scaling import chosen, llama
 from lightning_cp import ContextParallel, Mask, attention
-from lightning_cp.context import Step, current
-from lightning_cp.engine.attend import Call
-from lightning_cp.engine.attention import name_algorithm
-from lightning_cp.engine.cost import Links, TravelName
-from lightning_cp.engine.kernels.cudnn import CudnnKernel
-from lightning_cp.engine.row import RowCall
-from lightning_cp.engine.ulysses import SwappedCall
+from lightning_cp.active_step import current
+from lightning_cp.attn.api import name_algorithm
+from lightning_cp.attn.blockwise.function import Call
+from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
+from lightning_cp.attn.cost import Links, TravelName
+from lightning_cp.attn.flex.from_mask import RowCall
+from lightning_cp.attn.ulysses import SwappedCall
+from lightning_cp.step import Step
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from lightning_cp.engine.plan import build_plan
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Bounds, IntArray, Mask
+from lightning_cp.attn.plan import build_plan
+from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.mask import Bounds, IntArray, Mask
 
 T = TypeVar("T")
 LAYOUTS = ("contiguous", "zigzag", "balanced")

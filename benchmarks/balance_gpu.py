@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 from benchmarks.balance import CASES, Rows
-from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine.kernels.base import Scores
-from lightning_cp.engine.kernels.flex import Mods, attend_compiled
-from lightning_cp.engine.mods import Place
-from lightning_cp.engine.row import build_row_call
-from lightning_cp.layout import build_layout
+from lightning_cp.attn.blockwise.kernels.base import Scores
+from lightning_cp.attn.flex.from_mask import build_row_call
+from lightning_cp.attn.flex.kernel import Mods, attend_compiled
+from lightning_cp.attn.flex.mods import Place
+from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.geometry.layout import build_layout
 
 HEADS, KEY_HEADS, DIM = 32, 8, 128
 REPEATS = 7

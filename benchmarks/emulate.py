@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallel
-from lightning_cp.collectives import LoneTransport, Message, Transport, nothing
-from lightning_cp.mesh import Groups
+from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.transport import LoneTransport, Message, Transport, nothing
 
 T = TypeVar("T")
 

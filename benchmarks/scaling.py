@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.scaling [--measured FILE ...]`: how cost grows with tokens and ranks.
 
-Draws the cost model (`lightning_cp.engine.cost`, docs/cost-model.md) from 8k to 1M tokens and from
+Draws the cost model (`lightning_cp.attn.cost`, docs/cost-model.md) from 8k to 1M tokens and from
 1 to 64 ranks, and on top of it what `attention_gpu` measured, from its JSON lines.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_cp.engine.cost import (
+from lightning_cp.attn.cost import (
     FREE,
     H200,
     Choice,

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import Records, busy_time, describe, peak_memory, timed
 from hf_patches import enable
-from hf_patches.heads import ChunkedLoss
+from hf_patches.forward import ChunkedLoss
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 of an H200 and an H100, as its maker says."""

@@ -24,11 +24,11 @@ from hf_patches.enable import enable
 from hf_patches.export import export, read_config
 from hf_patches.positions import position_rule
 from hf_patches.verify import verify
-from lightning_cp.context import IGNORED_LABEL
-from lightning_cp.engine.plan import AlgorithmName
-from lightning_cp.layout import LayoutName
-from lightning_cp.mask import NO_DOCUMENT
+from lightning_cp.attn.plan import AlgorithmName
+from lightning_cp.geometry.layout import LayoutName
+from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.step import IGNORED_LABEL
 
 _HEADS: Final[dict[str, Any]] = {
     "causal": transformers.AutoModelForCausalLM,

@@ -14,14 +14,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_patches.doors import NAMES, active, find_in_files, stock_name
-from hf_patches.masks import mask_of_step
+from hf_patches.mask_reader import mask_of_step
+from hf_patches.names import NAMES, active, find_in_files, stock_name
 from hf_patches.positions import temperature
-from lightning_cp.compat import as_autocast
-from lightning_cp.context import Step, StepMask, check_recompute
-from lightning_cp.engine.attention import attention
-from lightning_cp.engine.merge import NEVER
-from lightning_cp.mask import Mask
+from lightning_cp.attn.accumulators import NEVER
+from lightning_cp.attn.api import attention
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.guards import check_recompute
+from lightning_cp.step import Step, StepMask
+from lightning_cp.torch_private import as_autocast
 
 # What layers pass that says nothing about who sees whom, or says again what the mask says.
 _HARMLESS: Final = {

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_patches.attention  # noqa: F401  registers our names
-from hf_patches import heads, positions
-from hf_patches.detect import find_mixing
-from hf_patches.doors import NAMES, STOCK, implementations, is_ours, text_key
-from hf_patches.heads import ChunkedLoss, Enabled, whole_rows
+from hf_patches import forward, positions
+from hf_patches.forward import ChunkedLoss, Enabled, whole_rows
+from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
+from hf_patches.probe import find_mixing
 from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import Architecture, architecture_of, head_of
-from lightning_cp.choices import check_choice
+from lightning_cp.options import check_choice
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Handle:
     def undo(self) -> None:
         """Put everything back as it was; a sharded model can still be saved."""
         remove_saving(self.outer or self.model)
-        enabled: Enabled | None = self.model.__dict__.pop(heads.MARK, None)
+        enabled: Enabled | None = self.model.__dict__.pop(forward.MARK, None)
         if enabled is None:
             return
         for hook in enabled.hooks:
@@ -110,11 +110,11 @@ def enable(
         if isinstance(module, PreTrainedModel) and isinstance(pooler, nn.Module):
             hooks.append(pooler.register_forward_pre_hook(whole_rows))
     own = inner.__dict__.get("forward")
-    inner.__dict__[heads.MARK] = Enabled(kind, _base_of(inner), chunked_loss, own, hooks)
-    forward = functools.partial(heads.forward, inner)
+    inner.__dict__[forward.MARK] = Enabled(kind, _base_of(inner), chunked_loss, own, hooks)
+    bound = functools.partial(forward.forward, inner)
     # generate() and others look up what a model takes.
-    forward.__signature__ = inspect.signature(type(inner).forward.__get__(inner))  # type: ignore[attr-defined]
-    inner.forward = forward
+    bound.__signature__ = inspect.signature(type(inner).forward.__get__(inner))  # type: ignore[attr-defined]
+    inner.forward = bound
     add_saving(model)
     _say(inner, known, kind)
     return Handle(inner, model)
@@ -134,7 +134,7 @@ def _our_name(name: str) -> str:
 
 def is_enabled(model: nn.Module) -> bool:
     """Say whether a model is enabled already."""
-    return heads.MARK in _unwrap(model).__dict__
+    return forward.MARK in _unwrap(model).__dict__
 
 
 def _base_of(model: PreTrainedModel) -> str:

@@ -15,12 +15,13 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_patches.doors import active
-from lightning_cp import context
-from lightning_cp.batch import count_positions
-from lightning_cp.compat import constant_in_graphs
-from lightning_cp.context import Step, StepMask, check_recompute
-from lightning_cp.sequence import shard, unshard
+from hf_patches.names import active
+from lightning_cp import active_step
+from lightning_cp.data.batch import count_positions
+from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.guards import check_recompute
+from lightning_cp.step import Step, StepMask
+from lightning_cp.torch_private import constant_in_graphs
 
 LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}
 """Kinds of RoPE whose frequencies follow the longest position of a call."""
@@ -177,7 +178,7 @@ def _append_longest(
     """
     step = active()
     if step is None:
-        check_recompute(context.current())
+        check_recompute(active_step.current())
         return None
     given = name_arguments(module, args, kwargs)
     positions = given["position_ids"]

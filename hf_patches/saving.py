@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_cp.checkpoint import gather_state, is_whole, meet, together
-from lightning_cp.checkpoint.together import rank
+from lightning_cp.checkpoint import gather_state, is_whole, meet
+from lightning_cp.comm.collective_errors import rank, together
 
 _SAVE: Final = "save_pretrained"
 

@@ -13,7 +13,7 @@ from typing import Final
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_patches.heads import HeadKind
+from hf_patches.forward import HeadKind
 
 
 @dataclass(frozen=True)

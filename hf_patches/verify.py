@@ -2,7 +2,7 @@
 """`verify(model, batch, cp=cp)`: context parallelism against the model as it is without us.
 
 One batch, the loss and the gradient of every parameter. Knows what a Hugging Face model needs to
-run as it would without us, and in float64; comparing is the business of `lightning_cp.checks`.
+run as it would without us, and in float64; `lightning_cp.verification` compares.
 """
 
 import copy
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_patches.doors import STOCK
 from hf_patches.enable import enable, is_enabled
-from lightning_cp.checks import TOLERANCES, Gradients, Report, compare, gradients
-from lightning_cp.context import IGNORED_LABEL
+from hf_patches.names import STOCK
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.step import IGNORED_LABEL
+from lightning_cp.verification import TOLERANCES, Gradients, Report, compare, gradients
 
 # In these a float64 copy tells how much of a difference is rounding.
 _ROUNDED: Final = {torch.float32, torch.float16, torch.bfloat16}
@@ -44,7 +44,7 @@ def verify(
 
     Where the parameters are whole, what is allowed is earned: the stock model runs in float64 too,
     and context parallelism may be twice as far from that as the stock model is in its own
-    precision. Otherwise it is fixed, by the precision (`lightning_cp.checks.TOLERANCES`).
+    precision. Otherwise it is fixed, by the precision (`lightning_cp.verification.TOLERANCES`).
 
     Args:
         model: from transformers, or PEFT's around one; plain, or sharded by FSDP2.

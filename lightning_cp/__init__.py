@@ -7,22 +7,22 @@ Names are imported when they are first used, so that `import lightning_cp` stays
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_cp.registration import register
+from lightning_cp.lightning.registry import register
 
 if TYPE_CHECKING:
-    from lightning_cp.callback import ContextParallelCallback
-    from lightning_cp.checks import verify
-    from lightning_cp.dropin import (
+    from lightning_cp.attn.api import attention
+    from lightning_cp.attn.flex.api import flex_attention
+    from lightning_cp.geometry.mask import Mask
+    from lightning_cp.lightning.callback import ContextParallelCallback
+    from lightning_cp.lightning.strategy import ContextParallelStrategy
+    from lightning_cp.loss import token_mean
+    from lightning_cp.parallel import ContextParallel
+    from lightning_cp.torch_prototype import (
         context_parallel,
         context_parallel_unshard,
         set_rotate_method,
     )
-    from lightning_cp.engine.attention import attention
-    from lightning_cp.engine.flex import flex_attention
-    from lightning_cp.loss import token_mean
-    from lightning_cp.mask import Mask
-    from lightning_cp.parallel import ContextParallel
-    from lightning_cp.strategy import ContextParallelStrategy
+    from lightning_cp.verification import verify
 
 __all__ = [
     "ContextParallel",
@@ -41,16 +41,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ContextParallel": "lightning_cp.parallel",
-    "ContextParallelCallback": "lightning_cp.callback",
-    "ContextParallelStrategy": "lightning_cp.strategy",
-    "Mask": "lightning_cp.mask",
-    "attention": "lightning_cp.engine.attention",
-    "context_parallel": "lightning_cp.dropin",
-    "context_parallel_unshard": "lightning_cp.dropin",
-    "flex_attention": "lightning_cp.engine.flex",
-    "set_rotate_method": "lightning_cp.dropin",
+    "ContextParallelCallback": "lightning_cp.lightning.callback",
+    "ContextParallelStrategy": "lightning_cp.lightning.strategy",
+    "Mask": "lightning_cp.geometry.mask",
+    "attention": "lightning_cp.attn.api",
+    "context_parallel": "lightning_cp.torch_prototype",
+    "context_parallel_unshard": "lightning_cp.torch_prototype",
+    "flex_attention": "lightning_cp.attn.flex.api",
+    "set_rotate_method": "lightning_cp.torch_prototype",
     "token_mean": "lightning_cp.loss",
-    "verify": "lightning_cp.checks",
+    "verify": "lightning_cp.verification",
 }
 
 register()

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_cp.context import Step, opened
+from lightning_cp.active_step import opened
+from lightning_cp.step import Step
 
 
 class GradientWindow:

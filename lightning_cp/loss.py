@@ -23,17 +23,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
-from lightning_cp.compat import in_backward, outside_graphs
-from lightning_cp.context import (
-    IGNORED_LABEL,
-    LossMark,
-    Step,
-    check_mark,
-    check_recompute,
-    current,
-    enter_backward_of,
-)
-from lightning_cp.sequence import shard, shift_labels, unshard
+from lightning_cp.active_step import current
+from lightning_cp.data.sharding import shard, shift_labels, unshard
+from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
+from lightning_cp.step import IGNORED_LABEL, LossMark, Step
+from lightning_cp.torch_private import in_backward, outside_graphs
 
 CHUNK_NUMBERS: Final = 2**28
 """How many logits are held at once unless the caller says: 1 GiB in float32."""

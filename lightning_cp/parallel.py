@@ -12,39 +12,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp import adapters, agreement, context, dispatch, outputs
-from lightning_cp import batch as batches
-from lightning_cp.batch import WholeBatch
-from lightning_cp.choices import check_choice
-from lightning_cp.collectives import GradientWire, Transport, check_gradient_wire
-from lightning_cp.compat import checkpoint_contexts
-from lightning_cp.context import HandedOver, Step, StepMask
-from lightning_cp.dispatch import Unsharded
-from lightning_cp.engine.attention import name_algorithm
-from lightning_cp.engine.fused import can_start
-from lightning_cp.engine.kernels.flex import MaskMod
-from lightning_cp.engine.kernels.select import KernelName, check_kernel, check_pair
-from lightning_cp.engine.mods import RowMask, RowMasks
-from lightning_cp.engine.plan import AlgorithmName, check_algorithm
-from lightning_cp.layout import Layout, LayoutName, build_layout, check_layout
+from lightning_cp import active_step, adapters, guards, routing
+from lightning_cp.attn.api import name_algorithm
+from lightning_cp.attn.blockwise.kernels.select import KernelName, check_kernel, check_pair
+from lightning_cp.attn.flex.kernel import MaskMod
+from lightning_cp.attn.flex.mods import RowMask, RowMasks
+from lightning_cp.attn.plan import AlgorithmName, check_algorithm
+from lightning_cp.attn.triton_ops import can_start
+from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
+from lightning_cp.comm.transport import GradientWire, Transport, check_gradient_wire
+from lightning_cp.data import batch as batches
+from lightning_cp.data import consistency, outputs
+from lightning_cp.data.batch import WholeBatch
+from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.data.structure import flatten, rebuild
+from lightning_cp.geometry.layout import Layout, LayoutName, build_layout, check_layout
+from lightning_cp.geometry.mask import Bounds, Mask
 from lightning_cp.loss import local_targets
-from lightning_cp.mask import Bounds, Mask
-from lightning_cp.mesh import Groups, build_groups, lone_groups
-from lightning_cp.sequence import shard, unshard
-from lightning_cp.structure import flatten, rebuild
+from lightning_cp.options import check_choice
+from lightning_cp.routing import Unsharded
+from lightning_cp.step import Gpu, HandedOver, Step, StepMask, hand_over
+from lightning_cp.torch_private import checkpoint_contexts
 
 T = TypeVar("T")
 
 
-class reenter(context.activate):
+class reenter(active_step.activate):
     """A step that is active again, with its dispatch: for backward, and while recomputing."""
 
     def __enter__(self) -> None:
         super().__enter__()
-        dispatch.enabled().__enter__()  # type: ignore[no-untyped-call]
+        routing.enabled().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        dispatch.enabled().__exit__(*error)  # type: ignore[no-untyped-call]
+        routing.enabled().__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)
 
 
@@ -55,14 +56,14 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     ways of checkpointing that take a ``context_fn``. A plain function, for the compiler takes no
     other.
     """
-    step = context.opened()
-    if step is None and context.is_paused():
-        return nullcontext(), context.activate(context.PAUSED)
+    step = active_step.opened()
+    if step is None and active_step.is_paused():
+        return nullcontext(), active_step.activate(active_step.PAUSED)
     if step is None:
         raise RuntimeError(
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
-    return nullcontext(), reenter(step, num_unsharded=context.num_unsharded())
+    return nullcontext(), reenter(step, num_unsharded=active_step.num_unsharded())
 
 
 def _check_balance(balance: Mask | None) -> None:
@@ -74,7 +75,7 @@ def _check_balance(balance: Mask | None) -> None:
         )
 
 
-def _agree_on_gpu(ranks: Transport) -> context.Gpu | None:
+def _agree_on_gpu(ranks: Transport) -> Gpu | None:
     """Find out what the GPUs of all ranks can do: a rank that chose another way would hang."""
     device = ranks.device
     if ranks.size == 1 or device.type != "cuda":
@@ -84,7 +85,7 @@ def _agree_on_gpu(ranks: Transport) -> context.Gpu | None:
     every = mine.new_empty(ranks.size, 3)
     ranks.all_gather(every, mine)()
     numbers = every.tolist()
-    return context.Gpu(min((a, b) for a, b, _ in numbers), all(works for *_, works in numbers))
+    return Gpu(min((a, b) for a, b, _ in numbers), all(works for *_, works in numbers))
 
 
 def _check_not_cut(batch: Any, active: Step | None) -> None:
@@ -216,7 +217,7 @@ class ContextParallel:
         self.balance = balance
         self.check_batches = check_batches
         self.position_edges: tuple[int, ...] = ()
-        self.gpu: context.Gpu | None = None
+        self.gpu: Gpu | None = None
         if isinstance(mesh, Groups):
             self._groups = mesh
         else:
@@ -229,7 +230,7 @@ class ContextParallel:
             self.gpu = _agree_on_gpu(self._groups.context)
         self._alone = lone_groups()
         self._decided: dict[str, int | None] = {}
-        self.released = agreement.Released()
+        self.released = consistency.Released()
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
         self._adapters: list[adapters.Adapter] | None = None
         self._row_masks = RowMasks()
@@ -279,7 +280,7 @@ class ContextParallel:
             cut, not shifted. Where ``sequence_dims`` keeps every tensor whole, the batch itself:
             open a step for each part of it then.
         """
-        outer = context.opened()
+        outer = active_step.opened()
         if not isinstance(outer, HandedOver):
             outer = None
         if training is None:
@@ -293,8 +294,8 @@ class ContextParallel:
         """Make a step that was built elsewhere the active one, with all that belongs to it."""
         if self._adapters is None:  # not earlier: models may be imported after this was built
             self._adapters = adapters.load_adapters()
-        context.forget_backward()
-        with context.activate(opened), dispatch.enabled(), checkpoint_contexts(_recompute):
+        guards.forget_backward()
+        with active_step.activate(opened), routing.enabled(), checkpoint_contexts(_recompute):
             yield
 
     @contextmanager
@@ -327,8 +328,8 @@ class ContextParallel:
             with self.entered(opened):
                 yield whole
             return
-        context.forget_backward()
-        with context.activate(opened), dispatch.flex_detour:
+        guards.forget_backward()
+        with active_step.activate(opened), routing.flex_detour:
             yield whole
 
     def _open(
@@ -346,7 +347,7 @@ class ContextParallel:
         compare = self.count_batch(training) if outer is None else outer.is_checked
         problem = None
         try:
-            _check_not_cut(batch, context.opened())
+            _check_not_cut(batch, active_step.opened())
             opened, local = self._cut(
                 batch, training, self._groups, outer, sequence_dims, checked=compare
             )
@@ -376,15 +377,15 @@ class ContextParallel:
             training: as in `step`.
             values: whether to compare contents too.
         """
-        groups, fingerprint = self._groups, agreement.Fingerprint()
+        groups, fingerprint = self._groups, consistency.Fingerprint()
         try:
             if problem is None:
-                fingerprint = agreement.build_fingerprint(batch, values=values)
+                fingerprint = consistency.build_fingerprint(batch, values=values)
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
-        problem = agreement.agree(fingerprint, problem, groups.context, self.released)
+        problem = consistency.agree(fingerprint, problem, groups.context, self.released)
         if training and groups.data.size > 1:
-            problem = agreement.agree_beside(problem, groups.data)
+            problem = consistency.agree_beside(problem, groups.data)
         if problem is not None:
             raise problem
 
@@ -423,7 +424,7 @@ class ContextParallel:
                     "sequence lies: cp.step(part, sequence_dims={...}), {} for the names that are "
                     "known."
                 )
-            return context.hand_over(**common), batch
+            return hand_over(**common), batch
         if stock and whole.documents is not None:
             batch = batches.unpack_documents(batch, whole)
             whole = batches.read_batch(batch, sequence_dims=words, decided=decided)
@@ -536,7 +537,7 @@ class ContextParallel:
         the batch, keys that ``sequence_dims`` names, and what a model of a known library returns
         per token (logits, hidden states). Any other value must be the same on all ranks.
         """
-        if isinstance(context.opened(), HandedOver):  # its parts were unsharded in their steps
+        if isinstance(active_step.opened(), HandedOver):  # its parts were unsharded in their steps
             return output
         step = self._active("unshard_all()")
         changed, others = {}, []
@@ -627,7 +628,7 @@ class ContextParallel:
         every = digest.new_empty(transport.size, 1)
         transport.all_gather(every, digest)()
         if bool((every != every[0]).any()):
-            raise agreement.differing(names)
+            raise consistency.differing(names)
 
     def shift_labels(self, labels: Tensor) -> Tensor:
         """Return, for each of this rank's tokens, the label of the next one of its document.
@@ -732,7 +733,7 @@ class ContextParallel:
         For ``generate()``, for a second model that is not sharded, for anything that does not see
         this rank's part.
         """
-        return context.paused()
+        return active_step.paused()
 
     def unsharded(self, *modules: nn.Module) -> Unsharded:
         """Leave attention calls as they are: their keys are not cut, or are not the sequence.
@@ -746,7 +747,7 @@ class ContextParallel:
     recompute = staticmethod(_recompute)
 
     def _active(self, what: str) -> Step:
-        step = context.current()
+        step = active_step.current()
         if step is None:
             raise RuntimeError(
                 f"cp.{what} was called outside a step. Call it inside `with cp.step(batch):`."

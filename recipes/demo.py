@@ -23,8 +23,8 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_cp.layout import build_layout
-from lightning_cp.mask import Mask
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.geometry.mask import Mask
 from recipes.report import Generated, Run, largest_difference, read_run, write_report
 
 RANKS: Final = 2

@@ -37,9 +37,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.quantization_config import Mxfp4Config
 
 from hf_patches import enable
-from hf_patches.heads import ChunkedLoss
-from lightning_cp.checkpoint import load_weights, together
-from lightning_cp.choices import check_choice
+from hf_patches.forward import ChunkedLoss
+from lightning_cp.checkpoint import load_weights
+from lightning_cp.comm.collective_errors import together
+from lightning_cp.options import check_choice
 from recipes.data.passkey import RetrievalGrid, heat_map, retrieval_accuracy
 from recipes.tokens import byte_tokenizer, first_line, reaches_hub, unreachable
 

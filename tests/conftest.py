@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp import context
+from lightning_cp import active_step
 from tests.ranks import RankPool
 
 try:
@@ -63,5 +63,5 @@ def _nothing_left_behind() -> Iterator[None]:
     before = _environment()
     yield
     assert _environment() == before, "an environment variable was left behind"
-    assert context._current is None, "a step was left active"
+    assert active_step._current is None, "a step was left active"
     assert not dist.is_initialized(), "a process group was left behind"

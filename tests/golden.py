@@ -73,7 +73,10 @@ def _steps() -> Iterator[Case]:
             job = steps.Job([BATCHES[name](3)], {"algorithm": algorithm, "ulysses_size": 2})
             yield f"step {name} {algorithm} ulysses_size 2 on 4", 4, steps.rank_step, (job,)
         for how in ("reentrant", "non-reentrant"):
-            job = steps.Job([BATCHES[name](4)], checkpointing=how, backward_outside=True)
+            bound = how == "reentrant"
+            job = steps.Job(
+                [BATCHES[name](4)], checkpointing=how, backward_outside=True, bound_mask=bound
+            )
             yield f"step {name} recomputed {how} on 2", 2, steps.rank_step, (job,)
     for algorithm in ALGORITHMS:
         rows = [BATCHES["document_ids"](5), BATCHES["right_padded"](6)]

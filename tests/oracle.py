@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_cp.mask import Mask
+from lightning_cp.geometry.mask import Mask
 
 
 def visible(mask: Mask, batch: int, length: int) -> Tensor:

@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second.
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "lightning_cp.parallel", "lightning_cp.strategy"]
+    ["torch", "torch.distributed", "lightning_cp.parallel", "lightning_cp.lightning.strategy"]
 )
 
 # A gloo group has threads, which stay; with hundreds of groups a process only waits for itself.

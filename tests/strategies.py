@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_cp.mask import Mask
+from lightning_cp.geometry.mask import Mask
 
 
 @st.composite

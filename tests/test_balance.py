@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp import balance
-from lightning_cp.balance import MIN_RANGE, TOLERABLE, imbalance, split_evenly
-from lightning_cp.layout import build_layout
-from lightning_cp.mask import Mask
+from lightning_cp.geometry import balance
+from lightning_cp.geometry.balance import MIN_RANGE, TOLERABLE, imbalance, split_evenly
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.geometry.mask import Mask
 
 
 def before(work):

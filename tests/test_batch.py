@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
-from lightning_cp.batch import SEQUENCE_DIMS, read_batch, unpack_documents
+from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, unpack_documents
 
 TOKENS = torch.arange(12).view(2, 6)
 

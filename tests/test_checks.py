@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 
 from lightning_cp import ContextParallel, token_mean, verify
-from lightning_cp.checks import Report, cut_rows
+from lightning_cp.verification import Report, cut_rows
 from tests.parity.batches import BATCHES
 from tests.parity.steps import build_model
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, context, dispatch
+from lightning_cp import ContextParallel, active_step, routing
 
 LENGTH, DIM = 6, 8
 ORIGINAL = functional.scaled_dot_product_attention
@@ -22,13 +22,13 @@ ORIGINAL = functional.scaled_dot_product_attention
 def routed(monkeypatch):
     """Count the calls that reach attention()."""
     calls = []
-    attention = dispatch.attention
+    attention = routing.attention
 
     def counted(*args, **kwargs):
         calls.append(kwargs)
         return attention(*args, **kwargs)
 
-    monkeypatch.setattr(dispatch, "attention", counted)
+    monkeypatch.setattr(routing, "attention", counted)
     return calls
 
 
@@ -186,7 +186,7 @@ def depth():
 def test_nothing_is_left_after_steps_exceptions_and_ten_thousand_entries(cp, batch):
     before = depth()
     for _ in range(10_000):
-        with dispatch.enabled():
+        with routing.enabled():
             assert functional.scaled_dot_product_attention is ORIGINAL
     for _ in range(50):
         with cp.step(batch), cp.step(batch):
@@ -245,7 +245,7 @@ def test_a_declaration_that_sticks_ends_with_its_step(cp, batch, routed):
     module.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt), cp.step(batch) as local:
         module(local["inputs_embeds"])
-    assert context.num_unsharded() == 0
+    assert active_step.num_unsharded() == 0
     with cp.step(batch):
         imported(heads(), heads(), heads())
     assert len(routed) == 1

@@ -25,15 +25,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import (
     Mask,
+    active_step,
     attention,
-    context,
     context_parallel,
     context_parallel_unshard,
-    dropin,
     set_rotate_method,
     token_mean,
+    torch_prototype,
 )
-from lightning_cp.compat import num_process_groups
+from lightning_cp.torch_private import num_process_groups
 from tests.oracle import errors
 from tests.ranks import RankPool
 from tests.scripts.run import run_alone, run_shared
@@ -327,7 +327,7 @@ def test_buffers_are_put_back_after_an_error():
     with pytest.raises(RuntimeError), context_parallel(None, buffers=[x], buffer_seq_dims=[0]):
         x.zero_().add_(torch.ones(2))
     assert torch.equal(x, whole)
-    assert dropin._cut_now == set()
+    assert torch_prototype._cut_now == set()
 
 
 def test_what_the_caller_has_put_on_a_tensor_stays_there():
@@ -382,7 +382,7 @@ def test_autocast_may_remember_a_buffer(inside):
 def test_the_signatures_are_those_of_torch():
     for name in ("context_parallel", "context_parallel_unshard", "set_rotate_method"):
         theirs = inspect.signature(getattr(prototype, name)).parameters.values()
-        ours = inspect.signature(getattr(dropin, name)).parameters.values()
+        ours = inspect.signature(getattr(torch_prototype, name)).parameters.values()
         described = [[(p.name, p.kind, p.default) for p in side] for side in (theirs, ours)]
         assert described[0] == described[1]
 
@@ -603,14 +603,14 @@ def test_each_mesh_has_its_own_ranks_and_makes_groups_once(ranks):
 
 def join_again(folder):
     before = attend_shared(Job())
-    (old,) = dropin._parallels.values()
+    (old,) = torch_prototype._parallels.values()
     size, rank = dist.group.WORLD.size(), dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=size
     )
     after = attend_shared(Job())
-    (new,) = dropin._parallels.values()
+    (new,) = torch_prototype._parallels.values()
     assert new is not old
     return before, after
 
@@ -630,9 +630,9 @@ def test_groups_that_were_destroyed_are_not_used_again():
 def test_nothing_is_left_active():
     depth = torch._C._len_torch_function_stack()
     with context_parallel(None):
-        assert context.current() is not None
+        assert active_step.current() is not None
     assert torch._C._len_torch_function_stack() == depth
-    assert context.current() is None
+    assert active_step.current() is None
 
 
 # ---------------------------------------------------------------- what is refused
@@ -746,7 +746,7 @@ def test_a_buffer_is_cut_once():
 
 
 def test_a_longer_buffer_beside_a_single_row_is_said_to_be_a_table(caplog):
-    dropin._say_table.cache_clear()
+    torch_prototype._say_table.cache_clear()
     given = {"buffers": [TOKENS[:1], torch.randn(1, 9, 4)], "buffer_seq_dims": [1, 1]}
     with caplog.at_level(logging.WARNING, logger="lightning_cp"):
         for _ in range(2):

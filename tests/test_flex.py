@@ -12,8 +12,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
-from lightning_cp import ContextParallel, Mask, attention, compat, dispatch
-from lightning_cp.engine import flex
+from lightning_cp import ContextParallel, Mask, attention, routing, torch_private
+from lightning_cp.attn.flex import api
+from lightning_cp.attn.flex import api as flex_api
 from tests.engine.flex_cases import (
     MASKS,
     SCORES,
@@ -43,13 +44,13 @@ def batch():
 def routed(monkeypatch):
     """Count the calls that attend inside a step."""
     calls = []
-    attend = flex._attend_in
+    attend = api._attend_in
 
     def counted(*args):
         calls.append(args)
         return attend(*args)
 
-    monkeypatch.setattr(flex, "_attend_in", counted)
+    monkeypatch.setattr(flex_api, "_attend_in", counted)
     return calls
 
 
@@ -106,7 +107,7 @@ def test_torchs_function_is_itself_again_after_a_step(cp, batch):
 
 
 def test_the_stand_in_takes_what_torchs_function_takes():
-    assert dispatch.flex_detour.fits
+    assert routing.flex_detour.fits
 
 
 def test_a_function_with_other_arguments_is_left_alone():
@@ -119,10 +120,10 @@ def test_a_function_with_other_arguments_is_left_alone():
     def also_ours(query, key):
         return "ours"
 
-    with compat.Detour(theirs, ours) as _, compat.Detour(theirs, ours):
+    with torch_private.Detour(theirs, ours) as _, torch_private.Detour(theirs, ours):
         assert theirs(1, 2) == "theirs"
-    kept = compat.copy_function(theirs)
-    detour = compat.Detour(theirs, also_ours)
+    kept = torch_private.copy_function(theirs)
+    detour = torch_private.Detour(theirs, also_ours)
     with detour:
         with detour:
             assert theirs(1, 2) == "ours"
@@ -134,9 +135,9 @@ def test_a_function_with_other_arguments_is_left_alone():
 def test_modes_are_taken_off_and_put_back(cp, batch):
     with torch.device("cpu"), cp.step(batch):
         before = torch.overrides._get_current_function_mode_stack()
-        with compat.without_modes():
+        with torch_private.without_modes():
             assert torch.overrides._get_current_function_mode_stack() == []
-        with pytest.raises(KeyError), compat.without_modes():
+        with pytest.raises(KeyError), torch_private.without_modes():
             raise KeyError
         assert torch.overrides._get_current_function_mode_stack() == before
 
@@ -245,11 +246,11 @@ def test_what_is_returned(cp, batch):
 
 
 def test_it_is_said_once_that_functions_run_in_plain_torch(cp, batch, caplog):
-    flex._say_plain.cache_clear()
-    with caplog.at_level(logging.INFO, "lightning_cp.engine.flex"), cp.step(batch):
+    api._say_plain.cache_clear()
+    with caplog.at_level(logging.INFO, "lightning_cp.attn.flex.api"), cp.step(batch):
         for _ in range(3):
             flex_attention(heads(), heads(), heads())
-    said = [record.message for record in caplog.records if record.name == flex.__name__]
+    said = [record.message for record in caplog.records if record.name == api.__name__]
     assert said == [
         "FlexAttention has no backward on cpu: its functions are evaluated in plain torch, exactly "
         "and slowly"
@@ -348,7 +349,7 @@ def test_auto_does_not_take_the_flex_kernel_on_a_cpu(cp, batch, monkeypatch):
     def never(*_, **__):
         raise AssertionError("the flex kernel was taken")
 
-    monkeypatch.setattr("lightning_cp.engine.attention.build_row_call", never)
+    monkeypatch.setattr("lightning_cp.attn.api.build_row_call", never)
     with cp.step(batch):
         attention(heads(), heads(), heads(), mask=Mask(causal=True), softcap=2.0)
     with (

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Mask, Range
-from lightning_cp.sequence import shard
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.mask import Mask, Range
 from tests.strategies import masks
 
 SIZES = [1, 2, 3, 5, 6, 8, 64]

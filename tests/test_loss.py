@@ -5,7 +5,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, context, token_mean
+from lightning_cp import ContextParallel, active_step, token_mean
 from lightning_cp import loss as loss_module
 from lightning_cp.loss import chunked_token_mean
 from tests.oracle import errors
@@ -372,7 +372,7 @@ def test_chunked_inside_activation_checkpointing(reentrant):
     with ContextParallel(None).step({"input_ids": labels.clamp(min=0)}):
         loss = checkpoint(loss_of, hidden, use_reentrant=reentrant)
         (loss * 3).backward()
-        assert len(context.current().losses) == 1
+        assert len(active_step.current().losses) == 1
     found = {name: x.grad for name, x in head.named_parameters()}
     check({"loss": loss.detach(), "hidden": hidden.grad, **found}, exact)
     assert sizes == [6, 6, 6] * 2
@@ -418,7 +418,7 @@ def test_chunked_marks_its_loss_in_a_step_as_token_mean_does():
     with cp.step({"input_ids": labels.clamp(min=0), "labels": labels}) as local:
         whole = token_mean(head(hidden), local["labels"])
         pieces = chunked(head, hidden, local["labels"], chunk_len=4)
-        expected, found = context.current().losses
+        expected, found = active_step.current().losses
     torch.testing.assert_close(pieces, whole)
     assert found.value.data_ptr() == pieces.data_ptr()
     assert torch.equal(found.num_tokens, expected.num_tokens)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.mask import Bounds, Mask, Range, union
+from lightning_cp.geometry.mask import Bounds, Mask, Range, union
 from tests import oracle
 from tests.strategies import masks
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cp import ContextParallel
-from lightning_cp.layout import build_layout
-from lightning_cp.sequence import shard, shift_labels, unshard
+from lightning_cp.data.sharding import shard, shift_labels, unshard
+from lightning_cp.geometry.layout import build_layout
 from tests.ranks import run_threads
 
 LAYOUTS = ["zigzag", "contiguous", "balanced"]

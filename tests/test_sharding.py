@@ -9,7 +9,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp.sharding import fill_sharded, find_blocks, is_sharded, reshard, shard_parameters
+from lightning_cp.fsdp.sharding import (
+    fill_sharded,
+    find_blocks,
+    is_sharded,
+    reshard,
+    shard_parameters,
+)
 from tests.lightning.jobs import full
 
 LLAMA = LlamaConfig(

@@ -24,7 +24,7 @@ from lightning_cp.checkpoint.state import (
     optimizer_state,
     sharded_state,
 )
-from lightning_cp.checkpoint.together import meet, together
+from lightning_cp.comm.collective_errors import meet, together
 
 __all__ = [
     "aside_of",

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_cp.checkpoint.together import rank, size
+from lightning_cp.comm.collective_errors import rank, size
 
 CHECKSUMS: Final = "checksums.json"
 """Where the checksums of a folder are."""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_cp.checkpoint.checksums import CHECKSUMS, sum_files, write_checksums
 from lightning_cp.checkpoint.state import take_shards
-from lightning_cp.checkpoint.together import from_all, from_rank_0, rank, together
+from lightning_cp.comm.collective_errors import from_all, from_rank_0, rank, together
 
 META = "meta.pt"
 """What a checkpoint holds besides shards."""

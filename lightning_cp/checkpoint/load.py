@@ -31,7 +31,7 @@ from lightning_cp.checkpoint.source import (
     put_values,
 )
 from lightning_cp.checkpoint.state import Entries, Names, param_names, plain_name, read_entries
-from lightning_cp.checkpoint.together import together
+from lightning_cp.comm.collective_errors import together
 
 _MEANT_FOR_USERS = (ValueError, OSError, ImportError, pickle.UnpicklingError)
 _LOOSE = (

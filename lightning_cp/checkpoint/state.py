@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.together import rank
+from lightning_cp.comm.collective_errors import rank
 
 Names = list[list[str]]
 """The names of an optimizer's parameters, group by group."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_cp.context import IGNORED_LABEL
+from lightning_cp.step import IGNORED_LABEL
 from recipes.data.module import PackedData
 from recipes.data.packing import Document, LongDocuments, document
 

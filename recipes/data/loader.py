@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_cp.context import IGNORED_LABEL
+from lightning_cp.step import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 NO_ROW = -1

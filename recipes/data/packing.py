@@ -11,8 +11,8 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_cp.context import IGNORED_LABEL
-from lightning_cp.mask import NO_DOCUMENT
+from lightning_cp.geometry.mask import NO_DOCUMENT
+from lightning_cp.step import IGNORED_LABEL
 
 IntArray = NDArray[np.int32]
 Row = dict[str, IntArray]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
-from lightning_cp import context
-from lightning_cp.context import IGNORED_LABEL
-from lightning_cp.sequence import unshard
+from lightning_cp import active_step
+from lightning_cp.data.sharding import unshard
+from lightning_cp.step import IGNORED_LABEL
 from recipes.data.loader import NO_ROW, Batch, as_tensors
 from recipes.data.module import RowsData
 from recipes.data.packing import Document, document, pack
@@ -229,7 +229,7 @@ def retrieval_accuracy(logits: Tensor, batch: dict[str, Any]) -> Tensor:
         [True]
     """
     predicted, labels = logits.argmax(-1), batch["labels"]
-    step = context.current()
+    step = active_step.current()
     if step is not None:
         predicted, labels = (
             unshard(x, 1, layout=step.layout, transport=step.groups.context)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_cp.fsdp.sharding import is_sharded
+from lightning_cp.lightning.strategy import ContextParallelStrategy
 from lightning_cp.loss import global_mean
-from lightning_cp.sharding import is_sharded
-from lightning_cp.strategy import ContextParallelStrategy
 
 _ROW_LEN = 4
 
@@ -46,7 +46,7 @@ class ModelParallelStrategy(ContextParallelStrategy):
         # The test has mocked what builds the mesh of theirs, for there are no processes.
         mesh = MagicMock()
         with mock.patch.multiple(
-            "lightning_cp.strategy",
+            "lightning_cp.lightning.strategy",
             build_mesh=Mock(return_value=(mesh, mesh)),
             gather_objects=Mock(return_value=["here"]),
             ContextParallel=Mock(),

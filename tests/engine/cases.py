@@ -7,16 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import GradientWire, LoneTransport, Transport
-from lightning_cp.engine.attend import Call, attend
-from lightning_cp.engine.kernels.base import BackwardInputs, Kernel, Request, Scores
-from lightning_cp.engine.kernels.select import _KERNELS
-from lightning_cp.engine.merge import Softmax, Sum, Where
-from lightning_cp.engine.plan import Block, build_plan
-from lightning_cp.engine.ulysses import SwappedCall, build_swap
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Mask, Range
-from lightning_cp.sequence import shard
+from lightning_cp.attn.accumulators import Softmax, Sum, Where
+from lightning_cp.attn.blockwise.function import Call, attend
+from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Request, Scores
+from lightning_cp.attn.blockwise.kernels.select import _KERNELS
+from lightning_cp.attn.plan import Block, build_plan
+from lightning_cp.attn.ulysses import SwappedCall, build_swap
+from lightning_cp.comm.transport import GradientWire, LoneTransport, Transport
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.mask import Mask, Range
 from tests.oracle import Inputs, make_inputs, put_back
 from tests.ranks import ThreadTransport
 

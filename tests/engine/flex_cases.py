@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_cp.collectives import Transport
-from lightning_cp.engine.flex import flex_attend
-from lightning_cp.engine.mods import Place, RowMask, build_mods
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.sequence import shard
+from lightning_cp.attn.flex.api import flex_attend
+from lightning_cp.attn.flex.mods import Place, RowMask, build_mods
+from lightning_cp.comm.transport import Transport
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import Layout, build_layout
 from tests.engine.cases import documents
 from tests.oracle import Inputs, make_inputs, put_back
 

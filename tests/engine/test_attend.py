@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from lightning_cp.engine import attend as attend_module
-from lightning_cp.engine import merge
-from lightning_cp.engine.attend import attend
-from lightning_cp.engine.kernels import base, dense
-from lightning_cp.engine.kernels.cpu import CpuKernel
-from lightning_cp.engine.merge import merge_into
-from lightning_cp.layout import Layout
-from lightning_cp.mask import Mask, Range
-from lightning_cp.sequence import shard
+from lightning_cp.attn import accumulators
+from lightning_cp.attn.accumulators import merge_into
+from lightning_cp.attn.blockwise import function as attend_module
+from lightning_cp.attn.blockwise.function import attend
+from lightning_cp.attn.blockwise.kernels import base, dense
+from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import Layout
+from lightning_cp.geometry.mask import Mask, Range
 from tests.engine.cases import (
     HEADS,
     KERNELS,
@@ -473,7 +473,7 @@ def test_parity_notices_a_merge_without_weights(monkeypatch, algorithm):
         out.copy_(a[0] + b[0])
         torch.logaddexp(a[1], b[1], out=lse)
 
-    monkeypatch.setattr(merge, "merge_into", unweighted)
+    monkeypatch.setattr(accumulators, "merge_into", unweighted)
     assert broken(monkeypatch, make_case("causal", algorithm=algorithm)) > 1e-3
 
 
@@ -481,7 +481,7 @@ def test_parity_notices_a_merge_that_forgets_its_sum(monkeypatch):
     def forgetful(out, lse, a, b):
         merge_into(out, lse.clone(), a, b)
 
-    monkeypatch.setattr(merge, "merge_into", forgetful)
+    monkeypatch.setattr(accumulators, "merge_into", forgetful)
     # What it leaves is memory that nobody has written: NaN, perhaps.
     assert not broken(monkeypatch, make_case("bidirectional", algorithm="ring")) < 1e-3
 
@@ -500,7 +500,7 @@ def test_parity_notices_a_missing_sink(monkeypatch):
     case = make_case("causal")
     monkeypatch.setattr(attend_module, "add_sinks_", lambda out, lse, sinks: None)
     assert broken(monkeypatch, case) > 1e-3
-    assert merge.add_sinks_ is attend_module.add_sinks_
+    assert accumulators.add_sinks_ is attend_module.add_sinks_
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

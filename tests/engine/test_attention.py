@@ -9,16 +9,16 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_cp import ContextParallel, Mask, attention, context
-from lightning_cp.collectives import LoneTransport
-from lightning_cp.context import Step, StepMask
-from lightning_cp.engine import attention as attention_module
-from lightning_cp.engine.attend import Call
-from lightning_cp.engine.flex import _Asked, _attend_in
-from lightning_cp.engine.kernels.cpu import CpuKernel
-from lightning_cp.layout import build_layout
-from lightning_cp.mesh import Groups
-from lightning_cp.sequence import shard, unshard
+from lightning_cp import ContextParallel, Mask, active_step, attention
+from lightning_cp.attn import api as attention_module
+from lightning_cp.attn.blockwise.function import Call
+from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
+from lightning_cp.attn.flex.api import _Asked, _attend_in
+from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.step import Gpu, Step, StepMask
 from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
 
@@ -214,7 +214,7 @@ def test_compiled_code_breaks_around_it():
 def test_a_step_ends_with_its_last_user():
     cp, q = ContextParallel(None, layout="contiguous"), draw(1, 2, 6, 4)
     with cp.step({"input_ids": torch.arange(6)[None]}):
-        step = weakref.ref(context.current())
+        step = weakref.ref(active_step.current())
         attention(q, q, q, mask=cp.mask(causal=True))
     assert step() is None
 
@@ -300,7 +300,7 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
 def test_steps_know_the_wire():
     cp = ContextParallel(None, gradient_wire="model")
     with cp.step({"input_ids": torch.arange(6)[None]}):
-        assert context.current().gradient_wire == "model"
+        assert active_step.current().gradient_wire == "model"
 
 
 @pytest.mark.parametrize("rows", [1, "held"])
@@ -330,7 +330,7 @@ def choose_way(algorithm, seq_len, cp_size, *, budget=None, capability=(9, 0), i
         cp_rank=0,
         groups=SimpleNamespace(inside=SimpleNamespace(size=inside)),
         gradient_wire="float32",
-        gpu=context.Gpu(compiles=True, capability=capability),
+        gpu=Gpu(compiles=True, capability=capability),
     )
     bounds = Mask(causal=True).bounds(seq_len)
     return attention_module._choose_way(step, bounds, q, k, k, budget)
@@ -366,7 +366,7 @@ def test_a_step_has_its_kernel_for_itself(monkeypatch):
     q = torch.randn(1, 2, 8, 4)
     with ContextParallel(None).step({"input_ids": torch.zeros(1, 8, dtype=torch.long)}):
         attention(q, q, q, mask=Mask(causal=True))
-        calls = [x for x in context.current().cache.values() if isinstance(x, Call)]
+        calls = [x for x in active_step.current().cache.values() if isinstance(x, Call)]
     assert [call.kernel for call in calls] == [settled]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from lightning_cp.engine.captured import identity_of
+from lightning_cp.attn.flex.closure_key import identity_of
 
 TABLE = torch.arange(4)
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cp.engine.cost import (
+from lightning_cp.attn.cost import (
     A100,
     FREE,
     H200,

@@ -6,16 +6,17 @@ import random
 import pytest
 import torch
 
-from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine import exchange, gathered, mods
-from lightning_cp.engine.flex import flex_attend
-from lightning_cp.engine.gathered import Way, whole_row
-from lightning_cp.engine.kernels import flex as kernel
-from lightning_cp.engine.kernels.flex import Mods
-from lightning_cp.engine.mods import Place, RowMask
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Range
-from lightning_cp.sequence import shard
+from lightning_cp.attn import kv_exchange
+from lightning_cp.attn.flex import kernel as kernel
+from lightning_cp.attn.flex import mods, remote_kv
+from lightning_cp.attn.flex.api import flex_attend
+from lightning_cp.attn.flex.kernel import Mods
+from lightning_cp.attn.flex.mods import Place, RowMask
+from lightning_cp.attn.flex.remote_kv import Way, whole_row
+from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.mask import Range
 from tests.engine.flex_cases import (
     HEADS,
     MASKS,
@@ -208,13 +209,13 @@ def test_parity_notices_queries_that_are_counted_locally(monkeypatch, mask, scor
 
 
 def test_parity_notices_keys_that_are_not_in_their_order(monkeypatch):
-    runs = exchange._row_runs
+    runs = kv_exchange._row_runs
 
     def end_to_end(layout, rank):
         for run in runs(layout, rank):
             yield run._replace(buffer=(run.buffer + 1) % (layout.seq_len - run.size + 1))
 
-    monkeypatch.setattr(exchange, "_row_runs", end_to_end)
+    monkeypatch.setattr(kv_exchange, "_row_runs", end_to_end)
     assert broken(monkeypatch, make_flex_case("causal")) > 1e-3
 
 
@@ -224,12 +225,12 @@ def test_parity_notices_padding_that_is_a_key(monkeypatch):
     def with_padding(layout):
         return Layout(layout.name, layout.padded_len, layout.owned)
 
-    gather, scatter = exchange.gather_row, exchange.scatter_row
+    gather, scatter = kv_exchange.gather_row, kv_exchange.scatter_row
     monkeypatch.setattr(
-        gathered, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
+        remote_kv, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
     )
     monkeypatch.setattr(
-        gathered, "scatter_row", lambda kv, layout, *way: scatter(kv, with_padding(layout), *way)
+        remote_kv, "scatter_row", lambda kv, layout, *way: scatter(kv, with_padding(layout), *way)
     )
     assert broken(monkeypatch, make_flex_case("none")) > 1e-3
 

@@ -14,10 +14,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from lightning_cp import ContextParallel, Mask
-from lightning_cp.engine import flex
-from lightning_cp.engine.kernels import flex as kernel
-from lightning_cp.engine.kernels.base import Scores
-from lightning_cp.engine.mods import (
+from lightning_cp.attn.blockwise.kernels.base import Scores
+from lightning_cp.attn.flex import api as flex_api
+from lightning_cp.attn.flex import kernel as kernel
+from lightning_cp.attn.flex.mods import (
     Place,
     RowMask,
     RowMasks,
@@ -26,8 +26,8 @@ from lightning_cp.engine.mods import (
     build_mods,
     row_mask_of,
 )
-from lightning_cp.layout import build_layout
-from lightning_cp.sequence import shard
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import build_layout
 from tests.engine import cases
 from tests.engine.flex_cases import (
     MASKS,
@@ -277,7 +277,7 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
 @pytest.mark.parametrize("inside", [True, False])
 def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch, inside):
     """Three batches with other documents, two layers, gradients, the mode of a step around it."""
-    monkeypatch.setattr(flex, "is_plain", lambda q, kernel: False)
+    monkeypatch.setattr(flex_api, "is_plain", lambda q, kernel: False)
     cp = ContextParallel(None)
     for seed in range(3):
         case = document_case(seed)

@@ -2,18 +2,18 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine.kernels import cudnn
-from lightning_cp.engine.kernels.base import BackwardInputs, Request, Scores
-from lightning_cp.engine.kernels.cudnn import CudnnKernel
-from lightning_cp.engine.kernels.dense import DenseKernel
-from lightning_cp.engine.kernels.flash import FlashKernel
-from lightning_cp.engine.kernels.reference import ReferenceKernel
-from lightning_cp.engine.kernels.select import _KERNELS, select_kernel
-from lightning_cp.engine.merge import NEVER
-from lightning_cp.engine.plan import build_plan
-from lightning_cp.layout import build_layout
-from lightning_cp.mask import Mask
+from lightning_cp.attn.accumulators import NEVER
+from lightning_cp.attn.blockwise.kernels import cudnn
+from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Scores
+from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
+from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
+from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
+from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
+from lightning_cp.attn.blockwise.kernels.select import _KERNELS, select_kernel
+from lightning_cp.attn.plan import build_plan
+from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.geometry.mask import Mask
 from tests.engine.cases import (
     ALL_KERNELS,
     KERNELS,

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_cp.engine.merge import (
+from lightning_cp.attn.accumulators import (
     NEVER,
     Softmax,
     Sum,
@@ -14,7 +14,7 @@ from lightning_cp.engine.merge import (
     sink_gradient,
     with_sinks,
 )
-from lightning_cp.mask import Range
+from lightning_cp.geometry.mask import Range
 
 
 def softmax_parts(scores, values):

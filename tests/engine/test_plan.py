@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.engine.plan import build_plan, resolve_algorithm
-from lightning_cp.layout import build_layout
-from lightning_cp.mask import Mask, Range
+from lightning_cp.attn.plan import build_plan, resolve_algorithm
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.geometry.mask import Mask, Range
 from tests.strategies import masks
 
 

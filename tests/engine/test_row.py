@@ -9,17 +9,18 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine import exchange, gathered, merge, mods, row
-from lightning_cp.engine.kernels import flex as kernel
-from lightning_cp.engine.kernels.base import Scores
-from lightning_cp.engine.merge import NEVER
-from lightning_cp.engine.mods import Place
-from lightning_cp.engine.row import attend_row, build_row_call
-from lightning_cp.engine.ulysses import SwappedCall, build_swap
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Mask, Range
-from lightning_cp.sequence import pad_end, shard
+from lightning_cp.attn import accumulators, kv_exchange
+from lightning_cp.attn.accumulators import NEVER
+from lightning_cp.attn.blockwise.kernels.base import Scores
+from lightning_cp.attn.flex import from_mask, mods, remote_kv
+from lightning_cp.attn.flex import kernel as kernel
+from lightning_cp.attn.flex.from_mask import attend_row, build_row_call
+from lightning_cp.attn.flex.mods import Place
+from lightning_cp.attn.ulysses import SwappedCall, build_swap
+from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.data.sharding import pad_end, shard
+from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.mask import Mask, Range
 from tests.engine import cases
 from tests.engine.cases import MASKS, make_case
 from tests.oracle import Inputs, assert_earned, attend_whole, errors, put_back
@@ -170,12 +171,12 @@ def test_groups_of_heads_are_brought_one_after_the_other(heads):
     [(8, 100, 1), (8, 101, 2), (8, 200, 2), (8, 201, 4), (8, 900, 8), (6, 150, 2), (7, 120, 7)],
 )
 def test_groups_are_as_few_as_the_budget_allows_and_of_one_size(num_heads, num_bytes, groups):
-    assert row._num_groups(num_heads, num_bytes, budget=800) == groups
+    assert from_mask._num_groups(num_heads, num_bytes, budget=800) == groups
 
 
 def test_the_budget_is_that_of_the_queries_and_never_small():
-    assert row.group_budget(1) == 2**30
-    assert row.group_budget(2**30) == 2**32
+    assert from_mask.group_budget(1) == 2**30
+    assert from_mask.group_budget(2**30) == 2**32
 
 
 def test_neighbours_swap_heads_and_needed_keys_travel_between_them():
@@ -244,7 +245,7 @@ def test_keys_of_a_zigzag_lie_end_to_end():
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_keys_lie_in_blocks_as_in_the_row(monkeypatch, cp_size):
     """A block of queries meets no more blocks of keys than in the row; gaps are seen by nobody."""
-    monkeypatch.setattr(row, "_block_size", lambda *, plain: 4)
+    monkeypatch.setattr(from_mask, "_block_size", lambda *, plain: 4)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
     num_gaps = 0
     for mask, layout in itertools.product(MASKS, LAYOUTS):
@@ -274,7 +275,7 @@ def new_nan(x, *size, **options):
 def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
     """No accumulator of a shard, where each token has been sent once."""
     kept = []
-    monkeypatch.setattr(merge.Patches, "_gathered", lambda self: kept.append(self) or 1 / 0)
+    monkeypatch.setattr(accumulators.Patches, "_gathered", lambda self: kept.append(self) or 1 / 0)
     for layout in LAYOUTS:
         case = make_case("window", length=96, layout=layout)
         assert worst_error(case, 3) < 1e-10
@@ -283,7 +284,7 @@ def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
 
 def buffer_len(num_needed, row_len, cp_size):
     layout = build_layout("contiguous", seq_len=row_len, cp_size=cp_size)
-    return row._buffer_len(num_needed, layout, fused=True)
+    return from_mask._buffer_len(num_needed, layout, fused=True)
 
 
 def test_buffers_of_fused_kernels_have_few_lengths():
@@ -306,8 +307,8 @@ def counter(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(kernel, "_backend", backend)
-    monkeypatch.setattr(row, "is_plain", lambda *_: False)
-    monkeypatch.setattr(row, "SHORT_ROW", 0)
+    monkeypatch.setattr(from_mask, "is_plain", lambda *_: False)
+    monkeypatch.setattr(from_mask, "SHORT_ROW", 0)
     yield backend
     torch._dynamo.reset()
 
@@ -340,7 +341,7 @@ def draw_documents(seed, length):
 @pytest.mark.parametrize("is_short", [True, False])
 def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
     """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
-    monkeypatch.setattr(row, "SHORT_ROW", 16384 if is_short else 0)
+    monkeypatch.setattr(from_mask, "SHORT_ROW", 16384 if is_short else 0)
     lengths, needs = set(), set()
     case = make_case("causal", length=1024, heads="mqa")
     layout = case.layout = build_layout("contiguous", seq_len=1024, cp_size=4)
@@ -386,7 +387,7 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     case.inputs = case.inputs.to(dtype)
     case.bias = None if case.bias is None else case.bias.to(dtype)
     layout, inputs = case.build_layout(2), case.inputs
-    monkeypatch.setattr(gathered, "fetch", lambda *_, buffer_len: lambda: brought(buffer_len))
+    monkeypatch.setattr(remote_kv, "fetch", lambda *_, buffer_len: lambda: brought(buffer_len))
     plain, outs, grads, sink_grads = [], [], [], []
     for rank in range(2):
         call, _ = build_call(case, Replay(rank, 2), budget=1)
@@ -399,7 +400,7 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
             group = slice(at := next(heads), at + 1)
             found = (x[:, group, places] for x in (inputs.k, inputs.v))
             short = buffer_len - len(places)
-            return exchange.KeyValues(*(pad_end(x, 2, short) for x in found))
+            return kv_exchange.KeyValues(*(pad_end(x, 2, short) for x in found))
 
         q, k, v = (shard(x, 2, layout=layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v))
         plain.append(attend_row(q, k, v, None, case.bias, call))
@@ -468,18 +469,18 @@ def test_sinks_are_differentiated_exactly():
     lse = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64) * 3
     sinks = torch.tensor([-2.0, 0.5, 24.0], dtype=torch.float64)
     args = [x.requires_grad_() for x in (out, lse, sinks)]
-    assert torch.autograd.gradcheck(merge.with_sinks, args)
+    assert torch.autograd.gradcheck(accumulators.with_sinks, args)
     with torch.no_grad():
         weight = lse.exp() / (lse.exp() + sinks[:, None].exp())
         torch.testing.assert_close(
-            merge.with_sinks(*args), out * weight[..., None], rtol=1e-14, atol=0
+            accumulators.with_sinks(*args), out * weight[..., None], rtol=1e-14, atol=0
         )
 
 
 def test_a_query_without_keys_and_sink_is_zero():
     out, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), NEVER)
     sinks = torch.tensor([NEVER, 0.5], requires_grad=True)
-    shared = merge.with_sinks(out, lse, sinks)
+    shared = accumulators.with_sinks(out, lse, sinks)
     shared.sum().backward()
     assert torch.equal(shared, out)
     assert torch.equal(sinks.grad, torch.zeros(2))
@@ -490,7 +491,7 @@ def test_small_sinks_keep_their_gradient_in_float32():
     lse = torch.tensor([[[5.0, 30.0, float("-inf")]]])
     out, sinks = torch.tensor([1.0, 1.0, 0.0])[None, None, :, None], torch.tensor([-10.0])
     args = [x.requires_grad_() for x in (out, lse, sinks)]
-    dout, dlse, dsinks = torch.autograd.grad(merge.with_sinks(*args).sum(), args)
+    dout, dlse, dsinks = torch.autograd.grad(accumulators.with_sinks(*args).sum(), args)
     assert torch.isfinite(torch.cat([dout.flatten(), dlse.flatten(), dsinks])).all()
     share = torch.tensor(-15.0, dtype=torch.float64).exp()
     assert abs(float(dlse[0, 0, 0]) / float(share / (1 + share)) - 1) < 1e-5
@@ -542,24 +543,24 @@ def test_parity_notices_distances_in_the_buffer(monkeypatch):
 
 
 def test_parity_notices_gradients_that_are_not_given_back(monkeypatch):
-    monkeypatch.setattr(gathered, "give_back", lambda *_: lambda: None)
+    monkeypatch.setattr(remote_kv, "give_back", lambda *_: lambda: None)
     assert broken(monkeypatch, make_case("window")) > 1e-3
 
 
 def test_parity_notices_slopes_of_other_heads(monkeypatch):
-    monkeypatch.setattr(row, "_bias_of", lambda bias, heads: bias[: heads.stop - heads.start])
+    monkeypatch.setattr(from_mask, "_bias_of", lambda bias, heads: bias[: heads.stop - heads.start])
     case = make_case("window", bias=SLOPES)
     assert worst_error(case, 2, budget=1) > 1e-3
 
 
 def test_a_buffer_that_is_not_sorted_is_noticed(monkeypatch):
-    keys_of = row._keys_of
+    keys_of = from_mask._keys_of
 
     def reversed_(*args, **kwargs):
         keys = keys_of(*args, **kwargs)
         return mods.Keys(keys.positions[::-1], keys.buffer_len, keys.row_len)
 
-    monkeypatch.setattr(row, "_keys_of", reversed_)
+    monkeypatch.setattr(from_mask, "_keys_of", reversed_)
     with pytest.raises(AssertionError, match="the key buffer misses a key, or is not sorted"):
         run_row(make_case("window"), 2)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_cp.engine import attention as attention_module
-from lightning_cp.engine.kernels.base import Request, Scores
-from lightning_cp.engine.kernels.cudnn import CudnnKernel
-from lightning_cp.engine.kernels.reference import ReferenceKernel
-from lightning_cp.engine.kernels.select import Work, is_dense, prefer_flex
-from lightning_cp.engine.mods import Place
-from lightning_cp.layout import build_layout
-from lightning_cp.mask import Mask
+from lightning_cp.attn import api as attention_module
+from lightning_cp.attn.blockwise.kernels.base import Request, Scores
+from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
+from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
+from lightning_cp.attn.blockwise.kernels.select import Work, is_dense, prefer_flex
+from lightning_cp.attn.flex.mods import Place
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.geometry.mask import Mask
 from tests.engine.cases import MASKS
 
 CUDNN, REFERENCE = CudnnKernel(), ReferenceKernel()

@@ -11,8 +11,8 @@ from torch.distributed.tensor.experimental import _attention as prototype
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_cp import dropin
-from lightning_cp.mask import Mask
+from lightning_cp import torch_prototype
+from lightning_cp.geometry.mask import Mask
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
 from tests.scripts.run import run_alone, run_shared
 
@@ -68,8 +68,8 @@ def attend(names, rotate, *, backward_inside=True, buffers_require_grad=False):
 def attend_both(rotate):
     return (
         attend(prototype, rotate),
-        attend(dropin, rotate),
-        attend(dropin, rotate, backward_inside=False, buffers_require_grad=True),
+        attend(torch_prototype, rotate),
+        attend(torch_prototype, rotate, backward_inside=False, buffers_require_grad=True),
     )
 
 

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_cp import ContextParallel, Mask, attention, context
-from lightning_cp.engine import attention as attention_module
-from lightning_cp.engine import row
-from lightning_cp.engine.row import RowCall
-from lightning_cp.sequence import shard
+from lightning_cp import ContextParallel, Mask, active_step, attention
+from lightning_cp.attn import api as attention_module
+from lightning_cp.attn.flex import from_mask
+from lightning_cp.attn.flex.from_mask import RowCall
+from lightning_cp.data.sharding import shard
 from tests.engine import cases
 from tests.engine.flex_cases import flex_whole, make_flex_case
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
@@ -100,7 +100,7 @@ def count_compilations(kind):
         ids = starts.cumsum(1).cuda()
         batch = {"inputs_embeds": torch.zeros(2, 700, 1, device="cuda"), "document_ids": ids}
         with cp.step(batch):
-            local_len = context.current().layout.local_len
+            local_len = active_step.current().layout.local_len
             leaves = torch.randn(
                 3, 2, 4, local_len, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
             )
@@ -170,17 +170,17 @@ def written_out(case, dtype):
 
 def run_trimmed(jobs, num_groups):
     """Run kernels with the ladder of long rows, and so many groups of heads."""
-    built, build = [], row.build_row_call
+    built, build = [], from_mask.build_row_call
 
     def recording(*args, **kwargs):
         built.append(build(*args, **kwargs))
         return built[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row, "SHORT_ROW", 0)
+        patch.setattr(from_mask, "SHORT_ROW", 0)
         patch.setattr(attention_module, "build_row_call", recording)
         if num_groups > 1:
-            patch.setattr(row, "group_budget", lambda _: 1)
+            patch.setattr(from_mask, "group_budget", lambda _: 1)
         found = run_kernels(jobs)
     lengths = [(len(call.keys.positions), call.keys.buffer_len) for call in built]
     return found, lengths, [len(call.stages) for call in built]
@@ -251,7 +251,7 @@ def kernel_of(name, how):
             grads = torch.autograd.grad(out, leaves, inputs.dout)
         else:
             with cp.step({"inputs_embeds": torch.zeros(1, 1024, 1, device="cuda")}):
-                layout = context.current().layout
+                layout = active_step.current().layout
                 local = [
                     shard(x.detach(), 2, layout=layout, rank=cp.cp_rank).requires_grad_()
                     for x in leaves
@@ -322,7 +322,7 @@ def no_gradients():
     found = []
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode(), cp.step({"inputs_embeds": torch.zeros(1, 600, 1, device="cuda")}):
-            layout = context.current().layout
+            layout = active_step.current().layout
             q = shard(x, 2, layout=layout, rank=cp.cp_rank).cuda().bfloat16()
             q = q.requires_grad_(torch.is_grad_enabled())
             out = flex_attention(q, q, q, block_mask=cp.block_mask(test_flex.causal))

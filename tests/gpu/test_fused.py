@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_cp.engine import fused, merge
-from lightning_cp.engine.merge import NEVER
+from lightning_cp.attn import accumulators, triton_ops
+from lightning_cp.attn.accumulators import NEVER
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,19 +37,19 @@ def test_merged_parts(dtype, dim, monkeypatch):
         a_lse[0, 0, : length // 2], b_lse[:, 1], b_lse[1, 2, -1] = NEVER, NEVER, 700.0
         a_lse[1, 1] = NEVER
         a[1, 1], b[:, 1] = 0, 0
-        assert fused.can_take(a, b)
+        assert triton_ops.can_take(a, b)
         for into in (dtype, torch.float32):
             found = draw(length, dim, into, kind="whole"), torch.empty_like(a_lse)
-            merge.merge_into(*found, (a, a_lse), (b, b_lse))
+            accumulators.merge_into(*found, (a, a_lse), (b, b_lse))
             same = torch.empty_like(found[0]), torch.empty_like(a_lse)
             with monkeypatch.context() as patch:
-                patch.setattr(fused, "can_take", lambda *_: False)
-                merge.merge_into(*same, (a, a_lse), (b, b_lse))
+                patch.setattr(triton_ops, "can_take", lambda *_: False)
+                accumulators.merge_into(*same, (a, a_lse), (b, b_lse))
             torch.testing.assert_close(found[0], same[0])
             torch.testing.assert_close(found[1], same[1])
         # In place, into an accumulator.
         total, lse = a.float(), a_lse.clone()
-        merge.merge_(total, lse, b, b_lse)
+        accumulators.merge_(total, lse, b, b_lse)
         torch.testing.assert_close(total, found[0])
         torch.testing.assert_close(lse, found[1])
 
@@ -74,14 +74,14 @@ def test_sinks(dtype, sinks_dtype, dim, monkeypatch):
             # No start at a multiple of 16 bytes, and a stride.
             sinks = torch.zeros(7, device="cuda", dtype=sinks_dtype)[1::2]
             sinks.copy_(torch.tensor(logits))
-            assert fused.can_take(given)
+            assert triton_ops.can_take(given)
             found, same = ((given.clone(), lse.clone()) for _ in range(2))
-            merge.add_sinks_(*found, sinks)
+            accumulators.add_sinks_(*found, sinks)
             with monkeypatch.context() as patch:
-                patch.setattr(fused, "can_take", lambda *_: False)
-                merge.add_sinks_(*same, sinks)
+                patch.setattr(triton_ops, "can_take", lambda *_: False)
+                accumulators.add_sinks_(*same, sinks)
             torch.testing.assert_close(found, same)
-            torch.testing.assert_close(found[0], merge.with_sinks(given, lse, sinks))
+            torch.testing.assert_close(found[0], accumulators.with_sinks(given, lse, sinks))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,17 +89,17 @@ def test_the_gradient_of_sinks(dtype):
     for length in (77, 1, 300):
         out, dout = (draw(length, 64, dtype, kind=kind) for kind in ("tokens", "cut"))
         lse, sinks = sums(length), torch.tensor([0.5, -15.0, 6.0], device="cuda")
-        merge.add_sinks_(out, lse, sinks)
-        assert fused.can_take(out, dout)
-        found = merge.sink_gradient(dout, out, lse, sinks)
-        exact = merge.sink_gradient(*(x.double() for x in (dout, out, lse, sinks)))
+        accumulators.add_sinks_(out, lse, sinks)
+        assert triton_ops.can_take(out, dout)
+        found = accumulators.sink_gradient(dout, out, lse, sinks)
+        exact = accumulators.sink_gradient(*(x.double() for x in (dout, out, lse, sinks)))
         torch.testing.assert_close(found.double(), exact, atol=1e-2, rtol=1e-4)
 
 
 def test_sinks_elsewhere_are_refused():
     out, lse = torch.randn(1, 2, 4, 16, device="cuda"), torch.randn(1, 2, 4, device="cuda")
     with pytest.raises(RuntimeError, match="same device"):
-        merge.add_sinks_(out, lse, torch.zeros(2))
+        accumulators.add_sinks_(out, lse, torch.zeros(2))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 40])
@@ -110,16 +110,16 @@ def test_sums(dtype, dim):
         exact = a.double() + b.double()
         for into in (dtype, torch.float32):
             out = draw(length, dim, into, kind="tokens")
-            assert fused.can_take(out, a, b)
-            merge.sum_into(out, a, b)
+            assert triton_ops.can_take(out, a, b)
+            accumulators.sum_into(out, a, b)
             torch.testing.assert_close(out, exact.float().to(into), rtol=1e-6, atol=0)
             for part in (a, b):
-                merge.sum_into(out, part)
+                accumulators.sum_into(out, part)
                 torch.testing.assert_close(out, part.to(into), rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_left_to_torch():
     x = torch.randn(1, 2, 4, 12, device="cuda", dtype=torch.bfloat16)[..., 1:]
-    assert not fused.can_take(x)
-    assert not fused.can_take(torch.randn(1, 2, 4, 16, dtype=torch.float64, device="cuda"))
-    assert not fused.can_take(torch.randn(1, 2, 4, 16))
+    assert not triton_ops.can_take(x)
+    assert not triton_ops.can_take(torch.randn(1, 2, 4, 16, dtype=torch.float64, device="cuda"))
+    assert not triton_ops.can_take(torch.randn(1, 2, 4, 16))

@@ -11,15 +11,15 @@ from functools import cache, partial
 import pytest
 import torch
 
-from lightning_cp import Mask, attention, context
-from lightning_cp.collectives import LoneTransport
-from lightning_cp.engine.attend import attend
-from lightning_cp.engine.kernels.base import BackwardInputs, Request, Scores
-from lightning_cp.engine.kernels.cudnn import CudnnKernel
-from lightning_cp.engine.kernels.dense import DenseKernel
-from lightning_cp.engine.kernels.select import select_kernel
-from lightning_cp.engine.merge import NEVER
-from lightning_cp.sequence import shard
+from lightning_cp import Mask, active_step, attention
+from lightning_cp.attn.accumulators import NEVER
+from lightning_cp.attn.blockwise.function import attend
+from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Scores
+from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
+from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
+from lightning_cp.attn.blockwise.kernels.select import select_kernel
+from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.data.sharding import shard
 from tests.engine import cases
 from tests.engine.cases import (
     ALL_KERNELS,
@@ -347,7 +347,7 @@ def share(kernel, algorithm, layout, mask, dtype):
     case = make_shared_case(mask, dtype, layout)
     cp, _ = build_cp("cuda", 1, kernel=kernel, algorithm=algorithm, layout=layout)
     with cp.step({"input_ids": torch.zeros(2, LENGTH, dtype=torch.long, device=CUDA)}):
-        cut = partial(shard, dim=2, layout=context.current().layout, rank=cp.cp_rank)
+        cut = partial(shard, dim=2, layout=active_step.current().layout, rank=cp.cp_rank)
         return with_gradients(
             case.inputs.on(CUDA),
             cut,

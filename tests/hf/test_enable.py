@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, T5Config
 from transformers import T5ForConditionalGeneration as T5
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from hf_patches import enable, heads
-from hf_patches.detect import find_mixing
+from hf_patches import enable, forward
+from hf_patches.probe import find_mixing
 from lightning_cp import ContextParallel
 from lightning_cp import loss as loss_module
 from tests.parity import zoo
@@ -349,7 +349,7 @@ def test_large_logits_are_made_in_equal_pieces_without_asking_for_the_vocabulary
     stock.backward()
     num_tokens, sizes = batch["input_ids"].numel(), []
     largest = zoo.VOCAB_SIZE * (num_tokens - 1)
-    monkeypatch.setattr(heads, "LARGEST_LOGITS", 4 * largest)
+    monkeypatch.setattr(forward, "LARGEST_LOGITS", 4 * largest)
     monkeypatch.setattr(loss_module, "CHUNK_NUMBERS", largest)
     enable(model.train())
     model.lm_head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[:-1].numel()))
@@ -361,7 +361,7 @@ def test_large_logits_are_made_in_equal_pieces_without_asking_for_the_vocabulary
     # One token of each row for the rest of the output, then two pieces.
     assert sizes == [len(batch["input_ids"]), -(-num_tokens // 2), num_tokens // 2]
     sizes.clear()
-    monkeypatch.setattr(heads, "LARGEST_LOGITS", 4 * zoo.VOCAB_SIZE * num_tokens)
+    monkeypatch.setattr(forward, "LARGEST_LOGITS", 4 * zoo.VOCAB_SIZE * num_tokens)
     loss_in_step(model, cp, batch)
     assert sizes == [num_tokens]
 

@@ -23,7 +23,7 @@ from hf_patches.__main__ import build_batch, build_model, main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
 from lightning_cp import ContextParallel
-from lightning_cp.checks import Report
+from lightning_cp.verification import Report
 from tests.parity import hf, zoo
 from tests.parity.broken import BREAKS
 from tests.parity.hf import Job

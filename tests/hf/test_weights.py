@@ -214,7 +214,7 @@ def run_saving(folder, lora, sharding):
         trainer.fit(module, DataLoader([batch, batch], batch_size=None))
         trainer.save_checkpoint(Path(folder) / "last.ckpt")
         module.model.save_pretrained(Path(folder) / "after")
-        meetings = import_module("lightning_cp.checkpoint.together")
+        meetings = import_module("lightning_cp.comm.collective_errors")
         patience, meetings.PATIENCE, said = meetings.PATIENCE, timedelta(seconds=1), ""
         if trainer.is_global_zero:
             try:

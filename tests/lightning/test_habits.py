@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
-from lightning_cp.context import current
+from lightning_cp.active_step import current
 from tests.lightning.jobs import Module as Base
 from tests.lightning.jobs import (
     PackedRows,

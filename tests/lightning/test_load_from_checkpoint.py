@@ -15,7 +15,7 @@ from lightning.pytorch.core import saving
 from torch import nn
 
 from lightning_cp import ContextParallelStrategy
-from lightning_cp.registration import read_folders, undo_read_folders
+from lightning_cp.lightning.registry import read_folders, undo_read_folders
 from tests.lightning.jobs import (
     Module,
     PackedRows,

@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 
 import lightning_cp.adapters
-import lightning_cp.strategy
-from lightning_cp import ContextParallelStrategy, compat
-from lightning_cp.mesh import Sizes, resolve_sizes
+import lightning_cp.lightning.strategy
+from lightning_cp import ContextParallelStrategy, torch_private
+from lightning_cp.comm.mesh import Sizes, resolve_sizes
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
 
 pytestmark = pytest.mark.ranks
@@ -98,7 +98,7 @@ def test_names_are_registered_whichever_is_imported_first(first):
     second = {"lightning_cp": "lightning.pytorch", "lightning.pytorch": "lightning_cp"}[first]
     code = (
         f"import {first}, {second}; from lightning.pytorch.strategies import StrategyRegistry as r;"
-        "import sys; assert 'lightning_cp.strategy' not in sys.modules;"
+        "import sys; assert 'lightning_cp.lightning.strategy' not in sys.modules;"
         "print(r.get('context_parallel_4')._context_parallel_size,"
         "r.get('context_parallel')._context_parallel_size)"
     )
@@ -107,7 +107,7 @@ def test_names_are_registered_whichever_is_imported_first(first):
 
 
 def test_an_interactive_session_is_refused(monkeypatch):
-    monkeypatch.setattr(lightning_cp.strategy, "_is_interactive", lambda: True)
+    monkeypatch.setattr(lightning_cp.lightning.strategy, "_is_interactive", lambda: True)
     with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
         pl.Trainer(strategy=ContextParallelStrategy(), accelerator="cpu", devices=2, logger=False)
 
@@ -268,12 +268,12 @@ def run_exits(num_fits):
     """Return what fits leave to do for the end of the process."""
     left = []
     with pytest.MonkeyPatch.context() as patch, elastic_environment():
-        patch.setattr(compat.atexit, "register", lambda *call: left.append(call))
-        compat.rest_at_exit.cache_clear()
+        patch.setattr(torch_private.atexit, "register", lambda *call: left.append(call))
+        torch_private.rest_at_exit.cache_clear()
         for _ in range(num_fits):
             trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
             trainer.fit(Module(), loader(PackedRows(4), 1))
-    compat.rest_at_exit.cache_clear()
+    torch_private.rest_at_exit.cache_clear()
     return left
 
 
@@ -286,8 +286,8 @@ def run_spread(nodes, per_node, cp_size):
     with elastic_environment():
         said = []
         os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
-        original = lightning_cp.strategy.rank_zero_warn
-        lightning_cp.strategy.rank_zero_warn = said.append
+        original = lightning_cp.lightning.strategy.rank_zero_warn
+        lightning_cp.lightning.strategy.rank_zero_warn = said.append
         try:
             strategy = ContextParallelStrategy(context_parallel_size=cp_size)
             trainer = build_trainer(strategy=strategy, max_steps=1)
@@ -297,7 +297,7 @@ def run_spread(nodes, per_node, cp_size):
             strategy.parallel_devices = [torch.device("cpu")] * per_node
             strategy._warn_of_spread(sizes)
         finally:
-            lightning_cp.strategy.rank_zero_warn = original
+            lightning_cp.lightning.strategy.rank_zero_warn = original
         return said
 
 

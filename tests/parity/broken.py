@@ -13,13 +13,13 @@ from tests.parity.hf import Found, Job, compare
 
 
 def _wide_window():
-    build = hf_patches.masks.build_mask
+    build = hf_patches.mask_reader.build_mask
 
     def wider(*args):
         mask = build(*args)
         return dataclasses.replace(mask, window=mask.window + 1) if mask.window else mask
 
-    return mock.patch("hf_patches.masks.build_mask", wider)
+    return mock.patch("hf_patches.mask_reader.build_mask", wider)
 
 
 def _moved_document():

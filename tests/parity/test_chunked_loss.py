@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import context, token_mean
+from lightning_cp import active_step, token_mean
 from lightning_cp.loss import chunked_token_mean
 from tests.oracle import errors
 from tests.parity.batches import BATCHES, VOCAB
@@ -94,7 +94,7 @@ def run_job(job):
     with cp.step(job.rows.batch) as local:
         tokens, labels = local["input_ids"], local["labels"]
         loss = called(tokens, cp.position_ids(), labels, loss=LOSSES[job.loss])
-        (mark,) = context.current().losses
+        (mark,) = active_step.current().losses
     loss.backward()
     if job.wrap == "nothing":
         average_(model)
@@ -215,7 +215,7 @@ def evaluate(batch):
         for loss in (plain, chunked):
             model(local["input_ids"], cp.position_ids(), local["labels"], loss=loss)
         return [
-            (mark.value, mark.num_tokens, mark.by_position) for mark in context.current().losses
+            (mark.value, mark.num_tokens, mark.by_position) for mark in active_step.current().losses
         ]
 
 

@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
-from lightning_cp import ContextParallel, Mask, attention, context
-from lightning_cp.sequence import shard
+from lightning_cp import ContextParallel, Mask, active_step, attention
+from lightning_cp.data.sharding import shard
 from tests.engine import cases
 from tests.engine.flex_cases import (
     MASKS,
@@ -91,7 +91,7 @@ def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=Fals
         block_mask = create_block_mask(mask_mod, rows, heads, length, length, device=device)
     rows = {"inputs_embeds": torch.zeros(batch, length, 1, device=device)}
     with cp.step(rows):
-        layout = context.current().layout
+        layout = active_step.current().layout
 
         def local(x):
             return shard(x, 2, layout=layout, rank=cp.cp_rank)
@@ -204,7 +204,7 @@ def other_ways(case):
     worst = []
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode(), cp.step({"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1)}):
-            layout = context.current().layout
+            layout = active_step.current().layout
             q, k, v = (
                 shard(x, 2, layout=layout, rank=cp.cp_rank) for x in (inputs.q, inputs.k, inputs.v)
             )
@@ -279,7 +279,7 @@ def run_kernel(case, options, device="cpu", recompute=False):
     inputs = case.inputs.on(torch.device(device))
     rows = {"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1, device=device)}
     with cp.step(rows):
-        layout = context.current().layout
+        layout = active_step.current().layout
 
         def local(x):
             return shard(x, 2, layout=layout, rank=cp.cp_rank)
@@ -437,11 +437,11 @@ def documents_by_mask(length):
     cp = ContextParallel(dist.group.WORLD)
     ids = cases.documents(2, length)
     with cp.step({"document_ids": ids, "inputs_embeds": torch.zeros(2, length, 1)}):
-        q = torch.randn(2, 2, context.current().layout.local_len, 8, dtype=torch.float64)
+        q = torch.randn(2, 2, active_step.current().layout.local_len, 8, dtype=torch.float64)
         block_mask = cp.block_mask(lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q >= k))
         by_flex = flex_attention(q, q, q, block_mask=block_mask)
         by_mask = attention(q, q, q, mask=Mask(causal=True))
-        real = context.current().layout.is_real(cp.cp_rank)
+        real = active_step.current().layout.is_real(cp.cp_rank)
     return float((by_flex - by_mask)[:, :, real].abs().max())
 
 

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, Mask, attention, context, token_mean
+from lightning_cp import ContextParallel, Mask, active_step, attention, token_mean
 from lightning_cp import loss as loss_module
-from lightning_cp.context import Step
-from lightning_cp.engine.attend import Call
-from lightning_cp.engine.plan import Plan
-from lightning_cp.layout import Layout, build_layout
-from lightning_cp.mask import Bounds
-from lightning_cp.sequence import shard, shift_labels
+from lightning_cp.attn.blockwise.function import Call
+from lightning_cp.attn.plan import Plan
+from lightning_cp.data.sharding import shard, shift_labels
+from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.mask import Bounds
+from lightning_cp.step import Step
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import average_, build_model, gradients, whole_step
@@ -182,18 +182,18 @@ def nested_and_broken():
     cp, seen = build(), []
     batch = {"input_ids": torch.arange(8)[None]}
     with cp.step(batch):
-        outer = context.current()
+        outer = active_step.current()
         with cp.step({"input_ids": torch.arange(5)[None]}):
-            seen.append(context.current() is not outer)
+            seen.append(active_step.current() is not outer)
             with cp.paused():
-                seen.append(context.current() is None)
-        seen.append(context.current() is outer)
+                seen.append(active_step.current() is None)
+        seen.append(active_step.current() is outer)
         try:
             with cp.step(batch):
                 raise KeyError("on purpose")
         except KeyError:
-            seen.append(context.current() is outer)
-    seen.append(context.current() is None)
+            seen.append(active_step.current() is outer)
+    seen.append(active_step.current() is None)
     return seen
 
 
@@ -283,7 +283,7 @@ def unshifted_loss():
     logits = torch.randn(2, 7, 20, generator=torch.Generator().manual_seed(1))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     with cp.step({"input_ids": tokens, "labels": labels}) as local:
-        mine = shard(logits, 1, layout=context.current().layout, rank=cp.cp_rank)
+        mine = shard(logits, 1, layout=active_step.current().layout, rank=cp.cp_rank)
         found = token_mean(mine, local["labels"], shift=False)
         # Our padding is filled with token 0: it must not pass for a label.
         all_count = token_mean(mine, local["input_ids"], shift=False)

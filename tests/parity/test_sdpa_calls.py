@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lightning_cp import ContextParallel, context
-from lightning_cp.sequence import shard
+from lightning_cp import ContextParallel, active_step
+from lightning_cp.data.sharding import shard
 from tests.oracle import errors
 
 pytestmark = pytest.mark.ranks
@@ -50,7 +50,7 @@ def run_shared(mask, cut, options, compiled=False, **kwargs):
     if compiled:
         call = torch.compile(call, backend="aot_eager")
     with cp.step({"inputs_embeds": torch.zeros(2, LENGTH, 1)}):
-        layout = context.current().layout
+        layout = active_step.current().layout
 
         def local(x, dim):
             return shard(x, dim, layout=layout, rank=cp.cp_rank)
@@ -106,7 +106,7 @@ def short_rows(length):
     q, k, v = (draw(seed, 2, 4, length, 8) for seed in range(3))
     mask = draw(20, 2, 1, 1, length)
     with cp.step({"inputs_embeds": torch.zeros(2, length, 1)}):
-        layout = context.current().layout
+        layout = active_step.current().layout
         local = [shard(x, 2, layout=layout, rank=cp.cp_rank) for x in (q, k, v)]
         part = shard(mask, 3, layout=layout, rank=cp.cp_rank)
         try:

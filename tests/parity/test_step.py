@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_cp import Mask, context
+from lightning_cp import Mask, active_step
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import Job, build_cp, rank_steps, whole_step
@@ -106,7 +106,7 @@ def laid_out(names, **options):
     found = []
     for name in names:
         with cp.step(BATCHES[name](3).batch):
-            found.append(context.current().layout)
+            found.append(active_step.current().layout)
     return found
 
 

@@ -24,8 +24,8 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from hf_patches.heads import LARGEST_LOGITS
-from lightning_cp.sharding import find_blocks
+from hf_patches.forward import LARGEST_LOGITS
+from lightning_cp.fsdp.sharding import find_blocks
 
 _LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8}
 _QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "tie_word_embeddings": False}

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The auxiliary loss that keeps a mixture of experts in balance, over the tokens of all ranks.
+
+It is a product of two means, the share of tokens that went to an expert and the mean probability
+that the router gave it, summed over experts. A product of means is no mean of products: both are
+taken over all tokens first.
+"""
+
+import inspect
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_patches.names import find_in_files
+from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.mask import NO_DOCUMENT
+from lightning_cp.step import Step
+
+# What the function takes whose loss this module computes.
+_KNOWN: Final = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+
+def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tensor, float] | None:
+    """Return the auxiliary loss of all ranks and its weight, or None if the model has none.
+
+    Args:
+        model: the model that ran.
+        output: what it returned; its own auxiliary loss has seen this rank's tokens only.
+        step: the step that it ran in.
+    """
+    if output.get("aux_loss") is None:
+        return None
+    logits = output.get("router_logits")
+    function = find_in_files(type(model), "load_balancing_loss_func")
+    known = function is not None and tuple(inspect.signature(function).parameters) == _KNOWN
+    if not known or not isinstance(logits, tuple):
+        raise ValueError(
+            f"{type(model).__name__} computes an auxiliary loss in a way that is not known here, "
+            "from this rank's tokens only. Switch it off: output_router_logits=False."
+        )
+    if torch.is_grad_enabled() and model.training and not any(x.requires_grad for x in logits):
+        raise ValueError(
+            f"The auxiliary loss of {type(model).__name__} has no gradient: reentrant activation "
+            "checkpointing hides what routers computed. Use gradient_checkpointing_enable("
+            "{'use_reentrant': False})."
+        )
+    num_experts = logits[0].shape[-1]
+    real = _real_tokens(step).reshape(-1).to(logits[0].device)
+    chosen = torch.zeros(num_experts, dtype=torch.float64, device=real.device)
+    given = torch.zeros_like(chosen)
+    for layer in logits:
+        weights = torch.softmax(layer.reshape(-1, num_experts), -1)
+        experts = torch.topk(weights, _top_k(model), -1).indices
+        counted = real[:, None].expand_as(experts).reshape(-1).to(chosen.dtype)
+        chosen = chosen.scatter_add(0, experts.reshape(-1), counted)
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        given = given + (wide * real[:, None]).sum(0)
+    sums = torch.cat([chosen, given.detach(), real.sum().reshape(1) * len(logits)])
+    num_ranks = 1
+    for transport in step.loss_groups:
+        transport.all_reduce(sums)
+        num_ranks *= transport.size
+    share, mean = (sums[:-1] / sums[-1].clamp(min=1)).view(2, num_experts)
+    # As in `lightning_cp.loss`: all ranks have the value of all, and a gradient that is num_ranks
+    # times that of their own part, which averaging over ranks undoes.
+    own = (share * given).sum() * (num_experts * num_ranks / sums[-1].clamp(min=1))
+    value = (share * mean).sum() * num_experts
+    return own + (value - own).detach(), _weight(model)
+
+
+def _real_tokens(step: Step) -> Tensor:
+    """Return bool [B, L]: which of this rank's tokens are no padding of any kind."""
+    layout = step.layout
+    real = torch.ones(step.batch_size, layout.seq_len, dtype=torch.bool)
+    if step.padding is not None:
+        real &= ~torch.from_numpy(step.padding)
+    if step.documents is not None:
+        real &= torch.from_numpy(step.documents != NO_DOCUMENT)
+    return shard(real, 1, layout=layout, rank=step.cp_rank, fill=False)
+
+
+def _top_k(model: PreTrainedModel) -> int:
+    top_k: Any = model.num_experts_per_tok
+    return int(top_k)
+
+
+def _weight(model: PreTrainedModel) -> float:
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if hasattr(model, name):
+            return float(getattr(model, name))
+    raise ValueError(
+        f"{type(model).__name__} does not say how much its auxiliary loss counts: no attribute "
+        "router_aux_loss_coef. Switch it off: output_router_logits=False."
+    )

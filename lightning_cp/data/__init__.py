@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a full batch to this rank's shard, and back."""

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While a step is active, torch's attention functions mean attention over the whole row.
+
+`F.scaled_dot_product_attention` is not patched: a torch function mode sees every call, whichever
+way its caller imported the function, and ends with the step. `flex_attention` is Python, and checks
+its arguments before a mode sees any of it: meanwhile its code is another. Attention that cannot be
+served is refused. What is not seen: attention written out by hand (matmul, softmax, matmul), and
+SDPA inside TorchScript, inside the body of a custom operator or of a custom backward, and on other
+threads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.nn import functional
+from torch.nn.attention import flex_attention as torch_flex
+from torch.overrides import TorchFunctionMode
+
+from lightning_cp import active_step, guards
+from lightning_cp.attn.accumulators import NEVER
+from lightning_cp.attn.api import attention
+from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.fsdp.scalars import call_whole
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.step import HandedOver, Step
+from lightning_cp.torch_private import (
+    Detour,
+    as_autocast,
+    constant_in_graphs,
+    never_compile_alone,
+    outside_graphs,
+    plain_functions,
+)
+
+# A model that ignores documents and padding on one device ignores them on several.
+_CAUSAL = Mask(causal=True, documents=False, padding=False)
+_FULL = Mask(documents=False, padding=False)
+
+_sdpa = functional.scaled_dot_product_attention
+_multi_head = functional.multi_head_attention_forward
+
+
+def _to_flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Stand in for torch's flex_attention; its code runs with the globals of torch's module."""
+    from lightning_cp.attn.flex.api import flex_attention
+
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=return_aux,
+    )
+
+
+# While it is entered, calls of torch's flex_attention come to ours.
+flex_detour = Detour(torch_flex.flex_attention, _to_flex_attention)
+
+
+class _Dispatch(TorchFunctionMode):
+    """Routes attention; of other torch functions, numbers from sharded tensors come back whole."""
+
+    def __enter__(self) -> "_Dispatch":
+        flex_detour.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        flex_detour.__exit__()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind == "other":
+            return call_whole(func, args, kwargs)
+        if active_step.num_unsharded() > 0 or active_step.opened() is None:
+            return func(*args, **kwargs)
+        if kind == "sdpa":
+            return _attend(*args, **kwargs)
+        if kind == "multi-head":
+            return _attend_multi_head(*args, **kwargs)
+        if kind == "checkpoint":
+            return _call_outside(func, *args, **kwargs)
+        if kind == "mixing":
+            _check_mixing(func.__name__, args, kwargs)
+            return func(*args, **kwargs)
+        raise RuntimeError(
+            f"{func.__name__}() was called inside a step: it would see only this rank's tokens. "
+            "Call F.scaled_dot_product_attention or lightning_cp.attention, or declare the module "
+            "with cp.unsharded(module) if its keys are not cut."
+        )
+
+
+_aten = torch.ops.aten.scaled_dot_product_attention
+_kinds: dict[object, str] = {
+    _sdpa: "sdpa",
+    _aten: "sdpa",
+    _aten.default: "sdpa",
+    _multi_head: "multi-head",
+    # The compiler meets it while it compiles a backward.
+    torch.ops.higher_order.flex_attention_backward: "other",
+}
+
+
+@constant_in_graphs
+def _kind(func: Callable[..., Any]) -> str:
+    """Say what a torch function is to us; by its name, where nobody has told."""
+    if func not in _kinds:
+        name = getattr(func, "__name__", "")
+        hides = isinstance(func, HigherOrderOperator) and name in _HIDING
+        if hides or any(part in name for part in ("attention", "attn", "_encoder_layer_fwd")):
+            _kinds[func] = "unknown attention"
+        elif name in _MIXING:
+            _kinds[func] = "mixing"
+        else:
+            _kinds[func] = "checkpoint" if name == "tag_activation_checkpoint" else "other"
+    return _kinds[func]
+
+
+# What carries information from token to token besides attention.
+_MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
+
+
+@outside_graphs
+def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse convolutions and recurrences along this rank's tokens, and statistics over them."""
+    step = active_step.opened()
+    if step is None or step.cp_size == 1 or isinstance(step, HandedOver):
+        return
+    x = kwargs.get("input", args[0] if args else None)
+    if not isinstance(x, Tensor):
+        return
+    local_len, hidden = step.held_len, False
+    if name == "conv1d":
+        width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
+        hidden = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
+    elif name == "batch_norm":
+        hidden = bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    else:
+        hidden = local_len in x.shape[:-1]
+    if hidden:
+        raise RuntimeError(
+            f"{name}() was called inside a step on a tensor of shape {tuple(x.shape)}: it mixes "
+            f"tokens, and sees only the {local_len} of this rank. It is not supported yet; if it "
+            "does not run along the sequence, declare it with cp.unsharded(module)."
+        )
+
+
+# What they call runs without the mode, and may be attention.
+_HIDING = {"cond", "while_loop", "scan", "map_impl", "associative_scan"}
+
+
+@outside_graphs
+def _call_outside(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Break the graph around checkpointing: its body would be traced without the mode."""
+    return func(*args, **kwargs)
+
+
+# One object for all steps: compiled code is specialised on the mode that it runs under, and would
+# be compiled again for each new one.
+_mode = _Dispatch()
+
+
+_known_to_compiler = False
+
+
+def enabled() -> TorchFunctionMode:
+    """Return the context in which attention calls are routed to the active step."""
+    global _known_to_compiler
+    _known_to_compiler = _known_to_compiler or (
+        never_compile_alone(_Dispatch.__torch_function__) and never_compile_alone(call_whole)
+    )
+    return _mode
+
+
+@outside_graphs
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Do what F.scaled_dot_product_attention does, with the keys of all ranks."""
+    step = active_step.current()
+    if step is None:  # switched off between the call and here: what the caller asked for
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    step.learn(query.shape[-2])
+    guards.check_recomputable("scaled_dot_product_attention", step)
+    if dropout_p:
+        raise ValueError(
+            f"scaled_dot_product_attention(dropout_p={dropout_p}) inside a step: attention dropout "
+            "is not exact when a row is shared by several ranks. Set it to 0 (in "
+            "nn.MultiheadAttention and nn.TransformerEncoderLayer: dropout=0.0), or call eval()."
+        )
+    guards.check_lengths("scaled_dot_product_attention", query, key, step)
+    if is_causal and attn_mask is not None:
+        raise ValueError("scaled_dot_product_attention(): give attn_mask or is_causal, not both.")
+    lead = query.shape[:-3]
+    with plain_functions():
+        query, key, value = (as_autocast(x) for x in (query, key, value))
+        q, k, v = (_four_dims(x) for x in (query, key, value))
+        if not enable_gqa and q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"scaled_dot_product_attention() got {q.shape[1]} query heads and {k.shape[1]} key "
+                "heads: set enable_gqa=True to share them."
+            )
+        bias = None if attn_mask is None else _bias(attn_mask, query, step)
+        mask = _CAUSAL if is_causal else _FULL
+        out = attention(q, k, v, mask=mask, scale=scale, bias=bias)
+        if query.dim() == 4:
+            return out
+        return out.reshape(*lead, *query.shape[len(lead) : -1], value.shape[-1])
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """Return [batch, heads, tokens, head dim], whatever comes before the tokens."""
+    if x.dim() == 4:
+        return x
+    heads = x.shape[-3] if x.dim() > 3 else 1
+    return x.reshape(-1, heads, *x.shape[-2:])
+
+
+def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
+    """Turn an attn_mask into what is added to the scores of this rank's queries with all keys."""
+    layout, local_len = step.layout, step.held_len
+    if type(mask) not in (Tensor, nn.Parameter):
+        raise TypeError(
+            f"attn_mask is a {type(mask).__name__}, which stands for more than its numbers. Give a "
+            "plain tensor; for a causal mask, is_causal=True."
+        )
+    if mask.requires_grad:
+        raise ValueError(
+            "attn_mask requires a gradient, which it would not get. Use attn_mask.detach() if it "
+            "is not trained; a trained position bias is not supported inside a step."
+        )
+    rows, columns = mask.shape[-2:]
+    lengths = {layout.held_len(rank) for rank in range(layout.cp_size)}
+    # Ranks that hold different numbers of tokens must not read one mask in two ways.
+    if layout.cp_size > 1 and (layout.seq_len in lengths or (len(lengths) > 1 and 1 in lengths)):
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} is ambiguous: a row of {layout.seq_len} "
+            f"tokens is too short beside the {max(lengths)} that a rank holds. Give longer rows, "
+            "or no mask."
+        )
+    if rows == 1 and columns == local_len != layout.seq_len:
+        mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
+    elif columns == 1:
+        mask = mask.expand(*mask.shape[:-1], layout.seq_len)
+    elif columns != layout.seq_len:
+        _refuse_mask(mask, step)
+    if rows not in (1, local_len):
+        if rows != layout.seq_len:
+            _refuse_mask(mask, step)
+        mask = shard(mask, -2, layout=layout, rank=step.cp_rank)
+    if mask.dtype == torch.bool:
+        visible, mask = mask, torch.zeros_like(mask, dtype=query.dtype)
+        mask = mask.masked_fill(~visible, NEVER)
+    # Leading dims line up from the right, as in broadcasting; those before the heads become one.
+    if query.dim() <= 3:
+        mask = mask.unsqueeze(-3) if mask.dim() == 3 else mask
+        return mask.reshape(-1, 1, *mask.shape[-2:])
+    mask = mask.reshape(*[1] * (query.dim() - mask.dim()), *mask.shape)
+    if query.dim() > 4:
+        mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
+    return mask.reshape(-1, *mask.shape[-3:])
+
+
+def _refuse_mask(mask: Tensor, step: Step) -> None:
+    local_len, seq_len = step.held_len, step.layout.seq_len
+    raise ValueError(
+        f"attn_mask has shape {tuple(mask.shape)} inside a step whose ranks hold {local_len} of "
+        f"{seq_len} tokens. A mask of this rank's queries needs the keys of the whole row: "
+        f"[..., {local_len}, {seq_len}] (in the batch, cut along the query dim: "
+        f"sequence_dims={{'mask': -2}}); for keys alone give [..., 1, {seq_len}], or this rank's "
+        f"[..., 1, {local_len}]. A causal mask is best said by is_causal=True."
+    )
+
+
+@outside_graphs  # the compiler would not see the change of the module's name, and attend locally
+def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
+    """Run nn.MultiheadAttention with its attention routed."""
+    if kwargs.get("need_weights", True):
+        raise ValueError(
+            "nn.MultiheadAttention was called with need_weights=True inside a step: it would "
+            "compute weights over this rank's tokens only. Call it with need_weights=False."
+        )
+    # Inside a mode its own functions run without it. This one calls SDPA by its module's name.
+    functional.scaled_dot_product_attention = _attend  # type: ignore[assignment]
+    try:
+        return _multi_head(*args, **kwargs)
+    finally:
+        functional.scaled_dot_product_attention = _sdpa
+
+
+def _enter_unsharded(*_: object) -> None:
+    active_step.declare_unsharded(1)
+
+
+def _leave_unsharded(*_: object) -> None:
+    active_step.declare_unsharded(-1)
+
+
+class Unsharded:
+    """Attention calls that are left as they are, for their keys are not cut.
+
+    As a context, for the calls inside it; for modules, whenever they run, until ``undo()``.
+
+    Args:
+        modules: whose calls; none for the context alone.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self._handles = [
+            handle
+            for module in modules
+            for handle in (
+                module.register_forward_pre_hook(_enter_unsharded),
+                module.register_forward_hook(_leave_unsharded, always_call=True),
+            )
+        ]
+
+    def undo(self) -> None:
+        """Route the modules' attention again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> "Unsharded":
+        _enter_unsharded()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _leave_unsharded()
