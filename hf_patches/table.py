@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of architectures, made from `support.py`.
+"""The table of model types in docs/support.md, made from `support.py`.
 
-    python -m hf_patches.table README.md
+    python -m hf_patches.table docs/support.md
 
-rewrites what lies between the two marks. Pure text: what was measured is in docs/support.md.
+rewrites the text between the two marks. `python -m tests.parity` writes the rest of that page.
 """
 
 import argparse
@@ -16,6 +16,19 @@ from hf_patches.support import ARCHITECTURES, Architecture
 
 BEGIN: Final = "<!-- support table: begin -->"
 END: Final = "<!-- support table: end -->"
+
+
+def support_section(architectures: Mapping[str, Architecture]) -> str:
+    """Return the number of supported and refused model types, and the table of them.
+
+    Example:
+        >>> print(support_section({"llama": Architecture()}).splitlines()[0])
+        1 model types are supported, 0 are refused.
+    """
+    num_supported = sum(known.is_served for known in architectures.values())
+    num_refused = len(architectures) - num_supported
+    counts = f"{num_supported} model types are supported, {num_refused} are refused."
+    return f"{counts}\n\n{support_table(architectures)}"
 
 
 def support_table(architectures: Mapping[str, Architecture]) -> str:
@@ -83,7 +96,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m hf_patches.table")
     parser.add_argument("page", type=Path, help="a markdown file that has both marks")
     page: Path = parser.parse_args(arguments).page
-    page.write_text(rewrite(page.read_text(), support_table(ARCHITECTURES)))
+    page.write_text(rewrite(page.read_text(), support_section(ARCHITECTURES)))
 
 
 if __name__ == "__main__":

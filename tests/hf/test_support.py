@@ -1,7 +1,8 @@
-"""The table of architectures: whole, without repeats, and what the README says."""
+"""The table of architectures: complete, without repeats, and stated correctly in the docs."""
 
 import ast
 import inspect
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from hf_patches import support
 from hf_patches.support import ARCHITECTURES, Architecture
-from hf_patches.table import BEGIN, END, main, rewrite, support_table
+from hf_patches.table import BEGIN, END, main, rewrite, support_section, support_table
 from tests.parity import zoo
 
-README = Path(__file__).parents[2] / "README.md"
-COMMAND = "python -m hf_patches.table README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "support.md"
+COMMAND = "python -m hf_patches.table docs/support.md"
 
 
 def written_names():
@@ -29,9 +31,26 @@ def written_names():
         yield from names.split()
 
 
-def test_readme_holds_the_table():
-    text = README.read_text()
-    assert rewrite(text, support_table(ARCHITECTURES)) == text, f"Run `{COMMAND}`."
+def test_the_page_holds_the_table():
+    text = PAGE.read_text()
+    assert rewrite(text, support_section(ARCHITECTURES)) == text, f"Run `{COMMAND}`."
+
+
+def test_stated_numbers_of_models_are_those_of_the_code():
+    """Compare each count in README, CHANGELOG and docs with the table and with the parity run."""
+    num_types = sum(known.is_served for known in ARCHITECTURES.values())
+    num_causal = int(re.search(r"Causal language models: (\d+) compared", PAGE.read_text())[1])
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    stated = {
+        "types": re.compile(r"(\d+)\s+(?:Hugging\s+Face\s+)?model\s+types"),
+        "causal": re.compile(r"(\d+)\s+causal\s+language\s+models"),
+    }
+    for page in pages:
+        text = page.read_text()
+        assert {int(n) for n in stated["types"].findall(text)} <= {num_types}, page
+        assert {int(n) for n in stated["causal"].findall(text)} <= {num_causal}, page
+    readme = (ROOT / "README.md").read_text()
+    assert all(pattern.search(readme) for pattern in stated.values())
 
 
 def test_no_architecture_is_in_the_table_twice():
@@ -78,4 +97,4 @@ def test_the_command_rewrites_a_page(tmp_path):
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     main([str(page)])
     text = page.read_text()
-    assert text == f"before\n{BEGIN}\n{support_table(ARCHITECTURES)}\n{END}\nafter\n"
+    assert text == f"before\n{BEGIN}\n{support_section(ARCHITECTURES)}\n{END}\nafter\n"
