@@ -101,13 +101,25 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
     assert "Same numbers" in done.stdout
 
 
-def test_files_named_in_the_docs_exist():
-    for page in (
-        "README.md",
-        "CONTRIBUTING.md",
-        *(p.relative_to(ROOT) for p in ROOT.glob("docs/*.md")),
-    ):
-        text = (ROOT / page).read_text()
-        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            if not link.startswith("http"):
-                assert (ROOT / page).parent.joinpath(link).exists(), (page, link)
+def headings(page):
+    """Return the anchors of a page, as GitHub makes them from its headings."""
+    titles = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_in_the_docs_lead_to_files_and_headings():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+    pages += [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")]
+    for page in pages:
+        for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if link.startswith("http"):
+                continue
+            target = page.parent / link if link else page
+            assert target.exists(), (page, link)
+            assert not heading or heading in headings(target), (page, link, heading)
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
