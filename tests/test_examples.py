@@ -123,3 +123,22 @@ def test_links_in_the_docs_lead_to_files_and_headings():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_stated_numbers_of_models_are_those_of_the_code():
+    """Compare each count in README, CHANGELOG and docs with the table and with the parity run."""
+    from tests.parity.table import ARCHITECTURES, count_models
+
+    support = (ROOT / "docs" / "support.md").read_text()
+    assert count_models(ARCHITECTURES) in support
+    num_types = count_models(ARCHITECTURES).split()[0]
+    num_causal = re.search(r"Causal language models: (\d+) compared", support)[1]
+    stated = {
+        num_types: re.compile(r"(\d+)\s+(?:Hugging\s+Face\s+)?model\s+types"),
+        num_causal: re.compile(r"(\d+)\s+causal\s+language\s+models"),
+    }
+    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]:
+        for count, pattern in stated.items():
+            assert set(pattern.findall(page.read_text())) <= {count}, page
+    readme = (ROOT / "README.md").read_text()
+    assert all(pattern.search(readme) for pattern in stated.values())

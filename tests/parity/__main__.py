@@ -25,9 +25,9 @@ import transformers
 
 from hf_patches import enable
 from hf_patches.support import ARCHITECTURES, Architecture
-from hf_patches.table import BEGIN, END, support_section
 from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, compare_all
+from tests.parity.table import BEGIN, END, count_models, support_table
 from tests.ranks import RankError, RankPool
 
 LAYOUTS = ("zigzag", "balanced", "contiguous")
@@ -358,8 +358,10 @@ def page(
             "# Supported models, and how exact they are",
             "",
             _SUPPORTED,
+            count_models(ARCHITECTURES),
+            "",
             BEGIN,
-            support_section(ARCHITECTURES),
+            support_table(ARCHITECTURES),
             END,
             "",
             "## How exact",
@@ -408,7 +410,7 @@ its own masks; in Lightning the strategy calls it ([hugging-face.md](hugging-fac
 causal and masked language models, token and sequence classification, question answering. Inputs are
 text. Model types that are not in the table are refused, and so are encoder-decoder models (of
 `bart` and similar models the decoder alone runs). The table is written by
-`python -m hf_patches.table docs/support.md`, the rest of this page by `make parity`.
+`python -m tests.parity.table docs/support.md`, the rest of this page by `make parity`.
 """
 
 _PREAMBLE = f"""\
