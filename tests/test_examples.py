@@ -19,9 +19,10 @@ def blocks(page, language):
 # Page, which of its examples, how many losses it prints.
 EXAMPLES = {
     "a Lightning script": ("README.md", 0, 1),
-    "attention in a loop": ("README.md", 1, 5),
-    "a loop with FSDP2": ("docs/loops.md", 0, 5),
-    "a Fabric loop": ("docs/loops.md", 1, 3),
+    "a model of your own in Lightning": ("docs/lightning.md", 0, 1),
+    "attention in a loop": ("docs/loops.md", 0, 5),
+    "a loop with FSDP2": ("docs/loops.md", 1, 5),
+    "a Fabric loop": ("docs/loops.md", 2, 3),
     "a script for torch's prototype": ("docs/from-torch.md", 0, 5),
     "FlexAttention": ("docs/flex.md", 0, 5),
     "evaluation and predictions": ("docs/evaluation.md", 0, 1),
@@ -100,13 +101,44 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
     assert "Same numbers" in done.stdout
 
 
-def test_files_named_in_the_docs_exist():
-    for page in (
-        "README.md",
-        "CONTRIBUTING.md",
-        *(p.relative_to(ROOT) for p in ROOT.glob("docs/*.md")),
-    ):
-        text = (ROOT / page).read_text()
-        for link in re.findall(r"\]\(([^)#]+)\)", text):
-            if not link.startswith("http"):
-                assert (ROOT / page).parent.joinpath(link).exists(), (page, link)
+def headings(page):
+    """Return the anchors of a page, as GitHub makes them from its headings."""
+    titles = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_in_the_docs_lead_to_files_and_headings():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+    pages += [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")]
+    for page in pages:
+        for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if link.startswith("http"):
+                continue
+            target = page.parent / link if link else page
+            assert target.exists(), (page, link)
+            assert not heading or heading in headings(target), (page, link, heading)
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_stated_numbers_of_models_are_those_of_the_code():
+    """Compare each count in README, CHANGELOG and docs with the table and with the parity run."""
+    from tests.parity.table import ARCHITECTURES, count_models
+
+    support = (ROOT / "docs" / "support.md").read_text()
+    assert count_models(ARCHITECTURES) in support
+    num_types = count_models(ARCHITECTURES).split()[0]
+    num_causal = re.search(r"Causal language models: (\d+) compared", support)[1]
+    stated = {
+        num_types: re.compile(r"(\d+)\s+(?:Hugging\s+Face\s+)?model\s+types"),
+        num_causal: re.compile(r"(\d+)\s+causal\s+language\s+models"),
+    }
+    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]:
+        for count, pattern in stated.items():
+            assert set(pattern.findall(page.read_text())) <= {count}, page
+    readme = (ROOT / "README.md").read_text()
+    assert all(pattern.search(readme) for pattern in stated.values())

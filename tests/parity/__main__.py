@@ -27,6 +27,7 @@ from hf_patches import enable
 from hf_patches.support import ARCHITECTURES, Architecture
 from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, compare_all
+from tests.parity.table import BEGIN, END, count_models, support_table
 from tests.ranks import RankError, RankPool
 
 LAYOUTS = ("zigzag", "balanced", "contiguous")
@@ -313,7 +314,7 @@ def summarize(results: list[Result], refusals: list[Refusal], seconds: float) ->
     refused = [refusal for refusal in checked if not refusal.failure]
     num_jobs = sum(len(jobs) for result in results for jobs in result.case.jobs.values())
     lines += [
-        f"Not served: {len(checked)}, of which {len(refused)} are refused as they should be.",
+        f"Not supported: {len(checked)}, of which {len(refused)} are refused as expected.",
         f"Not built: {len(refusals) - len(checked)}.",
         f"{num_jobs} comparisons in {seconds / 60:.1f} minutes.",
     ]
@@ -339,7 +340,7 @@ def page(
     said = "" if not names else f" Only a part was run: `--names {','.join(names)}`."
     parts = {part: [r for r in results if r.case.part == part] for part in _PARTS}
     measured = ["worst loss difference", "worst gradient error"]
-    both = ["name", "served", "features", "caveats", *measured]
+    both = ["name", "supported", "features", "caveats", *measured]
     served = [
         [result.case.name, _verdict(result), *_about(result.case.name), *_figures(result)]
         for result in parts["causal"]
@@ -354,7 +355,16 @@ def page(
     }
     return "\n".join(
         [
-            "# What is served, and how exact it is",
+            "# Supported models, and how exact they are",
+            "",
+            _SUPPORTED,
+            count_models(ARCHITECTURES),
+            "",
+            BEGIN,
+            support_table(ARCHITECTURES),
+            END,
+            "",
+            "## How exact",
             "",
             f"Written by `make parity` on {datetime.date.today()}: torch {torch.__version__}, "
             f"transformers {transformers.__version__}, Python {platform.python_version()}.{said}",
@@ -367,45 +377,54 @@ def page(
             *_table(both, served),
             "## Refused",
             "",
-            '`enable()` was given a tiny model of each, and refused it; "not built": there is no '
-            "model to give it.",
+            '`enable()` refused a tiny model of each; "not built": no model of this type can be '
+            "built here.",
             "",
-            *_table(["name", "served", "reason"], refused),
+            *_table(["name", "supported", "reason"], refused),
             "## Heads",
             "",
             f"In float64, within {DOUBLE_LIMIT:.0e}. Layouts and algorithms take turns over the "
-            "kinds of batches; heads that score rows do not take packed ones.",
+            "kinds of batches; heads with one output per sequence do not take packed ones.",
             "",
-            *_table(["name", "head", "served", *measured], plain["head"]),
+            *_table(["name", "head", "supported", *measured], plain["head"]),
             "## Variants",
             "",
             "What a config can change: auxiliary losses of routers, kinds of RoPE, windows, both "
             "directions. Layouts and algorithms take turns over the kinds of batches.",
             "",
-            *_table(["name", "variant", "served", *measured], plain["variant"]),
+            *_table(["name", "variant", "supported", *measured], plain["variant"]),
             "## Activation checkpointing",
             "",
-            f"Packed and left-padded rows, with and without `use_reentrant`; only without it: "
+            f"Packed and left-padded sequences, with and without `use_reentrant`; only without it: "
             f"{', '.join(_NOT_REENTRANT)}. There the stock model itself loses the gradient of "
             "auxiliary losses, and of keys that layers share.",
             "",
-            *_table(["name", "variant", "served", *measured], plain["recomputed"]),
+            *_table(["name", "variant", "supported", *measured], plain["recomputed"]),
         ]
     )
 
 
+_SUPPORTED = """\
+`hf_patches.enable(model)` makes a model of transformers, plain or with LoRA, run inside steps with
+its own masks; in Lightning the strategy calls it ([hugging-face.md](hugging-face.md)). Heads:
+causal and masked language models, token and sequence classification, question answering. Inputs are
+text. Model types that are not in the table are refused, and so are encoder-decoder models (of
+`bart` and similar models the decoder alone runs). The table is written by
+`python -m tests.parity.table docs/support.md`, the rest of this page by `make parity`.
+"""
+
 _PREAMBLE = f"""\
-These are tiny random models (a few layers, 64 channels, 97 words, rows of 61 tokens) on CPU: they
-show that the algebra is right, not that large models train well, and nothing of GPU kernels.
+These are tiny random models (a few layers, 64 channels, 97 words, sequences of 61 tokens) on CPU:
+they show that the algebra is correct, not that large models train well, and say nothing about GPU
+kernels.
 
 Each model ran on {{ranks}} gloo ranks and was compared with the stock model in one process, with
-eager attention (question answering: SDPA) and documents cut out of their rows by hand: the loss,
-and the gradient of every parameter, as the norm of the difference over the norm. Rows plain, packed
-with documents, left-padded and right-padded; layouts zigzag, balanced and contiguous; algorithms
-gather, ulysses and
-ring. In float32, unless said otherwise, the loss must be within {LOSS_LIMIT:.0e} and each gradient
-within {GRADIENT_LIMIT:.0e}. Most of the largest errors are of key biases, whose gradient is zero
-but for rounding.
+eager attention (question answering: SDPA) and each packed document as a sequence of its own: the
+loss, and the gradient of every parameter, as the norm of the difference over the norm. Sequences
+are plain, packed with documents, left-padded and right-padded; layouts zigzag, balanced and
+contiguous; algorithms gather, ulysses and ring. In float32, unless stated otherwise, the loss must
+be within {LOSS_LIMIT:.0e} and each gradient within {GRADIENT_LIMIT:.0e}. Most of the largest errors
+are those of key biases, whose gradient is zero except for rounding.
 """
 
 
