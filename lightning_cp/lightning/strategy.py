@@ -383,7 +383,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         _check_module(self.lightning_module)
         check_features(trainer)
         check_hooks(self.lightning_module, self.shard_mesh)
-        self._keep_out_of_inference_mode(trainer)
+        self._undos.append(_disable_inference_mode(trainer))
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(self.lightning_module)
         self._step_outputs = None  # what was seen of another module, or before it was changed
@@ -411,11 +411,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._window = GradientWindow()
-
-    def _keep_out_of_inference_mode(self, trainer: Trainer) -> None:
-        """Keep what FSDP2 gathers usable: training cannot use tensors made in inference mode."""
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False
 
     def teardown(self) -> None:
         """Put models back as they were."""
@@ -879,6 +874,23 @@ def _check_module(module: LightningModule) -> None:
             " The strategy only supports the new FSDP2 APIs in PyTorch >= 2.4: shard nothing, or "
             "use fully_shard(module, mesh=self.trainer.strategy.shard_mesh) in configure_model()."
         )
+
+
+def _disable_inference_mode(trainer: Trainer) -> Callable[[], None]:
+    """Run evaluation under `torch.no_grad`; return what restores the Trainer's own setting.
+
+    Parameters that FSDP2 gathers in inference mode cannot be used by a later training step.
+    """
+    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    modes = [loop.inference_mode for loop in loops]
+    for loop in loops:
+        loop.inference_mode = False
+
+    def restore() -> None:
+        for loop, mode in zip(loops, modes, strict=True):
+            loop.inference_mode = mode
+
+    return restore
 
 
 def _is_interactive() -> bool:

@@ -264,6 +264,38 @@ def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
         assert made <= 5, made
 
 
+class Watching(Module):
+    """Fails in its second run; sees whether evaluation is in inference mode."""
+
+    def validation_step(self, batch, batch_idx):
+        self.inference = torch.is_inference_mode_enabled()
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        raise RuntimeError("on purpose")
+
+
+def run_inference_mode():
+    """Return whether evaluation ran in inference mode, and the settings of the Trainer's loops."""
+    with elastic_environment():
+        module = Watching()
+        trainer = build_trainer(strategy=ContextParallelStrategy())
+        loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        trainer.predict_loop.inference_mode = False
+        trainer.validate(module, loader(PackedRows(2), 1), verbose=False)
+        after = [[loop.inference_mode for loop in loops]]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            trainer.test(module, loader(PackedRows(2), 1))
+        after.append([loop.inference_mode for loop in loops])
+        return module.inference, after
+
+
+def test_the_trainers_inference_mode_is_restored(ranks):
+    for inference, after in ranks(2).run(run_inference_mode):
+        assert not inference
+        assert after == [[True, True, False]] * 2
+
+
 def run_exits(num_fits):
     """Return what fits leave to do for the end of the process."""
     left = []
