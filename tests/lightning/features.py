@@ -489,7 +489,7 @@ def prune(path: Path, **options: Any) -> Any:
     return fit(path, module, callbacks=[pruning], **strategy)
 
 
-@case("ModelPruning", verdict="refused", says="Prune the whole weights after training", quick=True)
+@case("ModelPruning", verdict="refused", says="Prune the full weights after training", quick=True)
 def _(path):
     return [prune(path, parameter_sharding=kind) for kind in ("full", "none")]
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_cp import token_mean
-from lightning_cp.lightning.logs import kept_attributes
+from lightning_cp.lightning.module_state import restored_attributes
 from tests.lightning.generated_steps import (
     Case,
     Drawn,
@@ -244,7 +244,10 @@ def test_what_one_rank_computes_alone_is_refused_on_all(ranks, size):
     for found in ranks(size).run(run_steps_on_ranks, WRONG, {}):
         for kind in WRONG:
             assert isinstance(found[kind], str), (kind, found[kind])
-            assert REFUSED.get(kind, "validation_step() returned it") in found[kind], (kind, found)
+            assert REFUSED.get(kind, "validation_step() returned output") in found[kind], (
+                kind,
+                found,
+            )
             assert "context_parallel" in found[kind]
 
 
@@ -392,7 +395,7 @@ def test_a_trial_run_leaves_nothing_in_the_module():
     module = torch.nn.Linear(2, 2)
     module.by_loader, module.total, module.place = {0: [1]}, torch.zeros(()), (1, [2])
     module.array, module.view = np.zeros(2), torch.zeros(1).expand(3)
-    with kept_attributes(module):
+    with restored_attributes(module):
         module.by_loader[0].append(9)
         module.by_loader[1] = []
         module.total += 5

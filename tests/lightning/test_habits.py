@@ -321,7 +321,7 @@ def test_predictions_of_all_kinds_are_whole_or_refused(ranks):
         assert found["output"].logits.shape[:2] == (2, 23)
         assert found["output"].name == "x"
         assert found["features"].shape == (2, 12)  # one number per row, though 12 are local tokens
-        assert "predict_step() returned it" in refused
+        assert "predict_step() returned output" in refused
         assert "cp.unshard(x, 1)" in refused
 
 

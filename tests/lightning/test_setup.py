@@ -1,6 +1,5 @@
 """Set-up through the strategy: sizes, names, precisions, what is refused and how it is said."""
 
-import os
 import subprocess
 import sys
 import time
@@ -17,9 +16,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 
 import lightning_cp.adapters
-import lightning_cp.lightning.strategy
 from lightning_cp import ContextParallelStrategy, torch_private
 from lightning_cp.comm.mesh import Sizes, resolve_sizes
+from lightning_cp.lightning import launch
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
 
 pytestmark = pytest.mark.ranks
@@ -66,7 +65,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* not supported yet"),
         ({"loss": "sum"}, "loss='sum' is unknown. Use one of 'auto', 'local_mean'"),
         ({"layout": "round"}, "layout='round' is unknown"),
         ({"balance_window": 0}, r"Mask\(window=0\): a window holds at least 1 key"),
@@ -76,6 +74,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
         ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
+        ({"verify_max_len": 1}, "verify_max_len=1: .* Use 2 or more, or verify_steps=False"),
     ],
 )
 def test_options_that_do_not_exist_are_refused_at_once(options, message):
@@ -83,11 +82,16 @@ def test_options_that_do_not_exist_are_refused_at_once(options, message):
         ContextParallelStrategy(**options)
 
 
-def test_what_needs_processes_says_when_it_is_there():
+def test_there_is_no_tensor_parallel_size():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tensor_parallel_size'"):
+        ContextParallelStrategy(tensor_parallel_size=2)
+
+
+def test_properties_that_need_processes_say_when_they_are_available():
     strategy = ContextParallelStrategy()
-    with pytest.raises(RuntimeError, match="strategy.context_parallel is there once processes"):
+    with pytest.raises(RuntimeError, match="strategy.context_parallel is available once"):
         _ = strategy.context_parallel
-    with pytest.raises(RuntimeError, match="strategy.shard_mesh is there once processes"):
+    with pytest.raises(RuntimeError, match="strategy.shard_mesh is available once"):
         _ = strategy.shard_mesh
 
 
@@ -107,7 +111,7 @@ def test_names_are_registered_whichever_is_imported_first(first):
 
 
 def test_an_interactive_session_is_refused(monkeypatch):
-    monkeypatch.setattr(lightning_cp.lightning.strategy, "_is_interactive", lambda: True)
+    monkeypatch.setattr(launch, "_is_interactive", lambda: True)
     with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
         pl.Trainer(strategy=ContextParallelStrategy(), accelerator="cpu", devices=2, logger=False)
 
@@ -314,23 +318,22 @@ def test_gloo_has_time_to_put_down_its_tensors_before_the_process_ends(ranks):
 
 
 def run_spread(nodes, per_node, cp_size):
-    """Return what is said of ranks that lie on these nodes."""
-    with elastic_environment():
-        said = []
-        os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
-        original = lightning_cp.lightning.strategy.rank_zero_warn
-        lightning_cp.lightning.strategy.rank_zero_warn = said.append
-        try:
-            strategy = ContextParallelStrategy(context_parallel_size=cp_size)
-            trainer = build_trainer(strategy=strategy, max_steps=1)
-            sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
-            trainer.fit(Module(), loader(PackedRows(4), sizes.data))
-            said.clear()
-            strategy.parallel_devices = [torch.device("cpu")] * per_node
-            strategy._warn_of_spread(sizes)
-        finally:
-            lightning_cp.lightning.strategy.rank_zero_warn = original
-        return said
+    """Return the warnings for ranks on these nodes."""
+    messages = []
+    with elastic_environment(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "rank_zero_warn", messages.append)
+        strategy = ContextParallelStrategy(context_parallel_size=cp_size)
+        trainer = build_trainer(strategy=strategy, max_steps=1)
+        sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
+        trainer.fit(Module(), loader(PackedRows(4), sizes.data))
+        messages.clear()
+        launch.warn_if_spread(
+            sizes,
+            strategy.shard_mesh,
+            node_rank=nodes[dist.get_rank()],
+            ranks_per_node=per_node,
+        )
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -347,9 +350,9 @@ def run_spread(nodes, per_node, cp_size):
     ],
 )
 def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks, nodes, per_node, cp_size, parts):
-    for said in ranks(4).run(run_spread, nodes, per_node, cp_size):
-        assert len(said) == bool(parts)
-        assert all(part in said[0] for part in parts)
+    for messages in ranks(4).run(run_spread, nodes, per_node, cp_size):
+        assert len(messages) == bool(parts)
+        assert all(part in messages[0] for part in parts)
 
 
 def test_a_precision_that_is_refused_is_refused_by_our_name():
