@@ -1,4 +1,4 @@
-"""Set-up through the strategy: sizes, names, precisions, what is refused and how it is said."""
+"""Setup through the strategy: sizes, names, precisions, and the errors of wrong ones."""
 
 import subprocess
 import sys
@@ -158,7 +158,7 @@ class Choosing(Module):
 
 
 class Named:
-    """An adapter that takes what it is asked about."""
+    """An adapter that matches Chooser."""
 
     undone = 0
 
@@ -177,7 +177,7 @@ class Named:
 
 
 def fit_message(module, strategy, **options):
-    """Fit, and return what was said against it."""
+    """Fit, and return the error, or "trained"."""
     with elastic_environment():
         try:
             trainer = build_trainer(strategy=strategy, max_steps=1, **options)
@@ -188,9 +188,9 @@ def fit_message(module, strategy, **options):
 
 
 def run_setups():
-    """Return what each way of setting up says."""
+    """Return the error of each setup."""
     new = ContextParallelStrategy
-    said = {
+    messages = {
         "iterator": fit_message(Iterating(), new()),
         "stray parameter": fit_message(Stray(), new()),
         "own sharding": fit_message(Sharding("all"), new()),
@@ -204,15 +204,15 @@ def run_setups():
         "devices": fit_message(Module(), new(), devices=1),
         "devices, nodes": fit_message(Module(), new(), num_nodes=2),
     }
-    found = EntryPoint("torch", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
+    point = EntryPoint("torch", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
     original = lightning_cp.adapters.entry_points
-    lightning_cp.adapters.entry_points = lambda group: [found]
+    lightning_cp.adapters.entry_points = lambda group: [point]
     try:
         module = Choosing()
-        said["adapter"] = fit_message(module, new()), module.inner.enabled, Named.undone
+        messages["adapter"] = fit_message(module, new()), module.inner.enabled, Named.undone
     finally:
         lightning_cp.adapters.entry_points = original
-    return said
+    return messages
 
 
 EXPECTED = {
@@ -231,12 +231,12 @@ EXPECTED = {
 
 
 def test_what_would_go_wrong_is_refused_at_set_up_by_all_ranks(ranks):
-    for rank, said in enumerate(ranks(2).run(run_setups)):
+    for rank, messages in enumerate(ranks(2).run(run_setups)):
         for name, message in EXPECTED.items():
-            assert message in said[name], (name, said[name])
-        assert said["adapter"] == ("trained", True, 1)
+            assert message in messages[name], (name, messages[name])
+        assert messages["adapter"] == ("trained", True, 1)
         has_device = "The launcher started 2 processes, but Trainer(devices=1, num_nodes=1)"
-        assert (has_device if rank == 0 else "Process 1 of this node has no device") in said[
+        assert (has_device if rank == 0 else "Process 1 of this node has no device") in messages[
             "devices"
         ]
 
@@ -261,9 +261,9 @@ def run_groups():
 
 
 def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
-    found = ranks(4).run(run_groups)
-    assert [places for *_, places in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for timeouts, made, _ in found:
+    results = ranks(4).run(run_groups)
+    assert [places for *_, places in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for timeouts, made, _ in results:
         assert set(timeouts[:2] + timeouts[3:]) == {timedelta(seconds=77)}
         assert made <= 5, made
 
@@ -301,7 +301,7 @@ def test_the_trainers_inference_mode_is_restored(ranks):
 
 
 def run_exits(num_fits):
-    """Return what fits leave to do for the end of the process."""
+    """Return the functions that fits register for interpreter exit."""
     left = []
     with pytest.MonkeyPatch.context() as patch, elastic_environment():
         patch.setattr(torch_private.atexit, "register", lambda *call: left.append(call))
@@ -313,7 +313,7 @@ def run_exits(num_fits):
     return left
 
 
-def test_gloo_has_time_to_put_down_its_tensors_before_the_process_ends(ranks):
+def test_gloo_has_time_to_release_its_tensors_before_the_process_ends(ranks):
     assert ranks(2).run(run_exits, 2) == [[(time.sleep, 0.1)]] * 2
 
 
@@ -376,15 +376,15 @@ class Logging(Module):
 
 
 def run_and_listen():
-    with elastic_environment(), warnings.catch_warnings(record=True) as heard:
+    with elastic_environment(), warnings.catch_warnings(record=True) as records:
         warnings.resetwarnings()
         trainer = build_trainer(strategy=ContextParallelStrategy(), max_epochs=1)
         trainer.fit(Logging(), loader(PackedRows(2), 1))
-    return [str(warning.message) for warning in heard]
+    return [str(warning.message) for warning in records]
 
 
 def test_nothing_is_advised_that_is_done_already(ranks):
-    heard = "\n".join(ranks(2).run(run_and_listen)[0])
-    assert "LeafSpec" not in heard
-    assert "self.log('whole_epoch', ..., sync_dist=True)" not in heard
-    assert "self.log('own', ..., sync_dist=True)" in heard  # what is not global still is
+    messages = "\n".join(ranks(2).run(run_and_listen)[0])
+    assert "LeafSpec" not in messages
+    assert "self.log('whole_epoch', ..., sync_dist=True)" not in messages
+    assert "self.log('own', ..., sync_dist=True)" in messages  # what is not global still is
