@@ -325,7 +325,7 @@ def one(batch: dict[str, Tensor]) -> DataLoader:
 
 
 def run_case(case: Case, trainer: pl.Trainer) -> list[Any]:
-    """Return what leaves the steps, batch by batch, up to a refusal."""
+    """Return the outputs of the steps, batch by batch, until one raises."""
     module, found = Drawn(case), []
     for batch in build_batches():
         try:
