@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages of weights (SWA, EMA) of a sharded model: each rank averages its own shards.
+"""Weight averaging (SWA, EMA) of a sharded model: each rank averages its shards.
 
 Lightning's callbacks copy the LightningModule in `setup`, before the strategy shards it, and later
-go through the parameters of both side by side. So the copies get the layout of the model, modules
-that are sharded already can be copied, and what evaluation has gathered is given back before
-callbacks look at the parameters. Written for Lightning 2.6 and `torch.optim.swa_utils`.
+iterate over the parameters of both in parallel. So copies are sharded like the model, modules that
+are sharded already can be copied, and the model is resharded before callbacks read its parameters.
+Written for Lightning 2.6 and `torch.optim.swa_utils`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +28,10 @@ Undo = Callable[[], None]
 
 
 def allow_copies(module: nn.Module) -> Undo:
-    """Let ``deepcopy`` of a module copy its shards too; FSDP2 refuses to be copied.
+    """Let ``deepcopy`` of a module copy its shards, which FSDP2 does not support.
 
-    The copy consists of the classes and the parameters (DTensors) alone. It is there to be averaged
-    into, saved and loaded; it cannot be called.
+    The copy has the classes and the parameters (DTensors) only. It can be averaged into, saved and
+    loaded, but not called.
     """
     _allow(module)
     return lambda: _forbid_copies(module)
@@ -49,112 +49,113 @@ def _forbid_copies(module: nn.Module) -> None:
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module as ``deepcopy`` does one without FSDP2."""
+    """Copy a module as ``deepcopy`` copies a module without FSDP2."""
     reshard(module)
-    _allow(module)  # what configure_model() has sharded since
+    _allow(module)  # modules that configure_model() has sharded since
     cls: type[nn.Module] = type(module)
-    if isinstance(module, FSDPModule):  # fully_shard has made a class of it and its own
+    if isinstance(module, FSDPModule):  # fully_shard has derived a class from FSDPModule and this
         cls = cls.__bases__[1]
     copy = cls.__new__(cls)
     memo[id(module)] = copy
-    state: Any = module.__reduce_ex__(4)[2]  # a LightningModule leaves its trainer out
+    state: Any = module.__reduce_ex__(4)[2]  # a LightningModule removes its trainer here
     state = {k: v for k, v in without_fsdp(state).items() if k != "__deepcopy__"}
     copy.__setstate__(deepcopy(state, memo))  # type: ignore[no-untyped-call]
-    for part in copy.modules():  # those that are no FSDPModules have its hooks, too
+    for part in copy.modules():  # submodules that are not FSDPModules have its hooks, too
         part.__dict__.update(without_fsdp(part.__dict__))
     return copy
 
 
 def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
-    """Give the averaged models of callbacks the layout of the sharded model.
+    """Shard the averaged models of callbacks like the model.
 
     Args:
-        trainer: its callbacks are looked through.
+        trainer: the Trainer with the callbacks.
         module: the model, sharded.
 
     Returns:
-        What puts everything but the layout back.
+        Functions that undo everything but the sharding.
     """
-    resharding = _Reshard(module)
+    reshard_first = _Reshard(module)
     callbacks = _callbacks(trainer)
-    callbacks.insert(0, resharding)
-    undos: list[Undo] = [lambda: callbacks.remove(resharding)]
+    callbacks.insert(0, reshard_first)
+    undos: list[Undo] = [lambda: callbacks.remove(reshard_first)]
     undos += [allow_copies(module), accept_whole(module)]
     for callback in callbacks:
         for average in _averages_of(callback):
             copy = average.module if isinstance(average, AveragedModel) else average
-            model = _find_twin(module, copy)
+            model = _find_original(module, copy)
             if model is None:
-                _refuse_other_model(callback, module, copy)
+                _check_other_model(callback, module, copy)
                 continue
-            _lay_out(copy, model)
+            _shard_like(copy, model)
             undos.append(accept_whole(average))
             if isinstance(average, AveragedModel):
                 undos.append(accept_whole(average.module))
-                _separate_kinds(average, module.device)
+                _separate_dtensors(average, module.device)
     return undos
 
 
 def _averages_of(callback: Callback) -> Iterator[nn.Module]:
-    """Yield the averaged models that a callback holds, ours or not."""
+    """Yield the averaged models that a callback of Lightning or of the user holds."""
     if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
         yield callback._average_model
     yield from (value for value in vars(callback).values() if isinstance(value, AveragedModel))
 
 
-def _forms(module: nn.Module) -> dict[str, torch.Size]:
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: x.shape for name, x in module.named_parameters(remove_duplicate=False)}
 
 
-def _find_twin(module: LightningModule, copy: nn.Module) -> nn.Module | None:
-    """Return what ``copy`` is a copy of: the LightningModule or a part of it."""
-    forms = _forms(copy)
-    return next((part for part in module.modules() if forms and _forms(part) == forms), None)
+def _find_original(module: LightningModule, copy: nn.Module) -> nn.Module | None:
+    """Return the module of which ``copy`` is a copy: the LightningModule or a submodule."""
+    shapes = _shapes(copy)
+    return next((part for part in module.modules() if shapes and _shapes(part) == shapes), None)
 
 
-def _refuse_other_model(callback: Callback, module: LightningModule, copy: nn.Module) -> None:
+def _check_other_model(callback: Callback, module: LightningModule, copy: nn.Module) -> None:
+    """Raise if a callback of Lightning holds a model that is not a copy of ours."""
     if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-        return  # somebody's own; it may know what it does
-    new = sorted(_forms(module).keys() ^ _forms(copy).keys())
+        return  # a callback of the user may average another model
+    changed = sorted(_shapes(module).keys() ^ _shapes(copy).keys())
     raise ValueError(
         f"{type(callback).__name__} has copied the LightningModule in its setup(), and the model "
-        f"has changed since: {', '.join(f'`{name}`' for name in new[:3])}. It would average the "
-        "wrong weights, or none. Build the model in __init__(), or use WeightAveraging, which "
-        "calls configure_model() itself, with a configure_model() that builds the model once."
+        f"has changed since: {', '.join(f'`{name}`' for name in changed[:3])}. It would average "
+        "the wrong weights, or none. Build the model in __init__(), or use WeightAveraging, which "
+        "calls configure_model(), with a configure_model() that builds the model once."
     )
 
 
 @torch.no_grad()
-def _lay_out(copy: nn.Module, model: nn.Module) -> None:
-    """Let each parameter of a copy be a DTensor like the model's, with its values."""
+def _shard_like(copy: nn.Module, model: nn.Module) -> None:
+    """Replace each parameter of a copy by a DTensor like the model's, with its values."""
     done: dict[Tensor, nn.Parameter] = {}
-    twins = dict(copy.named_modules(remove_duplicate=False))
+    copies = dict(copy.named_modules(remove_duplicate=False))
     for path, part in model.named_modules(remove_duplicate=False):
-        twin = twins[path]
+        part_copy = copies[path]
         for name, param in part._parameters.items():
-            old = twin._parameters[name]
+            old = part_copy._parameters[name]
             if not isinstance(param, DTensor) or old is None or isinstance(old, DTensor):
                 continue
             if old not in done:
-                # Not on the meta device: an averaged model is not filled as the model is.
+                # Not on the meta device: an averaged model is not materialized like the model.
                 device = param.device if old.is_meta else old.device
                 value = param.detach().to(device=device, dtype=old.dtype, copy=True)
                 done[old] = nn.Parameter(value, requires_grad=old.requires_grad)
-            twin._parameters[name] = done[old]
+            part_copy._parameters[name] = done[old]
         for name, buffer in part._buffers.items():
-            old_buffer = twin._buffers.get(name)
+            old_buffer = part_copy._buffers.get(name)
             if buffer is not None and old_buffer is not None:
                 device = buffer.device if old_buffer.is_meta else old_buffer.device
-                twin._buffers[name] = buffer.detach().to(
+                part_copy._buffers[name] = buffer.detach().to(
                     device=device, dtype=old_buffer.dtype, copy=True
                 )
 
 
-def _separate_kinds(average: AveragedModel, device: torch.device) -> None:
-    """Let a function of many tensors have sharded parameters and plain buffers apart."""
+def _separate_dtensors(average: AveragedModel, device: torch.device) -> None:
+    """Call a multi-tensor function separately for DTensors and for plain tensors."""
     fn = average.multi_avg_fn
     if fn is None and average.avg_fn is None and device.type == "cuda":
-        fn = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # what torch takes there
+        fn = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's default there
     if fn is not None and not isinstance(fn, _Separately):
         average.multi_avg_fn = _Separately(fn)
 
@@ -165,17 +166,17 @@ class _Separately:
 
     def __call__(self, averaged: Any, current: Any, num_averaged: Any) -> None:
         pairs = list(zip(averaged, current, strict=True))
-        for kind in (True, False):
-            some = [pair for pair in pairs if isinstance(pair[0], DTensor) == kind]
-            if some:
-                self._fn([a for a, _ in some], [c for _, c in some], num_averaged)
+        for is_dtensor in (True, False):
+            alike = [pair for pair in pairs if isinstance(pair[0], DTensor) == is_dtensor]
+            if alike:
+                self._fn([a for a, _ in alike], [c for _, c in alike], num_averaged)
 
 
 class _Reshard(Callback):
-    """Comes first, and gives back what a forward without a backward has left gathered.
+    """The first callback: reshards what a forward without a backward has left gathered.
 
-    FSDP2 keeps the parameters of a root whole until the next backward, so that callbacks would find
-    plain tensors among the shards.
+    FSDP2 keeps the parameters of a root unsharded until the next backward; other callbacks would
+    find plain tensors among the shards.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -190,7 +191,7 @@ class _Reshard(Callback):
 
 
 def needs_weights(trainer: Trainer) -> bool:
-    """Say whether a callback wants to find ``state_dict`` in a checkpoint that is loaded."""
+    """Return whether a callback reads ``state_dict`` from a checkpoint that is loaded."""
     return any(
         isinstance(callback, WeightAveraging) and callback._average_model is not None
         for callback in _callbacks(trainer)
@@ -198,10 +199,10 @@ def needs_weights(trainer: Trainer) -> bool:
 
 
 def clear_schedulers(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Leave no scheduler to load the state of SWA's into, which is made at its first epoch.
+    """Remove schedulers before SWA's state is loaded, which creates its own at its first epoch.
 
-    The callback does so itself where checkpoints are restored before `on_fit_start`; with a sharded
-    model they come after it.
+    The callback does so where checkpoints are restored before `on_fit_start`; those of a sharded
+    model are restored after it.
     """
     states = checkpoint.get("callbacks") or {}
     for callback in _callbacks(trainer):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells about itself: speed, memory, balance, perplexity; and a check before it starts.
+"""The callback that logs speed, memory, balance and perplexity, and verifies the first batch.
 
-Knows Lightning; reads the strategy's public face and computes no numbers that training uses.
+Reads public properties of the strategy; computes nothing that training uses.
 """
 
 import logging
@@ -14,25 +14,27 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from typing_extensions import override
 
 _logger = logging.getLogger("lightning_cp")
 
 
 class ContextParallelCallback(Callback):
-    """Reports speed, memory and balance of a run under `ContextParallelStrategy`.
+    """Logs speed, memory and balance of a run under `ContextParallelStrategy`.
 
-    In the progress bar and the logger: ``tokens_per_second`` (of the whole job; a row that several
-    ranks share counts once), ``tokens_per_second_per_device``, ``peak_memory_gb`` (of the fullest
-    rank) and ``work_imbalance`` (attention of the busiest rank over the mean; 1.0 is perfect).
+    In the progress bar and the logger: ``tokens_per_second`` (of the job; a sequence that several
+    ranks share counts once), ``tokens_per_second_per_device``, ``peak_memory_gb`` (the maximum over
+    ranks) and ``work_imbalance`` (visible pairs of the busiest rank over the mean; 1.0 is ideal).
     Validation adds ``val_perplexity``.
 
     Args:
         verify_first_batch: before training, run the first batch under context parallelism and on
-            whole rows, compare loss and every gradient, and stop if they differ.
-        verify_max_len: the length to which rows are cut for it, so that one rank can hold them.
-        every_n_steps: how often figures are taken.
-        position_edges: also report the validation loss by position in the row: ``[1024, 4096]``
-            makes three buckets.
+            full sequences, compare loss and every gradient, and raise if they differ.
+        verify_max_len: the length to which sequences are truncated for it, so that one rank can
+            hold them.
+        every_n_steps: the interval in steps between two measurements.
+        position_edges: also log the validation loss by position in the sequence: ``[1024, 4096]``
+            defines three buckets.
 
     Example:
         >>> callback = ContextParallelCallback(verify_first_batch=True, position_edges=[1024, 8192])
@@ -47,14 +49,14 @@ class ContextParallelCallback(Callback):
     ) -> None:
         if verify_max_len < 1 or every_n_steps < 1:
             raise ValueError(
-                f"verify_max_len={verify_max_len} and every_n_steps={every_n_steps} must be at "
-                "least 1."
+                f"verify_max_len={verify_max_len} and every_n_steps={every_n_steps}: both must be "
+                "at least 1."
             )
         edges = list(position_edges or [])
         if edges != sorted(set(edges)) or any(edge < 1 for edge in edges):
             raise ValueError(
-                f"position_edges={edges} must rise, and begin above 0: [1024, 4096] makes the "
-                "buckets 0-1024, 1024-4096 and beyond."
+                f"position_edges={edges} must be positive and strictly increasing: [1024, 4096] "
+                "defines the buckets 0-1024, 1024-4096 and 4096-."
             )
         self.verify_first_batch = verify_first_batch
         self.verify_max_len = verify_max_len
@@ -62,34 +64,38 @@ class ContextParallelCallback(Callback):
         self.position_edges = tuple(edges)
         self._verified = False
         self._num_tokens = 0
-        self._since = 0.0
+        self._start_time = 0.0
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._by_position: Tensor | None = None
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse other strategies; say what was chosen."""
+        """Raise for other strategies."""
         if not hasattr(trainer.strategy, "context_parallel"):
             raise ValueError(
-                f"ContextParallelCallback reports on ContextParallelStrategy, but this Trainer has "
-                f"a {type(trainer.strategy).__name__}. Use Trainer(strategy="
-                "ContextParallelStrategy(...)), or leave the callback out."
+                f"ContextParallelCallback requires ContextParallelStrategy, but this Trainer has a "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy="
+                "ContextParallelStrategy(...)), or remove the callback."
             )
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say in one line who works with whom, and how."""
-        _say(_strategy(trainer).describe())
+        """Log the mesh and the options in one line."""
+        _log(_strategy(trainer).describe())
 
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Verify the first batch before anything is trained; start the clock."""
+        """Verify the first batch before the first step; start the clock."""
         if self.verify_first_batch and not self._verified:
             report = _strategy(trainer).verify(batch, max_len=self.verify_max_len)
-            _say(f"verified: {report.summary()}")
+            _log(f"verified: {report.summary()}")
             self._verified = True
-        if self._since == 0.0:
-            self._since = time.perf_counter()
+        if self._start_time == 0.0:
+            self._start_time = time.perf_counter()
 
+    @override
     def on_train_batch_end(
         self,
         trainer: Trainer,
@@ -98,39 +104,40 @@ class ContextParallelCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count tokens; every few steps, log figures."""
+        """Count tokens; every ``every_n_steps`` steps, log measurements."""
         strategy = _strategy(trainer)
         self._num_tokens += strategy.last_step.num_tokens
         if (batch_idx + 1) % self.every_n_steps:
             return
         logger = bool(trainer.loggers)
-        for name, value in self._figures(strategy).items():
+        for name, value in self._measure(strategy).items():
             pl_module.log(name, value, prog_bar=True, logger=logger, on_step=True, on_epoch=False)
-        self._num_tokens, self._since = 0, time.perf_counter()
+        self._num_tokens, self._start_time = 0, time.perf_counter()
 
-    def _figures(self, strategy: Any) -> dict[str, float]:
-        seconds = max(time.perf_counter() - self._since, 1e-9)
+    def _measure(self, strategy: Any) -> dict[str, float]:
+        seconds = max(time.perf_counter() - self._start_time, 1e-9)
         device = strategy.root_device
-        counted = torch.tensor(float(self._num_tokens), dtype=torch.float64, device=device)
-        # Each of a group's ranks has counted the same rows.
-        tokens = float(strategy.reduce(counted, reduce_op="sum")) / strategy.context_parallel_size
+        count = torch.tensor(float(self._num_tokens), dtype=torch.float64, device=device)
+        # All context ranks have counted the same sequences.
+        num_tokens = float(strategy.reduce(count, reduce_op="sum")) / strategy.context_parallel_size
         memory = torch.tensor(_peak_memory(device), dtype=torch.float64, device=device)
-        fullest = float(strategy.reduce(memory, reduce_op="max"))
-        figures = {
-            "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_device": tokens / seconds / strategy.world_size,
-            "peak_memory_gb": fullest / 1e9,
+        measurements = {
+            "tokens_per_second": num_tokens / seconds,
+            "tokens_per_second_per_device": num_tokens / seconds / strategy.world_size,
+            "peak_memory_gb": float(strategy.reduce(memory, reduce_op="max")) / 1e9,
         }
         work = strategy.last_step.work_by_rank()
         if sum(work):
-            figures["work_imbalance"] = max(work) * len(work) / sum(work)
-        return figures
+            measurements["work_imbalance"] = max(work) * len(work) / sum(work)
+        return measurements
 
+    @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start summing."""
+        """Reset the sums."""
         self._loss, self._by_position = torch.zeros(2, dtype=torch.float64), None
-        _strategy(trainer).context_parallel.position_edges = self.position_edges
+        self._set_position_edges(trainer, self.position_edges)
 
+    @override
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -140,7 +147,7 @@ class ContextParallelCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add a batch's loss."""
+        """Add the loss of a batch."""
         for mark in _strategy(trainer).last_step.losses[:1]:
             count = mark.num_tokens.double()
             part = torch.stack([mark.value.double() * count, count])
@@ -149,35 +156,35 @@ class ContextParallelCallback(Callback):
                 sums = self._by_position
                 self._by_position = mark.by_position if sums is None else sums + mark.by_position
 
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log perplexity, and the loss by position, over all tokens of all ranks."""
-        strategy = _strategy(trainer)
-        strategy.context_parallel.position_edges = ()
+        self._set_position_edges(trainer, ())
         if trainer.sanity_checking:
             return
-        summed, count = self._summed(strategy, self._loss)
+        total, count = _reduce_sum(trainer, self._loss)
         if float(count):
-            pl_module.log("val_perplexity", torch.exp(summed / count), sync_dist=True)
+            pl_module.log("val_perplexity", torch.exp(total / count), sync_dist=True)
         if not self.position_edges:
             return
         empty = torch.zeros(2, len(self.position_edges) + 1, dtype=torch.float64)
         sums = empty if self._by_position is None else self._by_position
-        for name, (total, number) in zip(
-            _bucket_names(self.position_edges), self._summed(strategy, sums).T, strict=True
-        ):
-            if float(number):
-                pl_module.log(f"val_loss_at/{name}", total / number, sync_dist=True)
+        names = _bucket_names(self.position_edges)
+        for name, (total, count) in zip(names, _reduce_sum(trainer, sums).T, strict=True):
+            if float(count):
+                pl_module.log(f"val_loss_at/{name}", total / count, sync_dist=True)
 
-    def _summed(self, strategy: Any, x: Tensor) -> Tensor:
-        whole: Tensor = strategy.reduce(x.to(strategy.root_device).clone(), reduce_op="sum")
-        return whole
+    def _set_position_edges(self, trainer: Trainer, edges: tuple[int, ...]) -> None:
+        _strategy(trainer).context_parallel.position_edges = edges
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Remember that the model was verified: a resumed run need not do it again."""
+        """Return whether the model was verified: a resumed run does not verify it again."""
         return {"verified": self._verified}
 
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where a run left off."""
+        """Restore whether the model was verified."""
         self._verified = bool(state_dict.get("verified", False))
 
 
@@ -185,8 +192,14 @@ def _strategy(trainer: Trainer) -> Any:
     return trainer.strategy
 
 
+def _reduce_sum(trainer: Trainer, x: Tensor) -> Tensor:
+    strategy = _strategy(trainer)
+    total: Tensor = strategy.reduce(x.to(strategy.root_device).clone(), reduce_op="sum")
+    return total
+
+
 @rank_zero_only
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     _logger.info(text)
 
 
@@ -202,7 +215,7 @@ def _bucket_names(edges: Sequence[int]) -> list[str]:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the most bytes that this rank has held."""
+    """Return the peak memory of this rank in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,71 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of Lightning that cannot work with sharded weights: refused before anything is trained.
+"""Features of Lightning that cannot work with sharded parameters: an error before training starts.
 
-Knows Lightning's callbacks and plugins. Every feature, and what becomes of it, is in
-docs/lightning-features.md.
+Knows Lightning's callbacks, plugins and flags; docs/lightning-features.md lists all of them.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_cp.comm.mesh import gather_objects
 
 
+def check_module(module: LightningModule) -> None:
+    """Raise for steps that fetch batches, and for modules that FSDP1 has wrapped."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            raise ValueError(
+                f"{type(module).__name__}.{name}(dataloader_iter) fetches its own batches, which "
+                f"the strategy cannot shard. Use {name}(self, batch, batch_idx)."
+            )
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise TypeError(
+            "Found modules that are wrapped with `torch.distributed.fsdp.FullyShardedDataParallel`."
+            " The strategy only supports the new FSDP2 APIs in PyTorch >= 2.4: shard nothing, or "
+            "use fully_shard(module, mesh=self.trainer.strategy.shard_mesh) in configure_model()."
+        )
+
+
 def check_features(trainer: Trainer) -> None:
-    """Refuse callbacks and plugins that would fail in the middle of a run."""
+    """Raise for callbacks and plugins that would fail in the middle of a run."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
-            "ModelPruning is not supported: it chooses weights by comparing all of them, but each "
-            "rank holds a part (with parameter_sharding='none' it fails as well). Prune the whole "
+            "ModelPruning is not supported: it selects weights by comparing all of them, but each "
+            "rank holds a shard (with parameter_sharding='none' it fails as well). Prune the full "
             "weights after training: `python -m lightning_cp consolidate DIR OUT`, then "
             "torch.nn.utils.prune."
         )
     if any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
         raise ValueError(
-            "TensorBoardLogger(log_graph=True) runs the model on rank 0 only, which would wait for "
-            "the other ranks' weights for ever. Leave log_graph out, or draw the graph in a script "
-            "of its own on one device: SummaryWriter.add_graph(model, inputs)."
+            "TensorBoardLogger(log_graph=True) runs the model on rank 0 only, which would wait "
+            "forever for the shards of other ranks. Remove log_graph, or write the graph in a "
+            "separate script on one device: SummaryWriter.add_graph(model, inputs)."
         )
     if isinstance(trainer.precision_plugin, DeepSpeedPrecision):
         raise ValueError(
-            "plugins=[DeepSpeedPrecision(...)] belongs to DeepSpeedStrategy, whose engine takes "
-            "the steps. Use Trainer(precision='bf16-true') or 'bf16-mixed' instead."
+            "plugins=[DeepSpeedPrecision(...)] belongs to DeepSpeedStrategy, whose engine runs "
+            "the optimizer. Use Trainer(precision='bf16-true') or 'bf16-mixed' instead."
         )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that need all weights as one vector."""
+    """Raise for optimizers that need all parameters as one vector."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "torch.optim.LBFGS is not supported: it flattens all weights into one vector, but each "
-            "rank holds a part. Use an optimizer that treats each weight by itself: AdamW, SGD."
+            "torch.optim.LBFGS is not supported: it flattens all parameters into one vector, but "
+            "each rank holds a shard. Use an optimizer that updates each parameter separately, "
+            "such as AdamW or SGD."
         )
 
 
 def check_hooks(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Refuse hooks that only some ranks have: what they ask of sharded weights needs all ranks.
+    """Raise on all ranks if only some have a hook: to read sharded parameters needs all ranks.
 
     Args:
-        module: whose parts may have hooks.
+        module: the module whose submodules may have hooks.
         mesh: all ranks, as one axis.
     """
     counts = gather_objects(mesh, _num_hooks(module))
     if len(set(counts)) > 1:
         raise ValueError(
-            f"The ranks have different numbers of hooks on their modules ({counts}). A hook of one "
-            "rank that looks at sharded weights waits for the others for ever. The usual cause is "
-            "`WandbLogger.watch(model)`, which sets hooks on rank 0 only: leave it out, and log "
-            "norms in on_before_optimizer_step() on all ranks; other hooks, register on all ranks."
+            f"The ranks have different numbers of hooks on their modules ({counts}). A hook on one "
+            "rank that reads sharded parameters waits forever for the others. The usual cause is "
+            "`WandbLogger.watch(model)`, which registers hooks on rank 0 only: remove it, and log "
+            "norms in on_before_optimizer_step() on all ranks. Register other hooks on all ranks."
         )
 
 
 def _num_hooks(module: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return sum(len(getattr(part, kind)) for part in module.modules() for kind in kinds)
+
+
+def disable_inference_mode(trainer: Trainer) -> Callable[[], None]:
+    """Run evaluation under `torch.no_grad`; return what restores the Trainer's own setting.
+
+    Parameters that FSDP2 gathers in inference mode cannot be used by a later training step.
+    """
+    loops: list[Any] = [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    modes = [loop.inference_mode for loop in loops]
+    for loop in loops:
+        loop.inference_mode = False
+
+    def restore() -> None:
+        for loop, mode in zip(loops, modes, strict=True):
+            loop.inference_mode = mode
+
+    return restore

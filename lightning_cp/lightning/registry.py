@@ -1,51 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells Lightning the strategy's names and how its folders are read, without importing Lightning.
+"""Registers the strategy's names and the reader of checkpoint folders, without importing Lightning.
 
-`import lightning_cp` must be enough for `Trainer(strategy="context_parallel")` and for
-`load_from_checkpoint(FOLDER)`, whichever is imported first; but importing Lightning takes seconds,
-and not everybody wants it. So both go in when Lightning's own modules appear.
+`import lightning_cp` must suffice for `Trainer(strategy="context_parallel")` and for
+`load_from_checkpoint(FOLDER)`, whichever package is imported first. Importing Lightning takes
+seconds, and it has no entry point for strategies (2.6): its modules are extended once imported.
 """
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-_STRATEGIES: Final = "lightning.pytorch.strategies"
-_SAVING: Final = "lightning.pytorch.core.saving"
 _NAME: Final = "context_parallel"
+# Lightning's registry has no patterns: each name is an entry.
 _SIZES: Final = range(1, 1025)
-"""Lightning knows no patterns: each name is an entry of its own."""
 
 
 def register() -> None:
-    """Tell Lightning now if it is there, else as soon as it is."""
-    for name, ready in ((_STRATEGIES, "StrategyRegistry"), (_SAVING, "_load_from_checkpoint")):
-        if name in sys.modules and hasattr(sys.modules[name], ready):
-            _tell(sys.modules[name])
+    """Extend Lightning's modules now if they are imported, else as soon as they are."""
+    for name, ready, extend in (
+        ("lightning.pytorch.strategies", "StrategyRegistry", _add_strategies),
+        ("lightning.pytorch.core.saving", "_load_from_checkpoint", read_folders),
+    ):
+        if hasattr(sys.modules.get(name), ready):
+            extend(sys.modules[name])
         else:
-            sys.meta_path.insert(0, _Finder(name))
+            sys.meta_path.insert(0, _ExtendOnImport(name, extend))
 
 
-def _tell(home: ModuleType) -> None:
-    if home.__name__ == _STRATEGIES:
-        _add_names(home)
-    else:
-        read_folders(home)
+class _ExtendOnImport(MetaPathFinder):
+    """Calls a function on one module after its import, then removes itself."""
+
+    def __init__(self, name: str, extend: Callable[[ModuleType], None]) -> None:
+        self._name, self._extend = name, extend
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as other finders do; return None for all other modules."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_extend(module: ModuleType) -> None:
+                execute(module)
+                self._extend(module)
+
+            spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
+        return spec
+
+
+def _add_strategies(strategies: ModuleType) -> None:
+    registry = strategies.StrategyRegistry
+    for name, size in [(_NAME, "auto"), *((f"{_NAME}_{size}", size) for size in _SIZES)]:
+        if name not in registry:
+            registry.register(
+                name,
+                partial(_build, context_parallel_size=size),
+                description=f"Context parallelism with context_parallel_size={size}.",
+            )
+
+
+def _build(**options: Any) -> Any:
+    from lightning_cp.lightning.strategy import ContextParallelStrategy
+
+    return ContextParallelStrategy(**options)
 
 
 def read_folders(saving: ModuleType) -> None:
-    """Let `load_from_checkpoint` read checkpoint folders; `undo_read_folders` takes it back.
+    """Let `load_from_checkpoint` read checkpoint folders; `undo_read_folders` reverts it.
 
-    Lightning 2.6 has no door for this: `load_from_checkpoint` of modules and of data modules calls
-    `saving.pl_load`, which opens its path as a file. That one name is replaced; folders come to us,
-    and everything else goes to Lightning's own function as before.
+    Lightning 2.6 opens the path as a file, by `saving.pl_load`, for modules and data modules. Only
+    that name is replaced; other paths go to Lightning's own function.
     """
     plain_load = getattr(saving, "pl_load", None)
     if plain_load is None or hasattr(plain_load, "__wrapped__"):
@@ -65,59 +100,5 @@ def read_folders(saving: ModuleType) -> None:
 
 
 def undo_read_folders(saving: ModuleType) -> None:
-    """Give Lightning its own function back."""
+    """Restore Lightning's own function."""
     saving.pl_load = getattr(saving.pl_load, "__wrapped__", saving.pl_load)  # type: ignore[attr-defined]
-
-
-def _add_names(home: ModuleType) -> None:
-    registry = home.StrategyRegistry
-    for name, size in [(_NAME, "auto"), *((f"{_NAME}_{size}", size) for size in _SIZES)]:
-        if name not in registry:
-            registry.register(
-                name,
-                partial(_build, context_parallel_size=size),
-                description=f"Rows cut across ranks (context_parallel_size={size}), exactly.",
-            )
-
-
-def _build(**options: Any) -> Any:
-    from lightning_cp.lightning.strategy import ContextParallelStrategy
-
-    return ContextParallelStrategy(**options)
-
-
-class _Finder(MetaPathFinder):
-    """Finds one module, the way the others do, and lets `_Loader` load it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Step aside for every module but that one."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(Loader):
-    """Loads a module as its own loader does, then tells it of us."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then tell it."""
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _tell(module)

@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that tell users of the strategy nothing: which, and why.
+"""Filters for warnings that do not apply under the strategy.
 
-Each is filtered by its own text, so that others of the same kind are seen.
+Each filter matches one text, so that other warnings of the same category are shown.
 """
 
 import re
 import warnings
 
 
-def expect_known() -> None:
-    """Silence what Lightning and torch say to each other on every run.
+def ignore_known_warnings() -> None:
+    """Ignore deprecations inside Lightning that every run would show.
 
-    Lightning 2.6 makes a `LeafSpec` for each loader, which torch 2.13 calls deprecated: nobody but
-    Lightning can change it.
+    Lightning 2.6 builds a `LeafSpec` for each loader, which torch 2.13 deprecates.
     """
     _ignore(r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
-def expect_global(name: str) -> None:
-    """Silence the advice to log a value with ``sync_dist=True`` that is global already.
+def ignore_sync_advice(name: str) -> None:
+    """Ignore the advice to log a value with ``sync_dist=True`` that is global already.
 
     Args:
-        name: under which it is logged.
+        name: the name under which it is logged.
     """
     _ignore(re.escape(f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)`"))
 
 
 def _ignore(message: str) -> None:
-    # A filter that is there already is left alone: each change makes Python show again what it has
-    # shown once.
-    known = (entry[1] for entry in warnings.filters)
-    if not any(getattr(pattern, "pattern", pattern) == message for pattern in known):
+    # An existing filter is not added again: each change of the filters makes Python repeat warnings
+    # that it has shown once.
+    messages = (entry[1] for entry in warnings.filters)
+    if not any(getattr(pattern, "pattern", pattern) == message for pattern in messages):
         warnings.filterwarnings("ignore", message=message)

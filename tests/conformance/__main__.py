@@ -1,12 +1,12 @@
-"""Run Lightning's own tests of ModelParallelStrategy against ContextParallelStrategy.
+"""Run Lightning's tests of ModelParallelStrategy against ContextParallelStrategy.
 
     make conformance LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
     python -m tests.conformance /path/to/pytorch-lightning/tests/tests_pytorch -k checkpoint
 
-Needs a checkout of Lightning at the tag of the installed version; its tests are on GitHub only, not
-on PyPI, and are not kept here. They are copied to a temporary folder, where "cuda" becomes "cpu",
-and run one by one, each in processes of its own: first with Lightning's strategy, then with ours.
-A test that fails with both is not ours to pass. The exit code is 1 if one fails with ours alone.
+Needs a checkout of Lightning at the tag of the installed version: its tests are not on PyPI, and
+not in this repository. They are copied to a temporary folder, where "cuda" becomes "cpu", and run
+one by one, each in separate processes: first with Lightning's strategy, then with ours. A test that
+fails with both is not counted. The exit code is 1 if a test fails only with ours.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _EXCLUDED = {
 _BY_DESIGN = {
     "test_validate_device_mesh_dimensions": (
         r"data_parallel_size=\d+ times context_parallel_size=\d+",
-        "a ValueError that says what to write instead of a RuntimeError",
+        "a ValueError with the fix, instead of a RuntimeError",
     ),
     "test_configure_model_required": (
         r"strategy\.shard_mesh",
@@ -46,7 +46,7 @@ _BY_DESIGN = {
     ),
     "test_meta_device_materialization": (
         r"strategy\.shard_mesh",
-        "setup() shards the model, for which the test starts no processes",
+        "setup() shards the model, but the test starts no processes",
     ),
     "test_save_checkpoint_path_exists": (
         r"Expected 'rmtree' to be called once",
@@ -62,7 +62,7 @@ _BY_DESIGN = {
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A test of Lightning: where it is, and whether Lightning runs it in processes of its own."""
+    """A test of Lightning: its address, and whether Lightning runs it in separate processes."""
 
     address: str
     standalone: bool
@@ -78,7 +78,7 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a test: passed, failed, skipped, too long, or not run; and why."""
+    """The result of a test: passed, failed, skipped, too long, or not run; and the reason."""
 
     word: str
     why: str = ""
@@ -89,27 +89,27 @@ def main() -> int:
     parser.add_argument("tests", type=Path, help="tests/tests_pytorch of a checkout of Lightning")
     parser.add_argument("-k", default="", help="run tests that pytest selects by this")
     parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT, help="seconds per test")
-    given = parser.parse_args()
-    if not (given.tests / _FILES[0]).is_file():
-        parser.error(f"{given.tests / _FILES[0]} does not exist: give tests/tests_pytorch itself.")
+    args = parser.parse_args()
+    if not (args.tests / _FILES[0]).is_file():
+        parser.error(f"{args.tests / _FILES[0]} does not exist. Use .../tests/tests_pytorch.")
     home = Path(tempfile.mkdtemp(prefix="lightning-conformance-"))
-    copy_tests(given.tests, home)
-    _say(f"output of each test: {home / 'logs'}\n\n")
-    rows = []
-    for test in collect(home, given.k):
-        theirs = run(test, "stock", home, given.time_limit)
+    copy_tests(args.tests, home)
+    _write(f"output of each test: {home / 'logs'}\n\n")
+    results = []
+    for test in collect(home, args.k):
+        theirs = run(test, "stock", home, args.time_limit)
         ours = Outcome("excluded", _EXCLUDED.get(test.name, ""))
         if not ours.why:
-            ours = judge(test, theirs, run(test, "ours", home, given.time_limit))
-        rows.append((test, theirs, ours))
-        _say(f"{test.id:72}  {theirs.word:9}  {ours.word:9}  {ours.why or theirs.why}\n")
-    words = [ours.word for *_, ours in rows]
-    _say("\n" + ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) + "\n")
+            ours = judge(test, theirs, run(test, "ours", home, args.time_limit))
+        results.append((test, theirs, ours))
+        _write(f"{test.id:72}  {theirs.word:9}  {ours.word:9}  {ours.why or theirs.why}\n")
+    words = [ours.word for *_, ours in results]
+    _write("\n" + ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) + "\n")
     return int("failed" in words or "too long" in words or not words)
 
 
 def copy_tests(source: Path, home: Path) -> None:
-    """Copy the tests and what they import, and have them run on CPUs."""
+    """Copy the tests and what they import, and replace GPUs by CPUs."""
     package = home / "tests_pytorch"
     for folder in (".", "strategies"):
         (package / folder).mkdir(parents=True, exist_ok=True)
@@ -122,13 +122,13 @@ def copy_tests(source: Path, home: Path) -> None:
         for pattern, replacement in _TO_CPU:
             text = re.sub(pattern, replacement, text)
         (package / name).write_text(text)
-    (home / "test_temp").mkdir()  # their package makes it, and then complains that it is new
+    (home / "test_temp").mkdir()  # their package creates it, and then reports it as a leftover
     (home / "logs").mkdir()
 
 
 def collect(home: Path, select: str) -> list[Test]:
-    """Return all tests; those for processes of their own are collected only if asked for."""
-    found = {}
+    """Return all tests; pytest collects standalone tests only with an environment variable."""
+    tests: dict[str, Test] = {}
     for standalone in (True, False):
         chosen = ["-k", select] if select else []
         command = _command("stock", "--collect-only", *chosen, *_paths())
@@ -139,12 +139,12 @@ def collect(home: Path, select: str) -> list[Test]:
             raise SystemExit(done.stdout + done.stderr)
         lines = [line for line in done.stdout.splitlines() if "::" in line]
         for address in lines:
-            found.setdefault(address, Test(address, standalone))
-    return sorted(found.values(), key=lambda test: test.standalone)
+            tests.setdefault(address, Test(address, standalone))
+    return sorted(tests.values(), key=lambda test: test.standalone)
 
 
 def run(test: Test, strategy: str, home: Path, time_limit: float) -> Outcome:
-    """Run one test in processes of its own, and end those that are left."""
+    """Run one test in separate processes, and kill those that remain."""
     log = home / "logs" / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', test.id)}.{strategy}.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -174,17 +174,17 @@ def run(test: Test, strategy: str, home: Path, time_limit: float) -> Outcome:
 
 
 def judge(test: Test, theirs: Outcome, ours: Outcome) -> Outcome:
-    """Tell failures that are meant, or not ours, from those that are."""
+    """Separate expected failures, and those of Lightning's strategy, from ours."""
     if ours.word in ("passed", "skipped"):
         return ours
     if theirs.word != "passed":
-        return Outcome("no base", f"fails with Lightning's own: {theirs.why}")
+        return Outcome("no base", f"fails with Lightning's strategy: {theirs.why}")
     expected, why = _BY_DESIGN.get(test.name, ("(?!)", ""))
     return Outcome("differs", why) if re.search(expected, ours.why) else ours
 
 
 def _wait_for_others(group: int, seconds: float = 10.0) -> None:
-    """Let the other ranks end by themselves."""
+    """Wait until the other ranks have ended."""
     end = time.monotonic() + seconds
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < end:
@@ -206,7 +206,7 @@ def _environment(home: Path, standalone: bool) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(home)]),
-        # A name that their check for left-over files ignores.
+        # A name that their check for leftover files ignores.
         "PYTHONPYCACHEPREFIX": str(home / "__pycache__"),
         "PYTHONDONTWRITEBYTECODE": "",
         "PL_RUN_STANDALONE_TESTS": str(int(standalone)),
@@ -215,7 +215,7 @@ def _environment(home: Path, standalone: bool) -> dict[str, str]:
     }
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 

@@ -1,9 +1,9 @@
-"""A pytest plugin that puts our strategy where Lightning's tests look for `ModelParallelStrategy`.
+"""A pytest plugin that replaces `ModelParallelStrategy` in Lightning's tests by our strategy.
 
 `pytest -p tests.conformance.plugin --strategy ours` runs them with ours, `--strategy stock` with
-Lightning's own; both on CPUs. What the tests' models must do to be trained by ours is done here, as
-a user would: batches are dicts with a sequence, the loss is global_mean(), parameters are cut over
-data x context. The tests themselves, and what they assert, stay as they are.
+Lightning's; both on CPUs. The models of the tests are adapted here, as a user would: batches are
+dicts with a sequence, the loss is global_mean(), parameters are sharded over data x context. The
+tests and their assertions are not changed.
 """
 
 from types import ModuleType
@@ -23,13 +23,13 @@ from lightning_cp.fsdp.sharding import is_sharded
 from lightning_cp.lightning.strategy import ContextParallelStrategy
 from lightning_cp.loss import global_mean
 
-_ROW_LEN = 4
+_SEQ_LEN = 4
 
 
 class ModelParallelStrategy(ContextParallelStrategy):
-    """Ours, called as Lightning's tests call theirs; its name is in the errors that they expect.
+    """Our strategy with the arguments of Lightning's, whose name the tests expect in errors.
 
-    Ranks that hold the same rows are a tensor-parallel group there and a context-parallel one here.
+    Ranks with the same samples are a tensor-parallel group there and a context-parallel one here.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ModelParallelStrategy(ContextParallelStrategy):
     def setup_environment(self) -> None:
         if not isinstance(stock._setup_device_mesh, Mock):
             return super().setup_environment()
-        # The test has mocked what builds the mesh of theirs, for there are no processes.
+        # The test has mocked what builds their mesh, because there are no processes.
         mesh = MagicMock()
         with mock.patch.multiple(
-            "lightning_cp.lightning.strategy",
+            "lightning_cp.lightning.mesh_strategy",
             build_mesh=Mock(return_value=(mesh, mesh)),
-            gather_objects=Mock(return_value=["here"]),
+            warn_if_spread=Mock(),
             ContextParallel=Mock(),
         ):
             return super().setup_environment()
@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Swap the class, and let tests run without GPUs, before any test module is imported."""
+    """Replace the class, and let tests run without GPUs, before any test module is imported."""
     reasons_of = lightning_testing._runif_reasons
 
     def without_gpus(*, min_cuda_gpus: int = 0, bf16_cuda: bool = False, **needs: Any) -> Any:
@@ -77,34 +77,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 
 def _adapt(module: ModuleType) -> None:
-    """Write the models of a test module as our users write theirs."""
+    """Adapt the models of a test module, as users adapt theirs."""
     if not hasattr(module, "TemplateModel"):
         return
     template = module.TemplateModel
     load, shard = template.train_dataloader, module._parallelize_feed_forward_fsdp2
 
     def train_dataloader(self: Any) -> DataLoader:
-        with torch.random.fork_rng():  # ranks that share a row must draw the same
+        with torch.random.fork_rng():  # context ranks must draw the same samples
             torch.manual_seed(0)
             loader = load(self)
-        return DataLoader(loader.dataset, loader.batch_size, collate_fn=_rows)
+        return DataLoader(loader.dataset, loader.batch_size, collate_fn=_collate)
 
     def training_step(self: Any, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(batch["inputs_embeds"])
         return global_mean(output.sum(), torch.tensor(output.shape[:2].numel()))
 
     def shard_over_all(model: Any, device_mesh: Any) -> Any:
-        if is_sharded(model):  # a test may ask for both of the two that stand for this
+        if is_sharded(model):  # a test may call both functions that are replaced by this one
             return model
         return shard(model, {"data_parallel": device_mesh["dp_cp"]})
 
     template.train_dataloader = train_dataloader
     template.training_step = training_step
     module._parallelize_feed_forward_fsdp2 = shard_over_all
-    # For tests that use it without asserting it: test_modules_without_parameters.
+    # For tests that call it without asserting its effect: test_modules_without_parameters.
     module._parallelize_feed_forward_tp = shard_over_all
 
 
-def _rows(samples: list[Tensor]) -> dict[str, Tensor]:
-    """Make rows of several tokens from samples that are one vector each."""
-    return {"inputs_embeds": torch.stack(samples).unsqueeze(1).repeat(1, _ROW_LEN, 1)}
+def _collate(samples: list[Tensor]) -> dict[str, Tensor]:
+    """Build sequences of several tokens from samples of one vector each."""
+    return {"inputs_embeds": torch.stack(samples).unsqueeze(1).repeat(1, _SEQ_LEN, 1)}

@@ -53,7 +53,7 @@ def test_what_leaves_a_step_is_that_of_one_device_or_refused(nccl):
             assert evaluation.is_same(found[kind], exact[kind]), kind
         for kind in evaluation.WRONG:
             assert isinstance(found[kind], str), kind
-            expected = evaluation.REFUSED.get(kind, "validation_step() returned it")
+            expected = evaluation.REFUSED.get(kind, "validation_step() returned output")
             assert expected in found[kind], (kind, found[kind])
 
 

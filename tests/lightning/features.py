@@ -1,4 +1,4 @@
-"""Runs of Lightning's features: on one device by a plain Trainer, and on ranks that share rows.
+"""Runs of Lightning's features: on one device with a plain Trainer, and on context ranks.
 
 Each case of `CASES` is a run and what is expected of it on ranks: ``works`` (all that it returns
 equals one device's), ``differs`` (a check says how) or ``refused`` (a message). The page
@@ -30,7 +30,7 @@ VOCAB = 31
 
 
 class Rows(Dataset):
-    """Rows with a label for every token, so that Lightning's means over batches are over tokens."""
+    """Samples with a label for every token: Lightning's means over batches are token means."""
 
     def __init__(self, num_rows: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -139,7 +139,7 @@ def build_trainer(path: Path, **options: Any) -> pl.Trainer:
         "max_epochs": 2,
         "accelerator": "cpu",
         "default_root_dir": path,
-        "use_distributed_sampler": False,  # Lightning would shuffle the rows on ranks
+        "use_distributed_sampler": False,  # Lightning would shuffle the samples on ranks
     }
     if alone():
         quiet |= {"devices": 1, "strategy": "auto"}
@@ -149,7 +149,7 @@ def build_trainer(path: Path, **options: Any) -> pl.Trainer:
 
 
 def results(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Return what a run has made: weights, what was logged, how far it went."""
+    """Return the results of a run: weights, metrics, steps and epochs."""
     return {
         "weights": {n: full(p.detach()).clone() for n, p in module.named_parameters()},
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
@@ -160,7 +160,7 @@ def results(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
 
 
 def approx(x: float) -> Any:
-    """Allow for rounding."""
+    """Compare within rounding."""
     return pytest.approx(x, rel=1e-9)
 
 
@@ -170,12 +170,12 @@ Verdict = Literal["works", "differs", "refused"]
 
 @dataclass
 class Case:
-    """A run, and what is expected of it on ranks.
+    """A run, and the expected result on ranks.
 
     Args:
         act: runs, and returns what is compared with one device.
         verdict: what the page says.
-        says: what the error says, where the run is refused.
+        says: a part of the error, if the run raises.
         check: for ``differs``: takes what a rank found and what one device found, and the number
             of ranks.
         needs: packages that must be installed.
@@ -230,7 +230,7 @@ def run(name: str, path: Path) -> Any:
 def fit(
     path: Path, module: pl.LightningModule | None = None, *, also: Any = None, **options: Any
 ) -> dict[str, Any]:
-    """Fit, and return what came of it."""
+    """Fit, and return the results."""
     module = Module() if module is None else module
     trainer = build_trainer(path, **options)
     trainer.fit(module)
@@ -299,7 +299,7 @@ class Thaw(cb.BaseFinetuning):
 
 
 class Trainable(Module):
-    """Gives the optimizer only what is trainable, as the docs of finetuning callbacks ask."""
+    """Passes only trainable parameters to the optimizer, as finetuning callbacks require."""
 
     def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
@@ -327,7 +327,7 @@ def _(path):
 
 
 class Recorder(cb.Callback):
-    """Writes down what hooks are given."""
+    """Records the arguments of hooks."""
 
     def __init__(self):
         self.calls = []
@@ -358,7 +358,7 @@ def _(path):
 
 
 class Own(cb.Checkpoint):
-    """A user's own checkpoint callback."""
+    """A checkpoint callback of a user."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         trainer.save_checkpoint(
@@ -489,7 +489,7 @@ def prune(path: Path, **options: Any) -> Any:
     return fit(path, module, callbacks=[pruning], **strategy)
 
 
-@case("ModelPruning", verdict="refused", says="Prune the whole weights after training", quick=True)
+@case("ModelPruning", verdict="refused", says="Prune the full weights after training", quick=True)
 def _(path):
     return [prune(path, parameter_sharding=kind) for kind in ("full", "none")]
 
@@ -576,7 +576,7 @@ def _(path):
 
 
 def counted_twice(found: Any, exact: Any, size: int) -> None:
-    """Each device's rate is right, and the job's is multiplied by ranks that share the rows."""
+    """The rate of a device is right; that of the job is multiplied by the context ranks."""
     assert found["losses"] == [approx(x) for x in exact["losses"]]
     if "rank 0" in found["also"]:
         mine, ours = found["also"]["rank 0"], exact["also"]["rank 0"]
@@ -621,7 +621,7 @@ def _(path):
 
 
 class Memory(pl.loggers.Logger):
-    """A user's own logger: keeps everything."""
+    """A logger of a user: stores everything."""
 
     def __init__(self):
         super().__init__()
@@ -640,7 +640,7 @@ class Memory(pl.loggers.Logger):
 
 
 def fit_with(path: Path, logger: Any, read: Callable[[], Any]) -> Any:
-    """Fit with a logger, and return what it has written, on rank 0."""
+    """Fit with a logger, and return its records, on rank 0."""
     module = Module()
     trainer = build_trainer(path, logger=logger, log_every_n_steps=1)
     trainer.fit(module)
@@ -899,7 +899,7 @@ def save_through(path: Path, io: Any, distributed: bool = True) -> Any:
 
 
 class OwnIO(pl.plugins.TorchCheckpointIO):
-    """A user's own way to write checkpoints."""
+    """A CheckpointIO of a user."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         checkpoint["stamp"] = "own"
@@ -989,7 +989,7 @@ def _(path):
 
 
 def fit_in(path: Path, environment: Any) -> Any:
-    """Fit in a cluster's environment; its own answers come along on ranks."""
+    """Fit in a cluster environment; on ranks, return its properties too."""
     return fit(path, plugins=[] if alone() else [environment()])
 
 
@@ -1210,7 +1210,7 @@ flag("precision", options={"precision": "32-true"})
 
 
 def short_window(found: Any, exact: Any, size: int) -> None:
-    """The first window of 3 is the same; the last one, of 1, is its own mean here."""
+    """The first window of 3 is the same; the last one, of 1, is a mean of its tokens here."""
     assert found["losses"][:4] == [approx(x) for x in exact["losses"][:4]]
     assert abs(found["losses"][-1] - exact["losses"][-1]) > 1e-6
 
@@ -1224,7 +1224,7 @@ flag(
 
 
 def shuffled(found: Any, exact: Any, size: int) -> None:
-    """On ranks Lightning's sampler shuffles training rows, also those of an ordered loader."""
+    """On ranks, Lightning's sampler shuffles training samples, also those of an ordered loader."""
     assert found["order"] != exact["order"]
     assert sorted(found["order"]) == sorted(exact["order"])
     assert found["ordered"] == exact["order"]

@@ -22,7 +22,7 @@ from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.loss import global_mean
 from tests.lightning.jobs import build_trainer, elastic_environment
 
-# As long as one rank's part of a sequence on two ranks: nothing can be told by sizes.
+# The local length of a sequence on two ranks: sizes are ambiguous.
 WIDTH, LENGTH = 32, 64
 
 SOURCES = ("logits", "hidden", "labels", "input_ids", "mask", "correct", "score", "loss_by_token")
@@ -165,7 +165,7 @@ class Drawn(pl.LightningModule):
             return self.cp.pool(x.double(), how)
         real = self.batch["attention_mask"].double()
         place = torch.arange(real.shape[1]).double()
-        if x.shape[1] != len(place):  # cut short by the step itself: refused on ranks
+        if x.shape[1] != len(place):  # truncated by the step: raises on ranks
             return x.double().mean(1)
         if how == "mean":
             weights = real / real.sum(1, keepdim=True)
@@ -325,7 +325,7 @@ def one(batch: dict[str, Tensor]) -> DataLoader:
 
 
 def run_case(case: Case, trainer: pl.Trainer) -> list[Any]:
-    """Return what leaves the steps, batch by batch, up to a refusal."""
+    """Return the outputs of the steps, batch by batch, until one raises."""
     module, found = Drawn(case), []
     for batch in build_batches():
         try:

@@ -1,4 +1,4 @@
-"""Lightning runs on ranks, and the same training by hand on one process."""
+"""Lightning runs on ranks, and the same training in plain torch on one process."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ VOCAB = 61
 
 
 class PackedRows(Dataset):
-    """Rows of three documents, one of a single token; some rows have hardly any labels."""
+    """Samples of three documents, one of a single token; some have few labels."""
 
     def __init__(self, num_rows: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ class PackedRows(Dataset):
         }
 
     def rows(self, start: int, stop: int) -> Rows:
-        """Return rows as the reference wants them."""
+        """Return samples in the format of the reference."""
         documents = self.documents[start:stop]
         place = torch.arange(LENGTH).expand(len(documents), -1)
         new = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0))
@@ -79,7 +79,7 @@ class Module(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        # Callbacks and hooks must see the gradient of the whole window, before it is clipped.
+        # Callbacks and hooks must see the gradient of the full window, before it is clipped.
         grads = [full(p.grad) for p in self.parameters() if p.grad is not None]
         squares = [grad.double().square().sum() for grad in grads]
         self.grad_norms.append(float(torch.stack(squares).sum().sqrt()))
@@ -88,7 +88,7 @@ class Module(LightningModule):
         logits = self.logits(batch)
         loss = token_mean(logits, batch["labels"])
         self.log("val_loss", loss)
-        # A metric over this rank's tokens: its states are summed over the ranks.
+        # A metric over this rank's tokens: its states are reduced over the ranks.
         known = batch["labels"] != -100
         self.accuracy(logits.argmax(-1)[known] % 2, known[known].float())
         self.log("val_metric", self.accuracy)
@@ -104,7 +104,7 @@ class Module(LightningModule):
 
 
 class ManualModule(Module):
-    """The same by manual optimization, weighing, accumulating and clipping by hand."""
+    """The same with manual optimization: weights, accumulates and clips explicitly."""
 
     def __init__(self, *, accumulate: int, clip: float | None, **options: Any) -> None:
         super().__init__(**options)
@@ -129,7 +129,7 @@ class ManualModule(Module):
 
 
 def full(x: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor."""
+    """Return the full tensor of a sharded one."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -152,15 +152,15 @@ class Fit:
 
 
 def on_gpu() -> bool:
-    """Say whether the processes of the pool work on a GPU."""
+    """Return whether the processes of the pool use a GPU."""
     return dist.is_initialized() and "nccl" in dist.get_backend()
 
 
 @contextmanager
 def elastic_environment() -> Iterator[None]:
-    """Look like a process that torchrun has started."""
+    """Set the environment variables of a process that torchrun has started."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())  # noqa: TID251
-    # Ranks that share a GPU look like nodes with one GPU each.
+    # Ranks that share a GPU appear as nodes with one GPU each.
     nodes = on_gpu()
     added = {
         "RANK": rank,
@@ -181,8 +181,8 @@ def elastic_environment() -> Iterator[None]:
 
 
 def build_strategy(**options: Any) -> ContextParallelStrategy:
-    """Build a strategy in which all processes of the pool share every row by default."""
-    if on_gpu():  # by default it is the processes of a node
+    """Build a strategy in which by default all processes of the pool are context ranks."""
+    if on_gpu():  # the default is the processes of a node
         dp_size = options.get("data_parallel_size", 1)
         options.setdefault("context_parallel_size", dist.get_world_size() // dp_size)  # noqa: TID251
     return ContextParallelStrategy(**options)
@@ -204,14 +204,14 @@ def build_trainer(**options: Any) -> Trainer:
 
 
 def loader(rows: Dataset, dp_size: int) -> DataLoader:
-    """Give two rows per microbatch, over all data ranks, in order (Lightning would shuffle)."""
+    """Return a loader of two samples per microbatch, over all data ranks, in order."""
     cp_size = dist.get_world_size() // dp_size  # noqa: TID251
     sampler = DistributedSampler(rows, dp_size, dist.get_rank() // cp_size, shuffle=False)
     return DataLoader(rows, batch_size=2 // dp_size, sampler=sampler)
 
 
 def run_fit(fit: Fit) -> dict[str, Any]:
-    """Train on the ranks of the pool, and return what this rank saw."""
+    """Train on the ranks of the pool, and return the results of this rank."""
     with elastic_environment():
         rows, val_rows = PackedRows(2 * fit.num_microbatches), PackedRows(6, seed=1)
         options: dict[str, Any] = {"dtype": fit.dtype}
@@ -241,7 +241,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
 
 
 def run_alone(fit: Fit) -> dict[str, Any]:
-    """Train by hand, on one process that sees the whole global batch."""
+    """Train in plain torch, on one process with the full global batch."""
     model = build_model(fit.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     rows, val_rows = PackedRows(2 * fit.num_microbatches), PackedRows(6, seed=1)

@@ -436,7 +436,7 @@ def _(path):
 
 
 class Data(pl.LightningDataModule):
-    """A data module that counts, remembers, and alters batches on their way."""
+    """A data module that counts and changes batches, and has a state."""
 
     def __init__(self):
         super().__init__()
@@ -491,7 +491,7 @@ def _(path):
 
 
 class ByLength(torch.utils.data.Sampler):
-    """A batch sampler of a user: batches in an order of its own."""
+    """A batch sampler of a user, with another order."""
 
     def __init__(self, rows, batch_size=2):
         self.rows, self.batch_size = rows, batch_size
@@ -531,7 +531,7 @@ def _(path):
 
 
 def other_order(found: Any, exact: Any, size: int) -> None:
-    """Lightning seeds anew when processes have connected: rows come in another order."""
+    """Lightning seeds again once processes are connected: samples have another order."""
     assert len(found["losses"]) == len(exact["losses"])
     assert found["losses"][0] != approx(exact["losses"][0])
 
@@ -676,7 +676,7 @@ def _(path):
 
 
 class Tokenizer:
-    """As much of a tokenizer as the collators ask for; there is no model hub here."""
+    """The part of a tokenizer that collators use; tests have no access to the hub."""
 
     def __new__(cls):
         from tokenizers import Tokenizer as Fast
@@ -743,7 +743,7 @@ def _(path):
 
 
 def kept_apart(found: Any, exact: Any, size: int) -> None:
-    """Here rows stay apart, as if they were padded; stock SDPA with a cache lets them mix."""
+    """Samples are separate here, as if padded; stock SDPA with a cache mixes them."""
     assert found["losses"][:3] == [pytest.approx(x, rel=1e-5) for x in exact["padded"][:3]]
     assert found["losses"][0] != pytest.approx(exact["losses"][0], rel=1e-4)
 
@@ -768,7 +768,7 @@ def _(path):
             return DataLoader(rows, batch_size=2, collate_fn=DataCollatorForSeq2Seq(Tokenizer()))
 
         def training_step(self, batch, batch_idx):
-            # Not logged: over an epoch it is weighted by tokens, where one device takes rows.
+            # Not logged: over an epoch it is weighted by tokens, on one device by samples.
             loss = self.model(**batch).loss
             self.seen.append(float(loss.detach()))
             return loss

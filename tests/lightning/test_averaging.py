@@ -64,7 +64,7 @@ class Net(LightningModule):
 
 
 class ByHand(Net):
-    """Keeps an AveragedModel as a part of itself and validates with it."""
+    """Holds an AveragedModel as a submodule and validates with it."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class ByHand(Net):
 
 
 class OwnEMA(Callback):
-    """What many write themselves: a list of clones, swapped for validation."""
+    """A common handwritten EMA: a list of clones, swapped for validation."""
 
     def __init__(self):
         self.shadow, self.backup = None, None
@@ -215,18 +215,18 @@ def finish(job, trainer, module, train, val, losses):
     return weights, losses, trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0
 
 
-def same(found, exact, tolerance=1e-12):
-    assert found[0].keys() == exact[0].keys()
+def same(result, exact, tolerance=1e-12):
+    assert result[0].keys() == exact[0].keys()
     for name, value in exact[0].items():
-        assert torch.allclose(found[0][name], value, rtol=0, atol=tolerance), name
-    assert found[1] == pytest.approx(exact[1], abs=tolerance)
-    assert found[2] == pytest.approx(exact[2], rel=1e-12)
+        assert torch.allclose(result[0][name], value, rtol=0, atol=tolerance), name
+    assert result[1] == pytest.approx(exact[1], abs=tolerance)
+    assert result[2] == pytest.approx(exact[2], rel=1e-12)
 
 
 def check(ranks, size, job, **changes):
     exact = run(job)
-    for found in ranks(size).run(run, replace(job, **changes)):
-        same(found, exact)
+    for result in ranks(size).run(run, replace(job, **changes)):
+        same(result, exact)
 
 
 QUICK = ["ema"]
@@ -295,10 +295,10 @@ def test_a_resumed_run_averages_on(ranks, tmp_path, name, form, where):
         same(resumed(job, run(resuming)), resumed(job, exact))
         return
     strategy = {"parameter_sharding": "none"} if where == "none" else {}
-    for found in ranks(2 if where == "none" else where).run(
+    for result in ranks(2 if where == "none" else where).run(
         run, replace(resuming, strategy=strategy)
     ):
-        same(resumed(job, found), resumed(job, exact))
+        same(resumed(job, result), resumed(job, exact))
 
 
 @pytest.mark.slow
@@ -306,16 +306,16 @@ def test_checkpoints_hold_the_averaged_weights(ranks, tmp_path):
     run(Run("ema", save=str(tmp_path / "plain")))
     ranks(2).run(run, Run("ema", save=str(tmp_path / "ranks")))
     exact = Net.load_from_checkpoint(tmp_path / "plain" / "epoch=1.ckpt").state_dict()
-    found = Net.load_from_checkpoint(tmp_path / "ranks" / "epoch=1.ckpt").state_dict()
+    result = Net.load_from_checkpoint(tmp_path / "ranks" / "epoch=1.ckpt").state_dict()
     whole = saving.pl_load(tmp_path / "ranks" / "epoch=1.ckpt")["current_model_state"]
     for name, value in exact.items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
+        assert torch.allclose(result[name], value, rtol=0, atol=1e-12), name
         assert whole[name].shape == value.shape
-    assert not torch.equal(whole["model.head.weight"], found["model.head.weight"])
+    assert not torch.equal(whole["model.head.weight"], result["model.head.weight"])
 
 
 class Record(Callback):
-    """Averages what the model holds after each step, whole, in float32."""
+    """Averages the full parameters after each step, in float32."""
 
     def __init__(self, average):
         self.average, self.by_hand = average, None
@@ -368,7 +368,7 @@ class Late(Net):
 
 
 class SharesItself(Late):
-    """Shards itself, where WeightAveraging calls configure_model."""
+    """Shards its model in configure_model(), which WeightAveraging calls."""
 
     def configure_model(self):
         if not hasattr(self, "model"):
@@ -391,16 +391,16 @@ def run_late(module, name):
 
 
 def test_a_model_that_was_copied_too_early_is_refused(ranks):
-    for said in ranks(2).run(run_late, Late, "swa"):
-        assert "StochasticWeightAveraging has copied the LightningModule in its setup()" in said
-        assert "use WeightAveraging" in said
+    for message in ranks(2).run(run_late, Late, "swa"):
+        assert "StochasticWeightAveraging has copied the LightningModule in its setup()" in message
+        assert "use WeightAveraging" in message
 
 
 @pytest.mark.slow
 def test_what_configure_model_has_sharded_is_averaged(ranks):
     exact = run(Run("ema", epochs=2))[0]
-    for found in ranks(2).run(run_late, SharesItself, "ema"):
-        for name, value in found.items():
+    for result in ranks(2).run(run_late, SharesItself, "ema"):
+        for name, value in result.items():
             assert torch.allclose(value, exact[name], rtol=0, atol=1e-12), name
 
 
@@ -410,7 +410,7 @@ def load_whole(state):
             strategy=build_strategy(), max_steps=1, callbacks=[LoadAtStart(state)]
         )
         trainer.fit(Net(), DataLoader(PackedRows(4), batch_size=2, collate_fn=collate))
-        return trainer.callbacks[0].found
+        return trainer.callbacks[0].weights
 
 
 class LoadAtStart(Callback):
@@ -419,10 +419,10 @@ class LoadAtStart(Callback):
 
     def on_train_start(self, trainer, pl_module):
         pl_module.load_state_dict(self.state)
-        self.found = {n: full(x.detach()).clone() for n, x in pl_module.state_dict().items()}
+        self.weights = {n: full(x.detach()).clone() for n, x in pl_module.state_dict().items()}
 
 
 def test_a_sharded_module_loads_a_whole_state_dict(ranks):
     state = {n: torch.randn_like(x) for n, x in Net().state_dict().items()}
-    for found in ranks(3).run(load_whole, state):
-        assert all(torch.equal(found[name], value) for name, value in state.items())
+    for result in ranks(3).run(load_whole, state):
+        assert all(torch.equal(result[name], value) for name, value in state.items())

@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def rows(length, seed, shape="dict"):
-    """Four rows whose labels begin at different places, in the form that a loader gives them."""
+    """Return four samples whose labels start at different positions, as a loader returns them."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 61, (4, length), generator=generator)
     labels = tokens.clone()
@@ -52,7 +52,7 @@ def rows(length, seed, shape="dict"):
 
 
 class Module(pl.LightningModule):
-    """Trains on whatever it is given; ``kind`` says how it is read."""
+    """Trains on batches of different structures, selected by ``kind``."""
 
     def __init__(self, kind, checkpointing=False):
         super().__init__()
@@ -229,7 +229,7 @@ def test_a_model_of_hugging_face_takes_parts_one_after_the_other(ranks):
 
 
 def refusal(name, sequence_dims, accumulate=1):
-    """Return what a run on parts of other lengths says."""
+    """Return the errors of runs on parts with different lengths."""
     with elastic_environment():
         module, strategy = Module("apart"), ContextParallelStrategy(sequence_dims=sequence_dims)
         if name == "outside":

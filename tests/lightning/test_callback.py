@@ -1,4 +1,4 @@
-"""What a run tells about itself."""
+"""The callback: measurements, verification of the first batch, log lines."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ EDGES = [11, 17]
 
 
 class HandWritten(nn.Module):
-    """Attention that nobody can see."""
+    """Handwritten attention, which cannot be routed."""
 
     def __init__(self):
         super().__init__()
@@ -51,13 +51,13 @@ class HandModule(Module):
 
 
 def run(module_class, dp_size, options, *arguments):
-    """Fit with the callback, and return what it logged and said."""
-    api._say.cache_clear()  # each choice is said once in a process, and others ran here
-    said = []
+    """Fit with the callback, and return metrics or an error, log lines and the saved state."""
+    api._say.cache_clear()  # each choice is logged once per process, and other tests ran here
+    lines = []
 
     class Listening(logging.Handler):
         def emit(self, record):
-            said.append(record.getMessage())
+            lines.append(record.getMessage())
 
     logger, handler = logging.getLogger("lightning_cp"), Listening()
     logger.addHandler(handler)
@@ -77,57 +77,57 @@ def run(module_class, dp_size, options, *arguments):
                     module, loader(PackedRows(8), dp_size), loader(PackedRows(6, seed=1), dp_size)
                 )
             except (RuntimeError, ValueError) as error:
-                return str(error), said
-            kept = callback.state_dict()
-            return {k: float(v) for k, v in trainer.callback_metrics.items()}, said, kept
+                return str(error), lines
+            state = callback.state_dict()
+            return {k: float(v) for k, v in trainer.callback_metrics.items()}, lines, state
     finally:
         logger.removeHandler(handler)
 
 
 class Frozen(Module):
-    """Does not learn: validation is that of the first weights."""
+    """Does not learn: validation runs with the initial weights."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 @pytest.mark.parametrize(("dp_size", "cp_size"), [(1, 2), (2, 2)])
-def test_figures_are_those_of_the_whole_job(ranks, dp_size, cp_size):
+def test_measurements_are_those_of_the_job(ranks, dp_size, cp_size):
     options = {"verify_first_batch": True, "verify_max_len": 12, "position_edges": EDGES}
-    found = ranks(dp_size * cp_size).run(run, Frozen, dp_size, {**options, "every_n_steps": 2})
+    results = ranks(dp_size * cp_size).run(run, Frozen, dp_size, {**options, "every_n_steps": 2})
     model, rows = build_model(torch.float32), PackedRows(6, seed=1)
     with torch.no_grad():
         total, count = whole_loss(model, rows.rows(0, 6))
-    for rank, (metrics, said, kept) in enumerate(found):
+    for rank, (metrics, lines, state) in enumerate(results):
         assert metrics["val_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
         per_device = metrics["tokens_per_second"] / metrics["tokens_per_second_per_device"]
         assert per_device == pytest.approx(dp_size * cp_size, rel=1e-3)
         assert metrics["peak_memory_gb"] > 0.01
         assert 1 <= metrics["work_imbalance"] < cp_size
-        assert kept == {"verified": True}
-        lines = [line for line in said if line.startswith(("context parallelism:", "verified:"))]
-        assert len(lines) == (2 if rank == 0 else 0)
-    line = found[0][1][0]
-    for part in (f"{dp_size} data x {cp_size} context ranks", "layout zigzag (auto", "kernel cpu"):
-        assert part in line, line
-    assert any("layout=balanced" in line for line in found[0][1])  # what documents made of it
+        assert state == {"verified": True}
+        own = [line for line in lines if line.startswith(("context parallelism:", "verified:"))]
+        assert len(own) == (2 if rank == 0 else 0)
+    line = results[0][1][0]
+    assert line == (
+        f"context parallelism: data={dp_size} context={cp_size} device=cpu layout=auto "
+        "algorithm=auto kernel=auto parameter_sharding=full"
+    )
+    assert any("layout=balanced" in line for line in results[0][1])  # because of the documents
 
 
-def test_the_loss_by_position_is_that_of_whole_rows(ranks):
+def test_the_loss_by_position_is_that_of_full_sequences(ranks):
     options = {"position_edges": EDGES}
     model, rows = build_model(torch.float32), PackedRows(6, seed=1)
     sums = {name: [0.0, 0] for name in ("0-11", "11-17", "17-")}
     for row in range(6):
-        given = rows.rows(row, row + 1)
+        sample = rows.rows(row, row + 1)
         for place in range(LENGTH - 1):
-            alone = given.batch["labels"].clone()
-            keep = alone[0, place + 1].clone()
-            alone.fill_(-100)
-            alone[0, place + 1] = keep
-            given.batch["labels"] = alone
+            labels = torch.full_like(sample.batch["labels"], -100)
+            labels[0, place + 1] = sample.batch["labels"][0, place + 1]
+            sample.batch["labels"] = labels
             with torch.no_grad():
-                total, count = whole_loss(model, given)
-            given = rows.rows(row, row + 1)
+                total, count = whole_loss(model, sample)
+            sample = rows.rows(row, row + 1)
             name = "0-11" if place < 11 else "11-17" if place < 17 else "17-"
             sums[name] = [sums[name][0] + float(total), sums[name][1] + int(count)]
     for metrics, *_ in ranks(2).run(run, Frozen, 1, options):
@@ -143,8 +143,8 @@ def run_counting():
             strategy=ContextParallelStrategy(), max_epochs=1, callbacks=[callback]
         )
         trainer.fit(Module(), loader(PackedRows(8), 1))
-        callback._since = time.perf_counter() - 100
-        return 100 * callback._figures(trainer.strategy)["tokens_per_second"]
+        callback._start_time = time.perf_counter() - 100
+        return 100 * callback._measure(trainer.strategy)["tokens_per_second"]
 
 
 def test_tokens_are_not_counted_once_per_rank(ranks):
@@ -155,18 +155,18 @@ def test_tokens_are_not_counted_once_per_rank(ranks):
 def test_a_model_that_is_not_exact_is_stopped_before_training(ranks):
     options = {"verify_first_batch": True, "verify_max_len": 12}
     first = {**options, "strategy": {"verify_steps": False}}
-    for said, _ in ranks(2).run(run, HandModule, 1, first):
-        assert "Context parallelism changes the numbers of this model" in said
-        assert "model.tokens.weight" in said
-    for said, _ in ranks(2).run(run, HandModule, 1, options):  # in the sanity check already
-        assert "Context parallelism changes the numbers of this model" in said
-        assert "validation_step() logged 'val_loss'" in said
+    for message, _ in ranks(2).run(run, HandModule, 1, first):
+        assert "Context parallelism changes the numbers of this model" in message
+        assert "model.tokens.weight" in message
+    for message, _ in ranks(2).run(run, HandModule, 1, options):  # in the sanity check already
+        assert "Context parallelism changes the numbers of this model" in message
+        assert "validation_step() logged 'val_loss'" in message
 
 
 def test_manual_steps_are_not_verified_by_running_them(ranks):
     options = {"verify_first_batch": True}
-    for said, _ in ranks(2).run(run_manual, options):
-        assert "cannot be verified: it would train" in said
+    for message, _ in ranks(2).run(run_manual, options):
+        assert "cannot be verified: it would train" in message
 
 
 def run_manual(options):
@@ -178,7 +178,7 @@ class Manual(ManualModule):
         super().__init__(accumulate=1, clip=None)
 
 
-def test_other_strategies_are_refused():
+def test_other_strategies_raise():
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -199,19 +199,19 @@ def loader_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"position_edges": [9, 5]}, r"position_edges=\[9, 5\] must rise"),
-        ({"position_edges": [0, 5]}, "must rise, and begin above 0"),
+        ({"position_edges": [9, 5]}, r"position_edges=\[9, 5\] must be positive and"),
+        ({"position_edges": [0, 5]}, "must be positive and strictly increasing"),
         ({"every_n_steps": 0}, "must be at least 1"),
         ({"verify_max_len": 0}, "must be at least 1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         ContextParallelCallback(**options)
 
 
 def test_perplexity_is_not_the_mean_of_means():
     logits, labels = torch.randn(2, 5, 7), torch.tensor([[1] * 5, [1, -100, -100, -100, -100]])
-    whole = cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten())
     means = [cross_entropy(logits[i], labels[i]) for i in range(2)]
-    assert not torch.isclose(whole, sum(means) / 2)
+    assert not torch.isclose(expected, sum(means) / 2)

@@ -30,7 +30,7 @@ from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
-NUM_ROWS = 4  # two steps of two rows in an epoch
+NUM_ROWS = 4  # two steps of two samples in an epoch
 
 
 class AdamModule(Module):
@@ -64,7 +64,7 @@ class StrictAdapter(AdamModule):
 
 
 class WithAdapter(StrictAdapter):
-    """And says so."""
+    """With strict loading."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Run:
 
 
 def run(job):
-    """Train, and return the losses, or what was said against it."""
+    """Train, and return the losses, or the error."""
     with elastic_environment():
         module = job.module()
         trainer = build_trainer(
@@ -184,7 +184,7 @@ def test_adapters_may_be_missing_from_a_checkpoint_when_that_is_said(ranks, save
 
 
 class Plain(pl.LightningModule):
-    """The same model without any of ours, on whole rows."""
+    """The same model in plain torch, on full sequences."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ class OnMeta(Module):
 
 
 class WithReset(TinyLM):
-    """The tiny model; what it holds by itself in blocks can be set anew."""
+    """The tiny model; parameters of its blocks can be initialised again."""
 
 
 def run_meta(source):

@@ -1,4 +1,4 @@
-"""Data through the strategy: the same rows for ranks that share them, other rows for the others."""
+"""Data through the strategy: equal batches on context ranks, different ones on data ranks."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Numbered(Dataset):
-    """Rows that tell their own number; perhaps with a random one beside it."""
+    """Samples that hold their index; optionally with a random number."""
 
     def __init__(self, length=8, noise=False):
         self.length, self.noise = length, noise
@@ -32,7 +32,7 @@ class Numbered(Dataset):
 
 
 class Stream(IterableDataset):
-    """Splits itself by whatever rank it is told."""
+    """An iterable dataset, split by a rank of choice."""
 
     def __init__(self, split):
         self.split = split
@@ -45,7 +45,7 @@ class Stream(IterableDataset):
 
 
 class Watching(Module):
-    """Writes down the whole batches that callbacks and hooks see."""
+    """Records the full batches that callbacks and hooks see."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Watching(Module):
 
 
 def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit", **options):
-    """Fit and return the rows that were seen, or what was said against it."""
+    """Fit and return the samples that were seen, or the error."""
     with elastic_environment():
         os.environ.pop("PL_SEED_WORKERS", None)
         multiprocessing.current_process()._config["daemon"] = False  # loaders may have workers

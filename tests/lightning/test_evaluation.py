@@ -1,4 +1,4 @@
-"""What leaves evaluation and training steps: as on one device, or refused on all ranks."""
+"""Outputs of evaluation and training steps: as on one device, or an error on all ranks."""
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_cp import token_mean
-from lightning_cp.lightning.logs import kept_attributes
+from lightning_cp.lightning.module_state import restored_attributes
 from tests.lightning.generated_steps import (
     Case,
     Drawn,
@@ -72,7 +72,7 @@ def test_300_drawn_steps_give_what_one_device_gives_or_are_refused(ranks, size):
 
 
 class Step(Drawn):
-    """One step that people write; ``kind`` says which."""
+    """One step as users write it, selected by ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(Case(0))
@@ -157,7 +157,7 @@ class Step(Drawn):
         return out
 
     def right_tokens(self, out, batch):
-        # Across the sequence, in an array, in numbers of its own: shown by the trial run alone.
+        # Across the sequence, in an array, as plain numbers: only the trial run can tell.
         return [out.logits.argmax(-1), out.logits.mT.numpy(), out.logits.softmax(-1)[..., :3]]
 
     def right_collection(self, out, batch):
@@ -244,7 +244,10 @@ def test_what_one_rank_computes_alone_is_refused_on_all(ranks, size):
     for found in ranks(size).run(run_steps_on_ranks, WRONG, {}):
         for kind in WRONG:
             assert isinstance(found[kind], str), (kind, found[kind])
-            assert REFUSED.get(kind, "validation_step() returned it") in found[kind], (kind, found)
+            assert REFUSED.get(kind, "validation_step() returned output") in found[kind], (
+                kind,
+                found,
+            )
             assert "context_parallel" in found[kind]
 
 
@@ -269,7 +272,7 @@ def test_without_a_trial_run_ranks_still_compare(ranks):
 
 
 class Training(Step):
-    """Trains and logs; ``kind`` says what."""
+    """Trains and logs, selected by ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -320,8 +323,8 @@ TRAINED = {
 
 
 def run_training():
-    """Return what is said of each training step."""
-    said = {}
+    """Return the result of each training step."""
+    results = {}
     for kind in TRAINED:
         with elastic_environment():
             loss = "local_mean" if kind == "shifted local mean" else "auto"
@@ -333,16 +336,16 @@ def run_training():
             try:
                 trainer.fit(module, loader)
             except (ValueError, RuntimeError) as error:
-                said[kind] = str(error)
+                results[kind] = str(error)
             else:
-                said[kind] = f"trained in {module.calls} calls"
-    return said
+                results[kind] = f"trained in {module.calls} calls"
+    return results
 
 
 def test_what_training_logs_is_global_or_refused(ranks):
-    for said in ranks(2).run(run_training, timeout=300):
+    for results in ranks(2).run(run_training, timeout=300):
         for kind, expected in TRAINED.items():
-            assert expected in said[kind], (kind, said[kind])
+            assert expected in results[kind], (kind, results[kind])
 
 
 class Unlabelled(Step):
@@ -392,7 +395,7 @@ def test_a_trial_run_leaves_nothing_in_the_module():
     module = torch.nn.Linear(2, 2)
     module.by_loader, module.total, module.place = {0: [1]}, torch.zeros(()), (1, [2])
     module.array, module.view = np.zeros(2), torch.zeros(1).expand(3)
-    with kept_attributes(module):
+    with restored_attributes(module):
         module.by_loader[0].append(9)
         module.by_loader[1] = []
         module.total += 5

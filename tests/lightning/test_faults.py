@@ -1,4 +1,4 @@
-"""When a rank fails, all end soon and say why, and the last checkpoint serves."""
+"""When a rank fails, all ranks end soon with the reason, and the last checkpoint is usable."""
 
 import re
 

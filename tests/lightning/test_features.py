@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "lightning-features.md"
 
 
 def compare(found, exact, rel, at=""):
-    """Raise where what a rank found is not what one device found."""
+    """Raise if the result of a rank differs from that of one device."""
     if isinstance(exact, dict):
         assert found.keys() == exact.keys(), at
         for key in exact:
@@ -38,7 +38,7 @@ def compare(found, exact, rel, at=""):
 
 
 def known_to(rank, exact):
-    """Leave out what only rank 0 knows."""
+    """Remove the results that only rank 0 has."""
     if isinstance(exact, dict):
         return {k: known_to(rank, v) for k, v in exact.items() if rank == 0 or k != "rank 0"}
     if isinstance(exact, list | tuple):

@@ -30,7 +30,7 @@ class Module(Base):
 
 
 class Manual(Module):
-    """Recipes of manual optimization; ``kind`` says which."""
+    """Recipes of manual optimization, selected by ``kind``."""
 
     def __init__(self, kind):
         super().__init__()
@@ -162,7 +162,7 @@ def test_two_ranks_train_as_one_does(ranks, kind):
 
 
 class Partly(Module):
-    """Adds a term of this rank's tokens, or returns one beside a token mean."""
+    """Adds a term of this rank's tokens to a token mean, or returns it instead."""
 
     kind = "added"
 
@@ -200,7 +200,7 @@ class Failing(Module):
         raise RuntimeError("on purpose")
 
 
-def said(module, **options):
+def fit_message(module, **options):
     with elastic_environment():
         trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_steps=1)
         try:
@@ -211,21 +211,21 @@ def said(module, **options):
 
 
 def run_refusals():
-    """Return what is said of models that would be wrong, and of one that failed before."""
+    """Return the errors of models that would be wrong, and of one that failed before."""
     failing = Failing()
-    first = said(failing)
+    first = fit_message(failing)
     assert current() is None
     assert "log" not in failing.__dict__
     failing.__class__ = Module
     return {
-        "added": said(Partly()),
-        "instead": said(Instead()),
-        "conv": said(Mixing(nn.Conv1d(8, 8, 3, padding=1))),
-        "pointwise": said(Mixing(nn.Conv1d(8, 8, 1))),
-        "recurrence": said(Mixing(nn.GRU(8, 8, batch_first=True))),
-        "statistics": said(Mixing(nn.BatchNorm1d(8))),
+        "added": fit_message(Partly()),
+        "instead": fit_message(Instead()),
+        "conv": fit_message(Mixing(nn.Conv1d(8, 8, 3, padding=1))),
+        "pointwise": fit_message(Mixing(nn.Conv1d(8, 8, 1))),
+        "recurrence": fit_message(Mixing(nn.GRU(8, 8, batch_first=True))),
+        "statistics": fit_message(Mixing(nn.BatchNorm1d(8))),
         "failing": first,
-        "again": said(failing),
+        "again": fit_message(failing),
     }
 
 
@@ -256,7 +256,7 @@ class Drawing(Module):
         self.drawn = []
 
     def setup(self, stage):
-        # Every rank that shares the rows counts the same step: it is one.
+        # All context ranks count the same step: it is one.
         self.count.process_group = self.trainer.strategy.data_parallel_group
 
     def training_step(self, batch, batch_idx):
@@ -320,8 +320,8 @@ def test_predictions_of_all_kinds_are_whole_or_refused(ranks):
     for found, refused in ranks(2).run(run_predictions):
         assert found["output"].logits.shape[:2] == (2, 23)
         assert found["output"].name == "x"
-        assert found["features"].shape == (2, 12)  # one number per row, though 12 are local tokens
-        assert "predict_step() returned it" in refused
+        assert found["features"].shape == (2, 12)  # per sample, though 12 is the local length
+        assert "predict_step() returned output" in refused
         assert "cp.unshard(x, 1)" in refused
 
 
@@ -347,7 +347,7 @@ def test_however_a_loss_is_logged_it_is_the_mean_over_all_tokens(ranks):
 
 
 def run_check_after_validation():
-    """Validate often, then train on rows that differ between ranks."""
+    """Validate often, then train on samples that differ between ranks."""
     with elastic_environment():
         trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=2)
         module = Module()

@@ -17,8 +17,8 @@ FIT = Fit(
 )
 TWO = {0: (0, 0), 1: (0, 1)}
 FOUR = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
-"""Global rank -> data rank, context rank: neighbours share a row."""
-SPREAD = "share a row lie on"
+"""Global rank -> data rank, context rank: context ranks are neighbours."""
+SPREAD = "context ranks run on several hosts"
 
 
 @pytest.fixture

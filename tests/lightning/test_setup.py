@@ -1,6 +1,5 @@
-"""Set-up through the strategy: sizes, names, precisions, what is refused and how it is said."""
+"""Setup through the strategy: sizes, names, precisions, and the errors of wrong ones."""
 
-import os
 import subprocess
 import sys
 import time
@@ -17,9 +16,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 
 import lightning_cp.adapters
-import lightning_cp.lightning.strategy
 from lightning_cp import ContextParallelStrategy, torch_private
 from lightning_cp.comm.mesh import Sizes, resolve_sizes
+from lightning_cp.lightning import launch
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
 
 pytestmark = pytest.mark.ranks
@@ -66,7 +65,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* not supported yet"),
         ({"loss": "sum"}, "loss='sum' is unknown. Use one of 'auto', 'local_mean'"),
         ({"layout": "round"}, "layout='round' is unknown"),
         ({"balance_window": 0}, r"Mask\(window=0\): a window holds at least 1 key"),
@@ -76,6 +74,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
         ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
+        ({"verify_max_len": 1}, "verify_max_len=1: .* Use 2 or more, or verify_steps=False"),
     ],
 )
 def test_options_that_do_not_exist_are_refused_at_once(options, message):
@@ -83,11 +82,16 @@ def test_options_that_do_not_exist_are_refused_at_once(options, message):
         ContextParallelStrategy(**options)
 
 
-def test_what_needs_processes_says_when_it_is_there():
+def test_there_is_no_tensor_parallel_size():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tensor_parallel_size'"):
+        ContextParallelStrategy(tensor_parallel_size=2)
+
+
+def test_properties_that_need_processes_say_when_they_are_available():
     strategy = ContextParallelStrategy()
-    with pytest.raises(RuntimeError, match="strategy.context_parallel is there once processes"):
+    with pytest.raises(RuntimeError, match="strategy.context_parallel is available once"):
         _ = strategy.context_parallel
-    with pytest.raises(RuntimeError, match="strategy.shard_mesh is there once processes"):
+    with pytest.raises(RuntimeError, match="strategy.shard_mesh is available once"):
         _ = strategy.shard_mesh
 
 
@@ -107,7 +111,7 @@ def test_names_are_registered_whichever_is_imported_first(first):
 
 
 def test_an_interactive_session_is_refused(monkeypatch):
-    monkeypatch.setattr(lightning_cp.lightning.strategy, "_is_interactive", lambda: True)
+    monkeypatch.setattr(launch, "_is_interactive", lambda: True)
     with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
         pl.Trainer(strategy=ContextParallelStrategy(), accelerator="cpu", devices=2, logger=False)
 
@@ -154,7 +158,7 @@ class Choosing(Module):
 
 
 class Named:
-    """An adapter that takes what it is asked about."""
+    """An adapter that matches Chooser."""
 
     undone = 0
 
@@ -173,7 +177,7 @@ class Named:
 
 
 def fit_message(module, strategy, **options):
-    """Fit, and return what was said against it."""
+    """Fit, and return the error, or "trained"."""
     with elastic_environment():
         try:
             trainer = build_trainer(strategy=strategy, max_steps=1, **options)
@@ -184,9 +188,9 @@ def fit_message(module, strategy, **options):
 
 
 def run_setups():
-    """Return what each way of setting up says."""
+    """Return the error of each setup."""
     new = ContextParallelStrategy
-    said = {
+    messages = {
         "iterator": fit_message(Iterating(), new()),
         "stray parameter": fit_message(Stray(), new()),
         "own sharding": fit_message(Sharding("all"), new()),
@@ -200,15 +204,15 @@ def run_setups():
         "devices": fit_message(Module(), new(), devices=1),
         "devices, nodes": fit_message(Module(), new(), num_nodes=2),
     }
-    found = EntryPoint("torch", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
+    point = EntryPoint("torch", f"{__name__}:Named", lightning_cp.adapters.ADAPTERS)
     original = lightning_cp.adapters.entry_points
-    lightning_cp.adapters.entry_points = lambda group: [found]
+    lightning_cp.adapters.entry_points = lambda group: [point]
     try:
         module = Choosing()
-        said["adapter"] = fit_message(module, new()), module.inner.enabled, Named.undone
+        messages["adapter"] = fit_message(module, new()), module.inner.enabled, Named.undone
     finally:
         lightning_cp.adapters.entry_points = original
-    return said
+    return messages
 
 
 EXPECTED = {
@@ -227,12 +231,12 @@ EXPECTED = {
 
 
 def test_what_would_go_wrong_is_refused_at_set_up_by_all_ranks(ranks):
-    for rank, said in enumerate(ranks(2).run(run_setups)):
+    for rank, messages in enumerate(ranks(2).run(run_setups)):
         for name, message in EXPECTED.items():
-            assert message in said[name], (name, said[name])
-        assert said["adapter"] == ("trained", True, 1)
+            assert message in messages[name], (name, messages[name])
+        assert messages["adapter"] == ("trained", True, 1)
         has_device = "The launcher started 2 processes, but Trainer(devices=1, num_nodes=1)"
-        assert (has_device if rank == 0 else "Process 1 of this node has no device") in said[
+        assert (has_device if rank == 0 else "Process 1 of this node has no device") in messages[
             "devices"
         ]
 
@@ -257,15 +261,47 @@ def run_groups():
 
 
 def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
-    found = ranks(4).run(run_groups)
-    assert [places for *_, places in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for timeouts, made, _ in found:
+    results = ranks(4).run(run_groups)
+    assert [places for *_, places in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for timeouts, made, _ in results:
         assert set(timeouts[:2] + timeouts[3:]) == {timedelta(seconds=77)}
         assert made <= 5, made
 
 
+class Watching(Module):
+    """Fails in its second run; sees whether evaluation is in inference mode."""
+
+    def validation_step(self, batch, batch_idx):
+        self.inference = torch.is_inference_mode_enabled()
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        raise RuntimeError("on purpose")
+
+
+def run_inference_mode():
+    """Return whether evaluation ran in inference mode, and the settings of the Trainer's loops."""
+    with elastic_environment():
+        module = Watching()
+        trainer = build_trainer(strategy=ContextParallelStrategy())
+        loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        trainer.predict_loop.inference_mode = False
+        trainer.validate(module, loader(PackedRows(2), 1), verbose=False)
+        after = [[loop.inference_mode for loop in loops]]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            trainer.test(module, loader(PackedRows(2), 1))
+        after.append([loop.inference_mode for loop in loops])
+        return module.inference, after
+
+
+def test_the_trainers_inference_mode_is_restored(ranks):
+    for inference, after in ranks(2).run(run_inference_mode):
+        assert not inference
+        assert after == [[True, True, False]] * 2
+
+
 def run_exits(num_fits):
-    """Return what fits leave to do for the end of the process."""
+    """Return the functions that fits register for interpreter exit."""
     left = []
     with pytest.MonkeyPatch.context() as patch, elastic_environment():
         patch.setattr(torch_private.atexit, "register", lambda *call: left.append(call))
@@ -277,28 +313,27 @@ def run_exits(num_fits):
     return left
 
 
-def test_gloo_has_time_to_put_down_its_tensors_before_the_process_ends(ranks):
+def test_gloo_has_time_to_release_its_tensors_before_the_process_ends(ranks):
     assert ranks(2).run(run_exits, 2) == [[(time.sleep, 0.1)]] * 2
 
 
 def run_spread(nodes, per_node, cp_size):
-    """Return what is said of ranks that lie on these nodes."""
-    with elastic_environment():
-        said = []
-        os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])
-        original = lightning_cp.lightning.strategy.rank_zero_warn
-        lightning_cp.lightning.strategy.rank_zero_warn = said.append
-        try:
-            strategy = ContextParallelStrategy(context_parallel_size=cp_size)
-            trainer = build_trainer(strategy=strategy, max_steps=1)
-            sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
-            trainer.fit(Module(), loader(PackedRows(4), sizes.data))
-            said.clear()
-            strategy.parallel_devices = [torch.device("cpu")] * per_node
-            strategy._warn_of_spread(sizes)
-        finally:
-            lightning_cp.lightning.strategy.rank_zero_warn = original
-        return said
+    """Return the warnings for ranks on these nodes."""
+    messages = []
+    with elastic_environment(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "rank_zero_warn", messages.append)
+        strategy = ContextParallelStrategy(context_parallel_size=cp_size)
+        trainer = build_trainer(strategy=strategy, max_steps=1)
+        sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
+        trainer.fit(Module(), loader(PackedRows(4), sizes.data))
+        messages.clear()
+        launch.warn_if_spread(
+            sizes,
+            strategy.shard_mesh,
+            node_rank=nodes[dist.get_rank()],
+            ranks_per_node=per_node,
+        )
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -315,9 +350,9 @@ def run_spread(nodes, per_node, cp_size):
     ],
 )
 def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks, nodes, per_node, cp_size, parts):
-    for said in ranks(4).run(run_spread, nodes, per_node, cp_size):
-        assert len(said) == bool(parts)
-        assert all(part in said[0] for part in parts)
+    for messages in ranks(4).run(run_spread, nodes, per_node, cp_size):
+        assert len(messages) == bool(parts)
+        assert all(part in messages[0] for part in parts)
 
 
 def test_a_precision_that_is_refused_is_refused_by_our_name():
@@ -341,15 +376,15 @@ class Logging(Module):
 
 
 def run_and_listen():
-    with elastic_environment(), warnings.catch_warnings(record=True) as heard:
+    with elastic_environment(), warnings.catch_warnings(record=True) as records:
         warnings.resetwarnings()
         trainer = build_trainer(strategy=ContextParallelStrategy(), max_epochs=1)
         trainer.fit(Logging(), loader(PackedRows(2), 1))
-    return [str(warning.message) for warning in heard]
+    return [str(warning.message) for warning in records]
 
 
 def test_nothing_is_advised_that_is_done_already(ranks):
-    heard = "\n".join(ranks(2).run(run_and_listen)[0])
-    assert "LeafSpec" not in heard
-    assert "self.log('whole_epoch', ..., sync_dist=True)" not in heard
-    assert "self.log('own', ..., sync_dist=True)" in heard  # what is not global still is
+    messages = "\n".join(ranks(2).run(run_and_listen)[0])
+    assert "LeafSpec" not in messages
+    assert "self.log('whole_epoch', ..., sync_dist=True)" not in messages
+    assert "self.log('own', ..., sync_dist=True)" in messages  # what is not global still is

@@ -1,4 +1,4 @@
-"""Steps through the strategy: losses that are refused, predictions, checkpointing, precisions."""
+"""Steps through the strategy: losses that raise, predictions, checkpointing, precisions."""
 
 import lightning.pytorch as pl
 import pytest
@@ -54,7 +54,7 @@ class ManualLocalMean(LocalMean):
 
 
 class Shifted(PackedRows):
-    """Rows whose labels stand where they are predicted; some rows have hardly any."""
+    """Samples whose labels are shifted already; some have few labels."""
 
     def __init__(self, num_rows):
         super().__init__(num_rows)
@@ -101,10 +101,10 @@ def test_a_local_mean_is_weighed_by_its_labels(ranks, manual):
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_a_loss_that_we_did_not_make_is_refused(ranks, manual):
-    for said in ranks(2).run(run_local_mean, manual, "auto"):
-        assert "not known to be a mean over the tokens of all ranks" in said
-        assert "loss='local_mean'" in said
+def test_a_loss_of_unknown_origin_raises(ranks, manual):
+    for message in ranks(2).run(run_local_mean, manual, "auto"):
+        assert "not known to be a mean over the tokens of all ranks" in message
+        assert "loss='local_mean'" in message
 
 
 def run_predict():
@@ -119,13 +119,13 @@ def run_predict():
         return [p["logits"] for p in predictions], predictions[0]["rows"].shape, tested[0]
 
 
-def test_predictions_come_back_as_whole_rows(ranks):
+def test_predictions_are_full_sequences(ranks):
     model, rows = build_model(torch.float32), PackedRows(4)
     total, count = whole_loss(model, rows.rows(0, 4))
     for found, other, tested in ranks(2).run(run_predict):
         logits = torch.cat(found)
         assert logits.shape == (4, LENGTH, VOCAB)
-        assert other == (2,)  # one number per row is left as it is
+        assert other == (2,)  # one number per sample is not changed
         targets = Shifted(4).labels
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
         assert float(loss) == pytest.approx(float((total / count).detach()), abs=1e-5)
@@ -156,7 +156,7 @@ def test_predictions_are_whole_along_whichever_dim_their_tokens_lie(ranks):
 
 
 class SdpaModule(pl.LightningModule):
-    """Stock SDPA under activation checkpointing, with nothing said about context parallelism."""
+    """Stock SDPA under activation checkpointing, without any call of lightning_cp."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -257,8 +257,8 @@ def run_two_losses(accumulate):
 
 def test_two_losses_over_different_tokens_are_not_accumulated(ranks):
     assert ranks(2).run(run_two_losses, 1) == ["trained", "trained"]
-    for said in ranks(2).run(run_two_losses, 2):
-        assert "two token means over different numbers of tokens" in said
+    for message in ranks(2).run(run_two_losses, 2):
+        assert "two token means over different numbers of tokens" in message
 
 
 def test_the_difference_that_tests_look_for_is_seen():

@@ -1,4 +1,4 @@
-"""Training through the strategy is the training of one process that saw the whole global batch."""
+"""Training through the strategy equals that of one process with the full global batch."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ MESHES = {"dp 1, cp 2": (1, 2), "dp 2, cp 2": (2, 2), "dp 1, cp 4": (1, 4), "dp 
 
 def check(ranks, world_size, fit, limit, metric_limit=1e-6):
     exact = run_alone(fit)
-    for found in ranks(world_size).run(run_fit, fit):
-        difference = worst(found, exact)
+    for result in ranks(world_size).run(run_fit, fit):
+        difference = worst(result, exact)
         if fit.manual:  # clipped by hand before the hook that writes the norm down
             difference.pop("grad_norms")
         assert difference.pop("metrics") < metric_limit, fit

@@ -131,11 +131,11 @@ class TiedBlocks(Base):
         first.norm.weight = self.model.body.norm.weight
 
 
-# ---------------------------------------------------------------- parts called by themselves
+# ---------------------------------------------------------------- submodules called directly
 
 
 class Parts(Base):
-    """Everything but the model itself is called, a block first of all."""
+    """Calls all submodules but not the model, a block first."""
 
     def logits(self, ids, positions):
         body = self.model.body
@@ -153,7 +153,7 @@ class Hidden(Base):
 
 
 class After(Base):
-    """The head again, after the whole model."""
+    """Calls the head again, after the full model."""
 
     def logits(self, ids, positions):
         logits = self.model(ids, positions)
@@ -337,7 +337,7 @@ class Between(Base):
 
 
 class TooLate(Between):
-    """The same, of which backward needs no value: nothing fails by itself."""
+    """The same with an operation whose backward needs no value, so that torch does not raise."""
 
     def logits(self, ids, positions):
         x = self.model.head(F.one_hot(ids % DIM, DIM).double())

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of how a job is launched: session, precision, placement of ranks on nodes."""
+
+import socket
+from typing import Final
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_cp.comm.mesh import Sizes, gather_objects
+
+PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+def check_precision(precision: object, strategy: str) -> None:
+    """Raise for a precision that the strategy does not support."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"Trainer(precision={precision!r}) is not supported by {strategy}. Use one of "
+            f"{', '.join(PRECISIONS)}."
+        )
+
+
+def check_session(strategy: str) -> None:
+    """Raise in a notebook or an interactive session, from which processes cannot be launched."""
+    if _is_interactive():
+        raise RuntimeError(
+            f"{strategy} starts one process per device, which a notebook or an interactive session "
+            "cannot do. Save the code as a script and run `python script.py`, or `torchrun "
+            "--nproc-per-node N script.py`."
+        )
+
+
+def _is_interactive() -> bool:
+    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+    return bool(_IS_INTERACTIVE)
+
+
+def warn_if_spread(sizes: Sizes, mesh: DeviceMesh, *, node_rank: int, ranks_per_node: int) -> None:
+    """Warn if context ranks run on several nodes although one node could hold them. Collective.
+
+    Args:
+        sizes: the sizes of the axes.
+        mesh: all ranks, as one axis.
+        node_rank: the node of this rank.
+        ranks_per_node: the number of ranks on each node.
+    """
+    hosts = gather_objects(mesh, f"{socket.gethostname()} (node {node_rank})")
+    size = sizes.ulysses if sizes.ulysses > 1 else sizes.context
+    groups = [hosts[start : start + size] for start in range(0, len(hosts), size)]
+    spread = [sorted(set(group)) for group in groups if len(set(group)) > 1]
+    if not spread or size > ranks_per_node:
+        return
+    fix = (
+        "Number ranks in blocks, node by node (SLURM: --distribution=block)."
+        if ranks_per_node % size == 0
+        else f"Use a context_parallel_size that divides the {ranks_per_node} devices of a node."
+    )
+    rank_zero_warn(
+        f"In {len(spread)} of {len(groups)} groups, the {size} context ranks run on several hosts: "
+        f"{', '.join(spread[0])}. Attention then communicates over the network. {fix}"
+    )

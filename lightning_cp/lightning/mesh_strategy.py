@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the strategy that launches processes and builds the mesh (data, context).
+
+Knows launchers, devices and nodes; nothing about models or batches.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_cp.comm.mesh import (
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    ContextSize,
+    Sizes,
+    build_mesh,
+    resolve_sizes,
+)
+from lightning_cp.lightning.launch import check_precision, check_session, warn_if_spread
+from lightning_cp.parallel import ContextParallel
+from lightning_cp.torch_private import rest_at_exit
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """Connects one process per device as a mesh of data and context ranks.
+
+    Args:
+        context_parallel_size: number of ranks that share each sequence, see the subclass.
+        data_parallel_size: number of groups that receive different batches.
+        cp_options: options of `ContextParallel`.
+        lightning_options: arguments of Lightning's `ModelParallelStrategy`.
+    """
+
+    def __init__(
+        self,
+        context_parallel_size: ContextSize,
+        data_parallel_size: int | Literal["auto"],
+        *,
+        cp_options: Mapping[str, Any],
+        **lightning_options: Any,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size, tensor_parallel_size=1, **lightning_options
+        )
+        self._context_parallel_size = context_parallel_size
+        self._cp_options = cp_options
+        self._shard_mesh: DeviceMesh | None = None
+        self._context_parallel: ContextParallel | None = None
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """Return the object that opens steps, for `position_ids()`, `unshard()`, `paused()`."""
+        if self._context_parallel is None:
+            raise RuntimeError(
+                "strategy.context_parallel is available once processes have started: use it in "
+                "configure_model(), setup() or later."
+            )
+        return self._context_parallel
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Return data x context as one axis: the mesh for `fully_shard`."""
+        if self._shard_mesh is None:
+            raise RuntimeError(
+                "strategy.shard_mesh is available once processes have started: use it in "
+                "configure_model() or later."
+            )
+        return self._shard_mesh
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Return the number of ranks that share each sequence."""
+        return int(self.device_mesh[CONTEXT_AXIS].size())
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Return the index of this rank among them."""
+        return int(self.device_mesh[CONTEXT_AXIS].get_local_rank())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of data ranks: the replicas of an iterable dataset."""
+        return int(self.device_mesh[DATA_AXIS].size())
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return the index of this data rank: shard an iterable dataset by it."""
+        return int(self.device_mesh[DATA_AXIS].get_local_rank())
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the group of data ranks, for metrics that context ranks update alike."""
+        return self.device_mesh[DATA_AXIS].get_group()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """Return the device of this process."""
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            raise ValueError(
+                f"Process {self.local_rank} of this node has no device: the launcher started more "
+                f"processes than Trainer(devices={len(devices)}) has devices. Set devices to the "
+                "number of processes per node (torchrun --nproc-per-node)."
+            )
+        return devices[self.local_rank]
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is not None:  # raise before processes are started
+            self._resolve_sizes(self.num_nodes * self.num_processes)
+            check_session(type(self).__name__)
+
+    @override
+    def setup_environment(self) -> None:
+        """Connect the processes and build the mesh."""
+        assert self.accelerator is not None  # noqa: S101
+        self.accelerator.setup_device(self.root_device)
+        expected = self.num_nodes * self.num_processes
+        if self.world_size != expected:
+            raise ValueError(
+                f"The launcher started {self.world_size} processes, but Trainer(devices="
+                f"{self.num_processes}, num_nodes={self.num_nodes}) requires {expected}. Start "
+                f"{expected} processes, or change devices and num_nodes."
+            )
+        sizes = self._resolve_sizes(self.world_size)
+        check_precision(self.precision_plugin.precision, type(self).__name__)
+        self._setup_distributed()
+        if "gloo" in str(self.process_group_backend):
+            rest_at_exit()
+        if self._device_mesh is None:
+            self._device_mesh, self._shard_mesh = build_mesh(
+                sizes, device_type=self.root_device.type, timeout=self._timeout
+            )
+            self._context_parallel = ContextParallel(
+                self._device_mesh[CONTEXT_AXIS],
+                self._device_mesh[DATA_AXIS],
+                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
+                timeout=self._timeout,
+                **self._cp_options,
+            )
+            warn_if_spread(
+                sizes,
+                self._shard_mesh,
+                node_rank=self.node_rank,
+                ranks_per_node=self.num_processes,
+            )
+        self._module()._device_mesh = self._device_mesh
+
+    def _resolve_sizes(self, world_size: int) -> Sizes:
+        return resolve_sizes(
+            self._context_parallel_size,
+            self._data_parallel_size,
+            world_size=world_size,
+            ranks_per_node=self.num_processes,
+        )
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # noqa: S101
+        return self.lightning_module
+
+
+# Lightning checks the precision only for strategies that are passed as objects, and its error names
+# its own strategy.
+_check_by_lightning = _AcceleratorConnector._validate_precision_choice
+
+
+def _check_precision_choice(connector: _AcceleratorConnector) -> None:
+    strategy = connector._strategy_flag
+    if isinstance(strategy, MeshStrategy):
+        check_precision(connector._precision_flag, type(strategy).__name__)
+    _check_by_lightning(connector)
+
+
+_AcceleratorConnector._validate_precision_choice = _check_precision_choice  # type: ignore[assignment, method-assign]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a LightningModule under context parallelism: open, call, check what comes out.
+
+The strategy builds one `StepRunner` for each run of the Trainer; its hooks call it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_cp import active_step
+from lightning_cp.fsdp.sharding import reshard
+from lightning_cp.lightning.logs import Sync, disabled_logs, recorded_logs
+from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
+from lightning_cp.lightning.module_state import restored_metrics
+from lightning_cp.lightning.step_outputs import StepOutputs
+from lightning_cp.lightning.trial import StepCall
+from lightning_cp.parallel import ContextParallel
+from lightning_cp.step import Step
+from lightning_cp.verification import TOLERANCES, Report, verify
+
+
+class StepRunner:
+    """Runs the steps of a module on this rank's tokens.
+
+    Args:
+        module: the LightningModule.
+        cp: opens steps.
+        precision: the Trainer's precision plugin.
+        loss: the loss policy.
+        verify_steps: make a trial run on the first batch of each stage.
+        verify_max_len: the length to which sequences are truncated for it.
+        lockstep: whether all data ranks take the same number of steps. Loaders may have different
+            lengths where parameters are not sharded: a step must not wait for data ranks then.
+        stock: whether models of other libraries were enabled, so that `verify` disables them.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        *,
+        cp: ContextParallel,
+        precision: Precision,
+        loss: LossName,
+        verify_steps: bool,
+        verify_max_len: int,
+        lockstep: bool,
+        stock: bool,
+    ) -> None:
+        self._module = module
+        self._cp = cp
+        self._precision = precision
+        self._loss: LossName = loss
+        self._verify_max_len = verify_max_len
+        self._lockstep = lockstep
+        self._stock = stock
+        self.outputs = StepOutputs(
+            cp, verify=verify_steps, max_len=verify_max_len, lockstep=lockstep
+        )
+        self.last_step: Step | None = None
+        self._num_labels: Tensor | None = None
+
+    def train(self, step_fn: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step; with automatic optimization, check its loss."""
+        call = self._call("training_step", step_fn, args, kwargs)
+        automatic = self._module.automatic_optimization
+        with self._cp.step(batch, training=True) as local:
+            step = self._begin(local)
+            if automatic and self._is_trial_due(step):
+                self._make_trial(call, batch, step)
+                self._begin(local)
+            with recorded_logs(self._module, step, training=True, sync="never") as logs:
+                output = call.run(local)
+            if automatic:
+                output = self.check_loss(output)
+        return self.outputs.release(
+            call, output, logs, step, batch=batch, may_verify=False, deferred=not step.is_checked
+        )
+
+    def evaluate(
+        self, stage: str, step_fn: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a validation, test or predict step; return its output as full sequences."""
+        call = self._call(stage, step_fn, args, kwargs)
+        outputs, loader = self.outputs, args[1] if len(args) > 1 else 0
+        with self._cp.step(batch, training=False) as local:
+            step = self._begin(local)
+            is_sanity_check = outputs.is_on and self._module.trainer.sanity_checking
+            if outputs.any_data_rank(is_sanity_check or outputs.is_due(stage, step, loader)):
+                outputs.verify(call, batch, step, loader)
+            sync: Sync = "always" if self._lockstep else "epoch"
+            with recorded_logs(self._module, step, training=False, sync=sync) as logs:
+                output = call.run(local)
+        return outputs.release(call, output, logs, step, batch=batch)
+
+    def check_loss(self, output: Any) -> Any:
+        """Return the output of the training step with a loss over the tokens of all ranks."""
+        if self.last_step is None:
+            return output
+        return to_global_loss(
+            output,
+            policy=self._loss,
+            step=self.last_step,
+            num_labels=self._num_labels,
+            cp=self._cp,
+        )
+
+    def verify(self, batch: Mapping[str, Any], max_len: int | None) -> Report:
+        """Compare loss and gradients of a training step with those on full sequences."""
+        module = self._module
+        if not module.automatic_optimization:
+            raise ValueError(
+                "A training step with manual optimization cannot be verified: it would train. Call "
+                "lightning_cp.verify(model, batch, cp=strategy.context_parallel, loss_fn=...)."
+            )
+
+        def loss_fn(local: dict[str, Any]) -> Tensor:
+            self._begin(local)
+            arguments = (local, 0)[: len(inspect.signature(module.training_step).parameters)]
+            with self._precision.train_step_context():
+                loss = take_loss(self.check_loss(module.training_step(*arguments)))
+            assert isinstance(loss, Tensor)  # noqa: S101
+            return loss
+
+        is_mixed = self._precision.precision == "bf16-mixed"  # by autocast: parameters are float32
+        device = module.trainer.strategy.root_device
+        devices = [device] if device.type == "cuda" else []
+        with disabled_logs(module), restored_metrics(module), torch.random.fork_rng(devices):
+            return verify(
+                module,
+                batch,
+                cp=self._cp,
+                loss_fn=loss_fn,
+                max_len=max_len,
+                tolerance=TOLERANCES[torch.bfloat16] if is_mixed else None,
+                stock=self._stock,
+            )
+
+    def check_epoch_logs(self, trainer: Trainer) -> None:
+        """Raise if context ranks differ in values that `on_*_epoch_end` has logged. Collective."""
+        cp = self._cp
+        for result in (trainer._results or {}).values():
+            meta = result.meta
+            may_differ = meta.sync.rank_zero_only or (
+                meta.sync.should and not meta.is_mean_reduction
+            )
+            if result.is_tensor and meta.fx.endswith("_epoch_end") and not may_differ:
+                name = f"{meta.name!r} in {meta.fx}()"
+                cp.released.add(name, result.value, cp.groups.context.device)
+        cp.check_released()
+
+    def _begin(self, local: Any) -> Step:
+        """Make the open step the last one; count its labels if the loss policy needs them."""
+        step = active_step.opened()
+        assert step is not None  # noqa: S101
+        self.last_step = step
+        self._num_labels = count_labels(local) if self._loss == "local_mean" else None
+        return step
+
+    def _is_trial_due(self, step: Step) -> bool:
+        """Return whether a training step needs a trial run, the same on all data ranks."""
+        if self._cp.groups.data.size > 1:  # a kind of batch may appear on some data ranks only
+            return self.outputs.is_on and not self.outputs.is_verified("training_step")
+        return self.outputs.is_due("training_step", step)
+
+    def _make_trial(self, call: StepCall, batch: Any, step: Step) -> None:
+        """Compare what a training step logs, and the gradients of a declared local mean."""
+        try:
+            self.outputs.verify(call, batch, step)
+        finally:
+            reshard(self._module)
+        if self._loss == "local_mean":
+            self.verify(batch, self._verify_max_len)
+
+    def _call(
+        self, stage: str, step_fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> StepCall:
+        def run(local: Mapping[str, Any]) -> Any:
+            return step_fn(local, *args, **kwargs)
+
+        return StepCall(stage, self._module, run, self._lowest_precision)
+
+    def _lowest_precision(self) -> torch.dtype:
+        dtypes = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
+        if self._precision.precision == "bf16-mixed":
+            dtypes.add(torch.bfloat16)
+        return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
