@@ -213,8 +213,8 @@ def _attend(
 ) -> Tensor:
     """Do what F.scaled_dot_product_attention does, with the keys of all ranks."""
     step = active_step.current()
-    if step is None:  # switched off between the call and here: what the caller asked for
-        return functional.scaled_dot_product_attention(
+    if step is None:  # paused between the call and here: run the function that was called
+        return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     step.learn(query.shape[-2])
@@ -317,12 +317,14 @@ def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
             "nn.MultiheadAttention was called with need_weights=True inside a step: it would "
             "compute weights over this rank's tokens only. Call it with need_weights=False."
         )
-    # Inside a mode its own functions run without it. This one calls SDPA by its module's name.
+    # The mode is off inside its own handler, so that the SDPA call of this function would not be
+    # routed: the function that it looks up in its module is replaced during the call.
+    original = functional.scaled_dot_product_attention  # perhaps patched by another library
     functional.scaled_dot_product_attention = _attend  # type: ignore[assignment]
     try:
         return _multi_head(*args, **kwargs)
     finally:
-        functional.scaled_dot_product_attention = _sdpa
+        functional.scaled_dot_product_attention = original
 
 
 def _enter_unsharded(*_: object) -> None:
