@@ -134,7 +134,7 @@ REFUSED = {
     ),
     "mask and causal": (
         lambda x: imported(*[heads()] * 3, attn_mask=torch.ones(6, 6).bool(), is_causal=True),
-        "give attn_mask or is_causal, not both",
+        "pass attn_mask or is_causal, not both",
     ),
     "trained mask": (
         lambda x: imported(*[heads()] * 3, attn_mask=torch.ones(6, 6).requires_grad_()),

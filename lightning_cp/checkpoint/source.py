@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_cp.checkpoint.checksums import ALL, Share, check_file, check_folder
 from lightning_cp.checkpoint.folder import META, UNSHARDED, read_metadata
 from lightning_cp.checkpoint.state import Names, plain_name, renamed
+from lightning_cp.torch_private import local_slices
 
 Keys = tuple[str | int, ...]
 """The keys that lead to a value: ("state_dict", NAME) or ("optimizer_0", "state", NAME, ...)."""
@@ -252,10 +253,9 @@ def fill(target: Tensor, whole: Any) -> Tensor:
         return target.copy_(whole[:] if target.ndim else whole)
     local = target.to_local()
     if all(type(placement) in (Shard, Replicate) for placement in target.placements):
-        (chunk,) = target.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        part = [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        part = local_slices(target)
         if local.numel():
-            local.copy_(whole[tuple(part)] if part else whole)
+            local.copy_(whole[part] if part else whole)
     else:  # the shards of FSDP over tensor parallelism need not be one block
         mesh, placements = target.device_mesh, target.placements
         local.copy_(distribute_tensor(whole[:], mesh, placements, src_data_rank=None).to_local())
