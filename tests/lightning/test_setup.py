@@ -218,7 +218,7 @@ EXPECTED = {
     "sharded in part": "has sharded some parameters but not `model.",
     "sharded over too few": "does not cover all 2 ranks of data x context",
     "no such block": "shard_modules=['Blocks'] matches no module",
-    "no adapter": "no adapter that is installed knows it",
+    "no adapter": "no installed adapter supports it",
     "64-true by name": "Use one of 32-true, bf16-mixed, bf16-true, 16-true",
     "3 by name": "context_parallel_size=3 does not divide the 2 processes",
     "cp 3 of 2": "context_parallel_size=3 does not divide the 2 processes",
