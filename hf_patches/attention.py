@@ -21,8 +21,8 @@ from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attention
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
+from lightning_cp.precision import as_autocast
 from lightning_cp.step import Step, StepMask
-from lightning_cp.torch_private import as_autocast
 
 # What layers pass that says nothing about who sees whom, or says again what the mask says.
 _HARMLESS: Final = {

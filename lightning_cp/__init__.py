@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism for Lightning and Hugging Face: one long row, several GPUs, the same numbers.
+"""Context parallelism for Lightning and Hugging Face: long sequences on several GPUs, exactly.
 
-Names are imported when they are first used, so that `import lightning_cp` stays cheap.
+Names are imported on first use, so that `import lightning_cp` is fast.
 """
 
 from importlib import import_module
@@ -39,7 +39,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "ContextParallel": "lightning_cp.parallel",
     "ContextParallelCallback": "lightning_cp.lightning.callback",
     "ContextParallelStrategy": "lightning_cp.lightning.strategy",
@@ -58,9 +58,9 @@ register()
 
 def __getattr__(name: str) -> object:
     """Import a public name from its module."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'lightning_cp' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -17,10 +17,10 @@ def build_parser() -> argparse.ArgumentParser:
         "consolidate",
         help="turn a checkpoint folder into one file",
         description=(
-            "Turn a checkpoint folder into the single file of a plain Trainer, with which to "
-            "resume on one device or to call load_from_checkpoint. Needs no GPU and no process "
-            "group; the whole checkpoint must fit into memory. A checkpoint holds pickles, which "
-            "can run any code: convert only those that you trust."
+            "Turn a checkpoint folder into the single file of a plain Trainer, to resume on one "
+            "device or to call load_from_checkpoint. Needs no GPU and no process "
+            "group; the full checkpoint must fit into memory. A checkpoint contains pickles, which "
+            "can run any code: convert only checkpoints that you trust."
         ),
     )
     consolidate.add_argument("folder", metavar="DIR", type=Path, help="the checkpoint folder")
@@ -32,14 +32,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _consolidate(args: argparse.Namespace) -> None:
     """Run the command."""
-    # Imported here: torch takes seconds, and --help should not.
+    # Imported here: torch takes seconds to import, which --help should not wait for.
     from lightning_cp.checkpoint import consolidate
 
     consolidate(args.folder, args.out, overwrite=args.overwrite)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 2 for what the user can mend."""
+    """Run a command and return the exit code: 2 for a user error."""
     args = build_parser().parse_args(argv)
     try:
         args.run(args)

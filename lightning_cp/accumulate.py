@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several backward passes before one optimizer step: the gradient of all their tokens' mean.
+"""Gradient accumulation: the gradient of the mean over the tokens of all microbatches.
 
-With L_i the mean over the n_i tokens of microbatch i, one process that saw them all has the loss
+With L_i the mean over the n_i tokens of microbatch i, one process that holds all of them has the
+loss
 
     L = sum_i n_i L_i / sum_i n_i = (n_1 / N) * sum_i (n_i / n_1) L_i          N = sum_i n_i
 
-Microbatch i goes backward with the weight n_i / n_1, which is near 1; N is known only at the end,
-when gradients are multiplied once by n_1 / N. Counts stay on the device: nothing waits for them.
+The loss of microbatch i is multiplied by n_i / n_1, which is near 1, before its backward; N is
+known only at the end, when gradients are multiplied once by n_1 / N. Counts stay on the device, so
+that the host never waits for them.
 """
 
 from collections.abc import Iterable
@@ -21,21 +23,24 @@ from lightning_cp.step import Step
 class GradientWindow:
     """The microbatches since the last optimizer step.
 
-    The Lightning strategy keeps one. In a loop of one's own: ``(loss * window.weigh()).backward()``
+    The Lightning strategy has one. In a custom loop, call ``(loss * window.weigh()).backward()``
     inside each step, and ``window.finish(model.parameters())`` before clipping and stepping.
     """
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self._first: Tensor | None = None
         self._total: Tensor | None = None
         self._num_microbatches = 0
         self._disagreements: list[Tensor] = []
 
     def weigh(self, step: Step | None = None) -> Tensor:
-        """Return the weight with which the loss of a step goes backward, and count its tokens.
+        """Return the weight of the loss of a step, and count the step's tokens.
 
         Args:
-            step: the step that the loss was computed in; the active one when None.
+            step: the step that the loss was computed in; the active step if None.
         """
         step = opened() if step is None else step
         if step is None or not step.losses:
@@ -54,14 +59,13 @@ class GradientWindow:
         return count / self._first
 
     def finish(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Turn accumulated gradients into those of the mean over all tokens; start anew.
+        """Scale accumulated gradients to those of the mean over all tokens, and start a new window.
 
-        Does nothing after one microbatch, whose gradients are right as they are, nor when called
-        again.
+        Does nothing after one microbatch, whose gradients need no factor, or when called again.
         """
         first, total, disagreements = self._first, self._total, self._disagreements
         num_microbatches = self._num_microbatches
-        self.__init__()  # type: ignore[misc]
+        self._reset()
         if num_microbatches < 2 or first is None or total is None:
             return
         if disagreements and bool(torch.stack(disagreements).any()):
@@ -75,11 +79,11 @@ class GradientWindow:
         for parameter in parameters:
             if parameter.grad is not None:
                 gradient = _local(parameter.grad)
-                # A scalar of higher precision keeps it: bfloat16 gradients are multiplied exactly.
+                # A scalar tensor of higher precision is not rounded to the gradient's dtype.
                 gradient.mul_(factor.to(gradient.device))
 
 
 def _local(x: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, whose memory it shares."""
+    """Return this rank's shard of a gradient, sharing its memory."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How models that other libraries have made are prepared, without this package knowing them.
+"""Adapters: they prepare models of other libraries for context parallelism.
 
-A package that knows a library names an adapter in the entry-point group `lightning_cp.adapters`,
-under the library's name: it is loaded only in jobs that have imported the library.
+A package registers an adapter for a library in the entry-point group `lightning_cp.adapters`, under
+the library's name: it is loaded only in jobs that have imported the library.
 """
 
 import sys
@@ -17,52 +17,52 @@ ADAPTERS: Final = "lightning_cp.adapters"
 
 
 NOTES: Final = "lightning_cp"
-"""Under which key a checkpoint holds what adapters have noted of models."""
+"""The key of a checkpoint under which adapters describe models."""
 
 
-# Found in a checkout that nobody has installed, too.
+# Our own adapter, so that it works in a checkout that is not installed.
 _OURS: Final = EntryPoint("transformers", "hf_patches.adapter:adapter", ADAPTERS)
 
 
 class Handle(Protocol):
-    """What an adapter leaves behind."""
+    """Undoes what an adapter did to a model."""
 
     def undo(self) -> None:
-        """Put the model back as it was."""
+        """Restore the model."""
 
 
 class Adapter(Protocol):
-    """Prepares the models of another library."""
+    """Prepares models of another library."""
 
     def matches(self, module: nn.Module) -> bool:
-        """Say whether a module is one of its models."""
+        """Return whether a module is a model of the library."""
 
     def enable(self, module: nn.Module) -> Handle:
         """Let a model run inside steps."""
 
     def output_dims(self, output: object) -> Mapping[str, int]:
-        """Return where the sequence lies in what a model returned, by key; empty for others."""
+        """Return the sequence dims of a model's output, by key; empty for other outputs."""
 
 
 def load_adapters() -> list[Adapter]:
     """Return the adapters of the libraries that are in use.
 
-    Once loaded, an adapter also refuses its library's models in steps that it has not prepared.
+    Once loaded, an adapter also raises for its library's models in steps if they are not enabled.
     """
-    found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
-    return [point.load() for point in found.values() if point.name in sys.modules]
+    points = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
+    return [point.load() for point in points.values() if point.name in sys.modules]
 
 
 def output_dims(adapters: Iterable[Adapter], output: object) -> Mapping[str, int]:
-    """Return where the sequence lies in the output of a model that an adapter knows."""
+    """Return the sequence dims of the output of an adapter's model, by key."""
     for adapter in adapters:
-        if found := adapter.output_dims(output):
-            return found
+        if dims := adapter.output_dims(output):
+            return dims
     return {}
 
 
 def enable_models(owner: nn.Module) -> list[Handle]:
-    """Let adapters prepare the models inside a module; refuse those that need one and have none."""
+    """Enable the models inside a module by adapters; raise for models that need one and lack it."""
     adapters = load_adapters()
     handles: list[Handle] = []
 
@@ -74,8 +74,8 @@ def enable_models(owner: nn.Module) -> list[Handle]:
         if hasattr(module, "set_attn_implementation"):
             raise ValueError(
                 f"{type(module).__name__} chooses its attention by set_attn_implementation(), and "
-                "no adapter that is installed knows it: its masks would be lost. Adapters are "
-                f"found by the entry-point group '{ADAPTERS}'."
+                "no installed adapter supports it: its masks would be ignored. Install a package "
+                f"with an adapter for it (entry-point group '{ADAPTERS}')."
             )
         for child in module.children():
             visit(child)
@@ -85,10 +85,9 @@ def enable_models(owner: nn.Module) -> list[Handle]:
 
 
 def describe_models(owner: nn.Module) -> dict[str, Any]:
-    """Return what adapters note of models in checkpoints, by the models' names in ``owner``.
+    """Return the adapters' descriptions of models for checkpoints, by the names in ``owner``.
 
-    Numbers, strings, lists and dicts only. An adapter that has nothing to note needs no
-    ``describe``.
+    Numbers, strings, lists and dicts only. ``describe`` is an optional method of an adapter.
     """
     notes = {}
     for adapter in load_adapters():
@@ -96,6 +95,6 @@ def describe_models(owner: nn.Module) -> dict[str, Any]:
         if describe is None:
             continue
         for name, module in owner.named_modules():
-            if adapter.matches(module) and (noted := describe(module)):
-                notes[name] = noted
+            if adapter.matches(module) and (note := describe(module)):
+                notes[name] = note
     return {NOTES: notes} if notes else {}

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a step is active, torch's attention functions mean attention over the whole row.
+"""Routing of torch's attention functions to `lightning_cp.attention` while a step is active.
 
-`F.scaled_dot_product_attention` is not patched: a torch function mode sees every call, whichever
-way its caller imported the function, and ends with the step. `flex_attention` is Python, and checks
-its arguments before a mode sees any of it: meanwhile its code is another. Attention that cannot be
-served is refused. What is not seen: attention written out by hand (matmul, softmax, matmul), and
-SDPA inside TorchScript, inside the body of a custom operator or of a custom backward, and on other
-threads.
+`F.scaled_dot_product_attention` is not patched: a torch function mode sees every call, however its
+caller imported the function, and ends with the step. `flex_attention` is a Python function that
+checks its arguments before a mode sees any call: its code is replaced during the step. Attention
+calls that cannot be routed raise. Not seen: attention written as matmul, softmax, matmul, and SDPA
+inside TorchScript, inside a custom operator or a custom backward, and on other threads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
@@ -23,13 +21,14 @@ from lightning_cp import active_step, guards
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attention
 from lightning_cp.data.sharding import shard, unshard
-from lightning_cp.fsdp.scalars import call_whole
+from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.precision import as_autocast
 from lightning_cp.step import HandedOver, Step
 from lightning_cp.torch_private import (
     Detour,
-    as_autocast,
     constant_in_graphs,
+    is_higher_order,
     never_compile_alone,
     outside_graphs,
     plain_functions,
@@ -56,7 +55,7 @@ def _to_flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """Stand in for torch's flex_attention; its code runs with the globals of torch's module."""
+    """Call our flex_attention; this code runs with the globals of torch's module."""
     from lightning_cp.attn.flex.api import flex_attention
 
     return flex_attention(
@@ -73,12 +72,12 @@ def _to_flex_attention(
     )
 
 
-# While it is entered, calls of torch's flex_attention come to ours.
+# While it is entered, calls of torch's flex_attention reach ours.
 flex_detour = Detour(torch_flex.flex_attention, _to_flex_attention)
 
 
 class _Dispatch(TorchFunctionMode):
-    """Routes attention; of other torch functions, numbers from sharded tensors come back whole."""
+    """A mode that routes attention, and unshards scalars that other functions return."""
 
     def __enter__(self) -> "_Dispatch":
         flex_detour.__enter__()
@@ -98,7 +97,7 @@ class _Dispatch(TorchFunctionMode):
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "other":
-            return call_whole(func, args, kwargs)
+            return call_unsharded(func, args, kwargs)
         if active_step.num_unsharded() > 0 or active_step.opened() is None:
             return func(*args, **kwargs)
         if kind == "sdpa":
@@ -113,7 +112,7 @@ class _Dispatch(TorchFunctionMode):
         raise RuntimeError(
             f"{func.__name__}() was called inside a step: it would see only this rank's tokens. "
             "Call F.scaled_dot_product_attention or lightning_cp.attention, or declare the module "
-            "with cp.unsharded(module) if its keys are not cut."
+            "with cp.unsharded(module) if its keys are not sharded."
         )
 
 
@@ -123,17 +122,17 @@ _kinds: dict[object, str] = {
     _aten: "sdpa",
     _aten.default: "sdpa",
     _multi_head: "multi-head",
-    # The compiler meets it while it compiles a backward.
+    # The compiler calls it while it compiles a backward.
     torch.ops.higher_order.flex_attention_backward: "other",
 }
 
 
 @constant_in_graphs
 def _kind(func: Callable[..., Any]) -> str:
-    """Say what a torch function is to us; by its name, where nobody has told."""
+    """Return how a torch function is handled, by its name unless `_kinds` lists it."""
     if func not in _kinds:
         name = getattr(func, "__name__", "")
-        hides = isinstance(func, HigherOrderOperator) and name in _HIDING
+        hides = is_higher_order(func) and name in _HIDING
         if hides or any(part in name for part in ("attention", "attn", "_encoder_layer_fwd")):
             _kinds[func] = "unknown attention"
         elif name in _MIXING:
@@ -143,58 +142,57 @@ def _kind(func: Callable[..., Any]) -> str:
     return _kinds[func]
 
 
-# What carries information from token to token besides attention.
+# Functions other than attention that carry information from token to token.
 _MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
 
 
 @outside_graphs
 def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse convolutions and recurrences along this rank's tokens, and statistics over them."""
+    """Raise for convolutions and recurrences along this rank's tokens, and statistics over them."""
     step = active_step.opened()
     if step is None or step.cp_size == 1 or isinstance(step, HandedOver):
         return
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):
         return
-    local_len, hidden = step.held_len, False
+    local_len, mixes = step.held_len, False
     if name == "conv1d":
         width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
-        hidden = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
+        mixes = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
     elif name == "batch_norm":
-        hidden = bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+        mixes = bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     else:
-        hidden = local_len in x.shape[:-1]
-    if hidden:
+        mixes = local_len in x.shape[:-1]
+    if mixes:
         raise RuntimeError(
             f"{name}() was called inside a step on a tensor of shape {tuple(x.shape)}: it mixes "
-            f"tokens, and sees only the {local_len} of this rank. It is not supported yet; if it "
+            f"tokens, but sees only the {local_len} of this rank. This is not supported yet; if it "
             "does not run along the sequence, declare it with cp.unsharded(module)."
         )
 
 
-# What they call runs without the mode, and may be attention.
+# Operators whose Python functions run without the mode, and may call attention.
 _HIDING = {"cond", "while_loop", "scan", "map_impl", "associative_scan"}
 
 
 @outside_graphs
 def _call_outside(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Break the graph around checkpointing: its body would be traced without the mode."""
+    """Break the graph around checkpointing, whose body would be traced without the mode."""
     return func(*args, **kwargs)
 
 
-# One object for all steps: compiled code is specialised on the mode that it runs under, and would
-# be compiled again for each new one.
+# One object for all steps: compiled code is specialised on the mode object that it runs under, and
+# would be recompiled for each new one.
 _mode = _Dispatch()
 
-
-_known_to_compiler = False
+_skipped_by_compiler = False
 
 
 def enabled() -> TorchFunctionMode:
     """Return the context in which attention calls are routed to the active step."""
-    global _known_to_compiler
-    _known_to_compiler = _known_to_compiler or (
-        never_compile_alone(_Dispatch.__torch_function__) and never_compile_alone(call_whole)
+    global _skipped_by_compiler
+    _skipped_by_compiler = _skipped_by_compiler or (
+        never_compile_alone(_Dispatch.__torch_function__) and never_compile_alone(call_unsharded)
     )
     return _mode
 
@@ -211,10 +209,10 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Do what F.scaled_dot_product_attention does, with the keys of all ranks."""
+    """Compute F.scaled_dot_product_attention with the keys of all ranks."""
     step = active_step.current()
-    if step is None:  # switched off between the call and here: what the caller asked for
-        return functional.scaled_dot_product_attention(
+    if step is None:  # paused between the call and here: run the function that was called
+        return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     step.learn(query.shape[-2])
@@ -222,12 +220,12 @@ def _attend(
     if dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention(dropout_p={dropout_p}) inside a step: attention dropout "
-            "is not exact when a row is shared by several ranks. Set it to 0 (in "
+            "is not exact when several ranks share a sequence. Set it to 0 (in "
             "nn.MultiheadAttention and nn.TransformerEncoderLayer: dropout=0.0), or call eval()."
         )
     guards.check_lengths("scaled_dot_product_attention", query, key, step)
     if is_causal and attn_mask is not None:
-        raise ValueError("scaled_dot_product_attention(): give attn_mask or is_causal, not both.")
+        raise ValueError("scaled_dot_product_attention(): pass attn_mask or is_causal, not both.")
     lead = query.shape[:-3]
     with plain_functions():
         query, key, value = (as_autocast(x) for x in (query, key, value))
@@ -246,7 +244,7 @@ def _attend(
 
 
 def _four_dims(x: Tensor) -> Tensor:
-    """Return [batch, heads, tokens, head dim], whatever comes before the tokens."""
+    """Return ``x`` as [B, H, L, D], whatever dims precede L."""
     if x.dim() == 4:
         return x
     heads = x.shape[-3] if x.dim() > 3 else 1
@@ -254,36 +252,36 @@ def _four_dims(x: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
-    """Turn an attn_mask into what is added to the scores of this rank's queries with all keys."""
+    """Return an attn_mask as a bias on the scores of this rank's queries and all keys."""
     layout, local_len = step.layout, step.held_len
     if type(mask) not in (Tensor, nn.Parameter):
         raise TypeError(
-            f"attn_mask is a {type(mask).__name__}, which stands for more than its numbers. Give a "
+            f"attn_mask is a {type(mask).__name__}, whose meaning is not in its values. Pass a "
             "plain tensor; for a causal mask, is_causal=True."
         )
     if mask.requires_grad:
         raise ValueError(
-            "attn_mask requires a gradient, which it would not get. Use attn_mask.detach() if it "
-            "is not trained; a trained position bias is not supported inside a step."
+            "attn_mask requires a gradient, which would not be computed. Use attn_mask.detach() if "
+            "it is not trained; a trained position bias is not supported inside a step."
         )
-    rows, columns = mask.shape[-2:]
+    num_queries, num_keys = mask.shape[-2:]
     lengths = {layout.held_len(rank) for rank in range(layout.cp_size)}
     # Ranks that hold different numbers of tokens must not read one mask in two ways.
     if layout.cp_size > 1 and (layout.seq_len in lengths or (len(lengths) > 1 and 1 in lengths)):
         raise ValueError(
-            f"attn_mask of shape {tuple(mask.shape)} is ambiguous: a row of {layout.seq_len} "
-            f"tokens is too short beside the {max(lengths)} that a rank holds. Give longer rows, "
-            "or no mask."
+            f"attn_mask of shape {tuple(mask.shape)} is ambiguous: a sequence of {layout.seq_len} "
+            f"tokens is too short compared with the {max(lengths)} that a rank holds. Use longer "
+            "sequences, or no mask."
         )
-    if rows == 1 and columns == local_len != layout.seq_len:
+    if num_queries == 1 and num_keys == local_len != layout.seq_len:
         mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
-    elif columns == 1:
+    elif num_keys == 1:
         mask = mask.expand(*mask.shape[:-1], layout.seq_len)
-    elif columns != layout.seq_len:
-        _refuse_mask(mask, step)
-    if rows not in (1, local_len):
-        if rows != layout.seq_len:
-            _refuse_mask(mask, step)
+    elif num_keys != layout.seq_len:
+        raise _mask_shape_error(mask, step)
+    if num_queries not in (1, local_len):
+        if num_queries != layout.seq_len:
+            raise _mask_shape_error(mask, step)
         mask = shard(mask, -2, layout=layout, rank=step.cp_rank)
     if mask.dtype == torch.bool:
         visible, mask = mask, torch.zeros_like(mask, dtype=query.dtype)
@@ -298,18 +296,18 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     return mask.reshape(-1, *mask.shape[-3:])
 
 
-def _refuse_mask(mask: Tensor, step: Step) -> None:
+def _mask_shape_error(mask: Tensor, step: Step) -> ValueError:
     local_len, seq_len = step.held_len, step.layout.seq_len
-    raise ValueError(
+    return ValueError(
         f"attn_mask has shape {tuple(mask.shape)} inside a step whose ranks hold {local_len} of "
-        f"{seq_len} tokens. A mask of this rank's queries needs the keys of the whole row: "
-        f"[..., {local_len}, {seq_len}] (in the batch, cut along the query dim: "
-        f"sequence_dims={{'mask': -2}}); for keys alone give [..., 1, {seq_len}], or this rank's "
-        f"[..., 1, {local_len}]. A causal mask is best said by is_causal=True."
+        f"{seq_len} tokens. A mask of this rank's queries needs the keys of the full sequence: "
+        f"[..., {local_len}, {seq_len}] (in the batch, sharded along the query dim: "
+        f"sequence_dims={{'mask': -2}}); a mask of keys is [..., 1, {seq_len}], or this rank's "
+        f"[..., 1, {local_len}]. For a causal mask, pass is_causal=True."
     )
 
 
-@outside_graphs  # the compiler would not see the change of the module's name, and attend locally
+@outside_graphs  # the compiler would not see the replaced function, and attend locally
 def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
     """Run nn.MultiheadAttention with its attention routed."""
     if kwargs.get("need_weights", True):
@@ -317,12 +315,14 @@ def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
             "nn.MultiheadAttention was called with need_weights=True inside a step: it would "
             "compute weights over this rank's tokens only. Call it with need_weights=False."
         )
-    # Inside a mode its own functions run without it. This one calls SDPA by its module's name.
+    # The mode is off inside its own handler, so that the SDPA call of this function would not be
+    # routed: the function that it looks up in its module is replaced during the call.
+    original = functional.scaled_dot_product_attention  # perhaps patched by another library
     functional.scaled_dot_product_attention = _attend  # type: ignore[assignment]
     try:
         return _multi_head(*args, **kwargs)
     finally:
-        functional.scaled_dot_product_attention = _sdpa
+        functional.scaled_dot_product_attention = original
 
 
 def _enter_unsharded(*_: object) -> None:
@@ -334,12 +334,12 @@ def _leave_unsharded(*_: object) -> None:
 
 
 class Unsharded:
-    """Attention calls that are left as they are, for their keys are not cut.
+    """A declaration that attention calls are not routed, because their keys are not sharded.
 
-    As a context, for the calls inside it; for modules, whenever they run, until ``undo()``.
+    As a context, it applies to the calls inside; for modules, to all their calls until ``undo()``.
 
     Args:
-        modules: whose calls; none for the context alone.
+        modules: modules whose calls are not routed; none to use the context only.
     """
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between torch versions, and the private names that we lean on.
+"""Private names of torch, patches of torch, and differences between its versions.
 
-Checked against torch 2.11, 2.13 and 2.15. Nothing else in the package may touch a private name.
+Checked with torch 2.11, 2.13 and 2.15. Each function names the private attribute behind it and why
+no public one serves. No other module uses private torch names (tests/test_torch_private.py lists
+the exceptions), except the attention kernels `torch.ops.aten._scaled_dot_product_*`: their public
+wrapper returns no log-sum-exp, which partial attention outputs are combined by.
 """
 
 import atexit
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -18,12 +21,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, overrides
+from torch import Tensor, nn, overrides
+from torch._ops import HigherOrderOperator
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import checkpoint
 from torch.utils._triton import has_triton
@@ -32,13 +37,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+# Process groups and collectives
+
+
 @lru_cache(maxsize=1)
 def rest_at_exit() -> None:
-    """Let gloo's threads put down the tensors of the last exchange before Python ends.
+    """Give gloo's threads time to release their tensors before interpreter exit.
 
-    They need the interpreter for it; once that ends, they abort a process that has done its work
+    They need the interpreter to do so; once it is gone, they abort a process that has finished
     ("terminate called without an active exception", pytorch/pytorch#190489). Destroying the groups
-    ends no thread while a mesh holds them, and a rank whose peers have failed might wait for long.
+    ends no thread while a mesh refers to them, and may block where other ranks have failed.
     """
     atexit.register(time.sleep, 0.1)
 
@@ -61,221 +69,308 @@ def reduce_scatter_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> d
 
 
 def num_process_groups() -> int:
-    """Return how many process groups this process has made.
+    """Return the number of process groups that this process has created (`c10d._world`).
 
-    A group that only its members make is named by that number, so it must be the same on all.
+    A group that only its members create is named by that number: it must be equal on all of them.
     """
     return len(distributed_c10d._world.pg_names)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Say whether a group has not been destroyed."""
+    """Return whether a group has not been destroyed (`c10d._world`)."""
     return group in distributed_c10d._world.pg_map
 
 
 def default_store() -> Any:
-    """Return where ranks leave each other messages: it works while collectives would wait."""
+    """Return the default group's key-value store (`c10d._get_default_store`).
+
+    Ranks exchange messages through it where a collective could hang.
+    """
     return distributed_c10d._get_default_store()
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set how long a group waits; groups of a mesh are made with torch's default."""
+    """Set the timeout of a group (`c10d._set_pg_timeout`): a mesh creates them with the default."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the ranks of several axes as one axis, and let the root mesh know its name."""
+    """Return several mesh axes as one, registered in the root mesh (`DeviceMesh._flatten`)."""
     return mesh._flatten(name)
 
 
-def reduce_unused_parameters(module: FSDPModule) -> None:
-    """Let ranks that did not use a parameter take part in its reduction with a gradient of 0.
+# FSDP2: `FSDPModule._get_fsdp_state()` and what it holds
 
-    FSDP2 leaves such parameters out, on that rank only, and then sums what does not belong
-    together: with experts that no token of this rank was sent to, for example. 2.13 has a setting
-    for it; before, what runs after a group's backward is given the zeros.
+
+def _fsdp_state(unit: Any) -> Any:
+    return unit._get_fsdp_state()
+
+
+def _param_groups(unit: Any) -> list[Any]:
+    """Return the parameter groups of a unit; torch before 2.13 has at most one."""
+    state = _fsdp_state(unit)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def reduce_unused_parameters(module: FSDPModule) -> None:
+    """Let a rank that did not use a parameter reduce a zero gradient for it.
+
+    FSDP2 leaves such parameters out on that rank only, and then reduces gradients that do not
+    correspond (pytorch/pytorch#158719): for example with experts that no token of this rank was
+    routed to. torch 2.13 has a setting; before, `FSDPParamGroup.post_backward` is patched.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
         return
-    state: Any = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        if group is not None and not hasattr(group, "fills_unused"):
-            group.post_backward, group.fills_unused = _filling(group), True
+    for group in _param_groups(module):
+        if not hasattr(group, "fills_unused"):
+            group.post_backward, group.fills_unused = _with_zero_gradients(group), True
 
 
-def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``__dict__`` of a module without what `fully_shard` has put there.
-
-    That is its state, under keys of torch's "composable" interface, and hooks: forward hooks and
-    those of state dicts, which are known by the module that they come from.
-    """
-    kept = {key: value for key, value in state.items() if key not in (STATE_KEY, REGISTRY_KEY)}
-    for key, value in kept.items():
-        if isinstance(value, OrderedDict) and "hooks" in key:
-            hooks = ((i, hook) for i, hook in value.items() if not _is_of_fsdp(hook))
-            kept[key] = OrderedDict(hooks)
-    return kept
-
-
-def _is_of_fsdp(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
-
-
-def _filling(group: Any) -> Callable[..., Any]:
+def _with_zero_gradients(group: Any) -> Callable[..., Any]:
     original = group.post_backward
 
     def post_backward(*args: Any) -> Any:
-        for held in group.fsdp_params if group.is_unsharded else ():
-            whole = getattr(held, "_unsharded_param", None)
-            if whole is None or not whole.requires_grad or whole.grad is not None:
+        for fsdp_param in group.fsdp_params if group.is_unsharded else ():
+            full = getattr(fsdp_param, "_unsharded_param", None)
+            if full is None or not full.requires_grad or full.grad is not None:
                 continue
-            if held.unsharded_accumulated_grad is None:
-                whole.grad = torch.zeros_like(whole)
+            if fsdp_param.unsharded_accumulated_grad is None:
+                full.grad = torch.zeros_like(full)
         return original(*args)
 
     return post_backward
 
 
-def is_open(unit: Any) -> bool:
-    """Say whether the forward of a unit is running, so that its parameters are gathered."""
-    state: Any = unit._get_fsdp_state()
-    return bool(state._training_state == TrainingState.FORWARD)
+def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``__dict__`` of a module without what `fully_shard` added to it.
+
+    That is its state, under the keys of torch's "composable" API (`STATE_KEY`, `REGISTRY_KEY`), and
+    hooks, recognised by the module that defines them.
+    """
+    copied = {key: value for key, value in state.items() if key not in (STATE_KEY, REGISTRY_KEY)}
+    for key, value in copied.items():
+        if isinstance(value, OrderedDict) and "hooks" in key:
+            hooks = ((i, hook) for i, hook in value.items() if not _is_fsdp_hook(hook))
+            copied[key] = OrderedDict(hooks)
+    return copied
+
+
+def _is_fsdp_hook(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def is_in_forward(unit: Any) -> bool:
+    """Return whether the forward of a unit is running, so that its parameters are gathered."""
+    return bool(_fsdp_state(unit)._training_state == TrainingState.FORWARD)
 
 
 def is_idle(unit: Any) -> bool:
-    """Say whether a unit is neither in its forward nor in its backward."""
-    state: Any = unit._get_fsdp_state()
-    return bool(state._training_state == TrainingState.IDLE)
+    """Return whether a unit is neither in its forward nor in its backward."""
+    return bool(_fsdp_state(unit)._training_state == TrainingState.IDLE)
 
 
 def is_grouped(unit: Any) -> bool:
-    """Say whether a unit is one of several modules that were given to ``fully_shard`` as a list."""
-    state: Any = unit._get_fsdp_state()
-    return len(state._modules) > 1
+    """Return whether a unit is one of several modules that `fully_shard` got as a list."""
+    return len(_fsdp_state(unit)._modules) > 1
 
 
 def init_root(root: Any) -> None:
-    """Let FSDP2 know its outermost unit, by default the first one that is called."""
-    state: Any = root._get_fsdp_state()
-    state._lazy_init()
+    """Make a unit FSDP2's root (`_lazy_init`), by default the first unit that is called."""
+    _fsdp_state(root)._lazy_init()
 
 
-def open_unit(unit: Any, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Gather a unit for a call, as ``register_fsdp_forward_method`` does for its methods."""
-    state: Any = unit._get_fsdp_state()
-    opened: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
-    return opened
+def pre_forward(unit: Any, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gather a unit for a call (`_pre_forward`).
+
+    ``register_fsdp_forward_method`` (pytorch/pytorch#125394) does so for the unit's own methods,
+    not for modules inside the unit.
+    """
+    inputs: tuple[Any, Any] = _fsdp_state(unit)._pre_forward(module, args, kwargs)
+    return inputs
 
 
-def close_unit(unit: Any, module: Any, args: Any, output: Any) -> Any:
-    """End a call that `open_unit` has begun."""
-    state: Any = unit._get_fsdp_state()
-    return state._post_forward(module, args, output)
+def post_forward(unit: Any, module: Any, args: Any, output: Any) -> Any:
+    """End a call that `pre_forward` began (`_post_forward`)."""
+    return _fsdp_state(unit)._post_forward(module, args, output)
 
 
-def before_backward(unit: Any) -> Callable[[Tensor], Tensor]:
-    """Return the hook by which FSDP2 gathers a unit before its backward."""
-    state: Any = unit._get_fsdp_state()
-    hook: Callable[[Tensor], Tensor] = state._pre_backward
+def pre_backward_hook(unit: Any) -> Callable[[Tensor], Tensor]:
+    """Return the tensor hook with which FSDP2 gathers a unit before its backward."""
+    hook: Callable[[Tensor], Tensor] = _fsdp_state(unit)._pre_backward
     return hook
 
 
-def has_unreduced(unit: Any) -> bool:
-    """Say whether gradients of a unit came after FSDP2 had reduced it: nobody would reduce them."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+def has_unreduced_gradients(unit: Any) -> bool:
+    """Return whether gradients of a unit arrived after FSDP2 had reduced it."""
     return any(
-        getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
-        for group in groups
-        if group is not None and group.reduce_grads
-        for held in group.fsdp_params
+        getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None) is not None
+        for group in _param_groups(unit)
+        if group.reduce_grads
+        for fsdp_param in group.fsdp_params
     )
 
 
 def wait_for_reductions(unit: Any) -> None:
-    """Let the GPU's current stream wait for gradients that FSDP2 adds on streams of its own."""
-    communication: Any = unit._get_fsdp_state()._comm_ctx
+    """Make the current CUDA stream wait for the streams on which FSDP2 reduces gradients."""
+    streams = _fsdp_state(unit)._comm_ctx
     for name in ("reduce_scatter_stream", "all_reduce_stream"):
-        if (stream := getattr(communication, name, None)) is not None:
+        if (stream := getattr(streams, name, None)) is not None:
             torch.cuda.current_stream().wait_stream(stream)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to all tensors that FSDP2 finds in the arguments or outputs of a module."""
+    """Apply a function to all tensors that FSDP2 finds in a module's inputs or outputs."""
     return _apply_to_tensors(fn, value)
 
 
+# Tensors and modules
+
+
+def local_slices(x: DTensor) -> tuple[slice, ...]:
+    """Return which part of the full tensor this rank holds (`DTensor.__create_chunk_list__`).
+
+    For placements `Shard` and `Replicate`, whose shard is one block.
+    """
+    (chunk,) = x.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def module_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield parameters and buffers of a module itself, each with the dict that holds it.
+
+    `nn.Module._parameters` and `_buffers`: assigning to the dict keeps hooks and DTensors, and
+    replaces a tensor that is registered under several names.
+    """
+    for tensors in (module._parameters, module._buffers):
+        for name, x in tensors.items():
+            if x is not None:
+                yield tensors, name, x
+
+
+def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace all parameters and buffers (`nn.Module._apply`, where FSDP2 tracks new memory)."""
+    module._apply(fn)  # type: ignore[no-untyped-call]
+
+
+def base_of(x: Tensor) -> Tensor | None:
+    """Return the tensor that ``x`` is a view of (`Tensor._base`); None if it is not a view."""
+    return x._base
+
+
+@contextmanager
+def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the hooks of `Tensor.register_hook` from leaves inside, and put them back on exit.
+
+    torch has no way to list them; a handle refers to their dict (`RemovableHandle.hooks_dict_ref`).
+    """
+    removed = []
+    for leaf in leaves:
+        if leaf.requires_grad:
+            handle = leaf.register_hook(_identity)  # type: ignore[no-untyped-call]
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            removed.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, original in removed:
+            hooks.update(original)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 def tensor_version(x: Tensor) -> int | None:
-    """Return a number that every change in place raises; None for inference tensors."""
+    """Return a counter of in-place changes (`Tensor._version`); None for inference tensors."""
     return None if x.is_inference() else x._version
 
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
-    """Let two tensor objects change places: data, shape and history of gradients.
+    """Exchange data, shape and autograd history of two tensor objects (`_C._swap_tensor_impl`).
 
-    What autograd has saved stays with what it saved. ``torch.utils.swap_tensors`` does the same,
-    but refuses tensors that autograd has saved, and spoils leaves that require a gradient.
+    What autograd has saved is not affected. ``torch.utils.swap_tensors`` does the same, but raises
+    for tensors that autograd has saved, and makes the backward of leaves fail
+    (pytorch/pytorch#127313).
     """
     try:
         torch._C._swap_tensor_impl(a, b)
-    except RuntimeError:  # refused because of a weak reference: autocast keeps them to what it cast
+    except RuntimeError:  # raised for weak references, which autocast's cache has of its inputs
         torch.clear_autocast_cache()
         torch._C._swap_tensor_impl(a, b)
 
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass on this thread, recompute included."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# torch's own context parallelism, a prototype (`torch.distributed.tensor.experimental`)
 
 _PROTOTYPE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def prototype_balances() -> bool:
-    """Say whether torch's own context parallelism would balance causal work between ranks.
+    """Return whether the prototype would balance causal attention between ranks.
 
-    A private option of it, on unless a script has switched it off.
+    Its private option (`_cp_options`), on unless a script has switched it off.
     """
     options = getattr(sys.modules.get(_PROTOTYPE), "_cp_options", None)
     return bool(getattr(options, "enable_load_balance", True))
 
 
 def prototype_order(load_balancer: object) -> Tensor | None:
-    """Return where a load balancer of torch's says that each position lies among all shards."""
-    indices = getattr(load_balancer, "_generate_indices", None)
-    found = None if indices is None else indices(restore=True)
-    return found if isinstance(found, Tensor) else None
+    """Return the index of each position in the concatenated shards, per a load balancer of torch.
+
+    `_generate_indices` of the prototype's balancers; None for other objects.
+    """
+    generate = getattr(load_balancer, "_generate_indices", None)
+    indices = None if generate is None else generate(restore=True)
+    return indices if isinstance(indices, Tensor) else None
+
+
+# torch.compile
 
 
 def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
-    """Keep a function out of compiled graphs: torch.compile breaks around it.
+    """Keep a function out of compiled graphs: torch.compile breaks the graph around it.
 
-    Like ``torch.compiler.disable``, but the compiler, which takes a second to import, is touched
-    only where somebody else has imported it.
+    Like ``torch.compiler.disable``, which imports the compiler (a second); this waits until the
+    compiler is imported elsewhere.
     """
-    outside: Callable[P, T] | None = None
+    disabled: Callable[P, T] | None = None
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal outside
-        if outside is None and "torch._dynamo" in sys.modules:
-            outside = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
-        return (outside or fn)(*args, **kwargs)
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
+        return (disabled or fn)(*args, **kwargs)
 
     return call
 
 
 def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
-    """Let torch.compile call a function while it traces, and keep what it returned.
+    """Let torch.compile call a function while it traces, and use the result as a constant.
 
-    What ``torch.compiler.assume_constant_result`` does, without importing the compiler.
+    ``torch.compiler.assume_constant_result`` without importing the compiler: it sets the same
+    attribute.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def never_compile_alone(fn: Callable[P, T]) -> bool:
-    """Keep torch.compile from compiling a function by itself; inside other graphs it is inlined.
+    """Keep torch.compile from compiling a function on its own; inside other graphs it is inlined.
 
-    For a mode's handler: it is called with short-lived functions (the getters of attributes), which
-    compiled code tells apart by their address, and so mistakes one for another. Returns whether it
-    was done: not before somebody has imported the compiler.
+    For the handler of a torch function mode: it is called with short-lived functions (getters of
+    attributes), which compiled code identifies by their address, and so confuses with each other.
+
+    Returns:
+        Whether it was done (`eval_frame.skip_code`): not before the compiler is imported.
     """
     if "torch._dynamo" not in sys.modules:
         return False
@@ -285,15 +380,23 @@ def never_compile_alone(fn: Callable[P, T]) -> bool:
     return True
 
 
+# Torch function modes, and operators that they see
+
+
+def is_higher_order(func: object) -> bool:
+    """Return whether a torch function is an operator that calls Python functions (`torch._ops`)."""
+    return isinstance(func, HigherOrderOperator)
+
+
 def plain_functions() -> AbstractContextManager[None]:
-    """Switch torch function modes off: what runs inside is nobody else's business."""
-    off: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return off
+    """Switch torch function modes off, also those entered inside (`_C.DisableTorchFunction`)."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return disabled
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Take torch function modes off: others that are entered inside work, unlike above."""
+    """Remove the active torch function modes (`overrides._pop_mode`); those entered inside work."""
     depth = torch._C._len_torch_function_stack()
     modes = [overrides._pop_mode() for _ in range(depth)]  # type: ignore[no-untyped-call]
     try:
@@ -303,11 +406,14 @@ def without_modes() -> Iterator[None]:
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def copy_function(fn: Any) -> Callable[..., Any]:
-    """Return a Python function that stays what ``fn`` is now, whatever becomes of its code.
+# Patches of Python functions
 
-    Its code is an object of its own: torch.compile counts by code how often it has compiled
-    something, and gives up after 8 times.
+
+def copy_function(fn: Any) -> Callable[..., Any]:
+    """Return a copy of a Python function that later changes of ``fn.__code__`` do not affect.
+
+    Its code object is a copy too: torch.compile counts compilations by code object, and gives up
+    after 8.
     """
     code = fn.__code__.replace()
     copied = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
@@ -316,73 +422,76 @@ def copy_function(fn: Any) -> Callable[..., Any]:
 
 
 class Detour:
-    """Send every call of a Python function elsewhere while entered, however it was imported.
+    """A context that redirects every call of a Python function, however it was imported.
 
-    The code of the function is exchanged, so that its callers, who hold the function itself, and
-    compiled callers, who trace its code, arrive at ``stand_in``. That one runs with the globals of
-    ``fn``, so it must import what it needs. torch.compile remembers the arguments of a function by
-    their names, so both must have the same; if they differ (another version), nothing happens.
+    It replaces the function's code, so that callers that hold the function, and compiled callers,
+    which trace its code, reach ``replacement``. That runs with the globals of ``fn``, so it must
+    import what it needs. torch.compile binds arguments by name, so both must have the same
+    parameters; if they differ (another torch version), nothing is redirected.
+
+    The code is replaced for the whole process: do not enter it on two threads at once.
 
     Args:
-        fn: whose calls.
-        stand_in: where they go.
+        fn: the function whose calls are redirected.
+        replacement: the function that is called instead.
     """
 
-    def __init__(self, fn: Any, stand_in: Any) -> None:
+    def __init__(self, fn: Any, replacement: Any) -> None:
         self._fn, self._depth = fn, 0
-        self._own, self._other = fn.__code__, stand_in.__code__
-        self.fits = _parameters(fn) == _parameters(stand_in)
+        self._original, self._replacement = fn.__code__, replacement.__code__
+        self.fits = _parameters(fn) == _parameters(replacement)
 
     def __enter__(self) -> None:
         self._depth += 1
         if self.fits:
-            self._fn.__code__ = self._other
+            self._fn.__code__ = self._replacement
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._fn.__code__ = self._own
+            self._fn.__code__ = self._original
 
 
 def _parameters(fn: Any) -> list[tuple[str, object]]:
-    return [(name, kind.kind) for name, kind in signature(fn).parameters.items()]
+    return [(name, parameter.kind) for name, parameter in signature(fn).parameters.items()]
 
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""What activation checkpointing enters in forward, and when it recomputes."""
+"""Returns the contexts that activation checkpointing enters in forward, and when it recomputes."""
 
 
 @contextmanager
 def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
-    """Let every ``checkpoint(use_reentrant=False)`` call inside use a context_fn.
+    """Make every ``checkpoint(use_reentrant=False)`` call inside use a context_fn.
 
-    There is no door for callers that pass none (models, wrappers), so the function that all of
-    them reach is replaced meanwhile. It has had this name and these arguments since torch 2.1;
-    2.15 moved it to another one, which takes what is passed on as a tuple and a dict.
+    torch has no setting for callers that pass none (models, wrappers), so the function that all of
+    them reach is replaced: `_checkpoint_without_reentrant_generator`, with the same arguments since
+    torch 2.1. torch 2.15 moved it to `..._impl`, which takes the arguments of the checkpointed
+    function as a tuple and a dict.
     """
     name = "_checkpoint_without_reentrant_generator"
     moved = hasattr(checkpoint, f"{name}_impl")
     name = f"{name}_impl" if moved else name
     original = getattr(checkpoint, name)
 
-    def chosen(given: ContextFn) -> ContextFn:
-        return context_fn if given in (checkpoint.noop_context_fn, context_fn) else both(given)
+    def combined(theirs: ContextFn) -> ContextFn:
+        if theirs in (checkpoint.noop_context_fn, context_fn):
+            return context_fn
 
-    def both(given: ContextFn) -> ContextFn:
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            (ours, ours_again), (theirs, theirs_again) = context_fn(), given()
-            return _Nested(ours, theirs), _Nested(ours_again, theirs_again)
+            outer, inner = context_fn(), theirs()
+            return _Nested(outer[0], inner[0]), _Nested(outer[1], inner[1])
 
         return contexts
 
     def generator(
-        fn: Any, preserve_rng_state: bool, given: ContextFn, *args: Any, **kwargs: Any
+        fn: Any, preserve_rng_state: bool, theirs: ContextFn, *args: Any, **kwargs: Any
     ) -> Any:
-        return original(fn, preserve_rng_state, chosen(given), *args, **kwargs)
+        return original(fn, preserve_rng_state, combined(theirs), *args, **kwargs)
 
     def moved_generator(fn: Any, args: Any, kwargs: Any, **options: Any) -> Any:
-        given = options.pop("context_fn", checkpoint.noop_context_fn)
-        return original(fn, args, kwargs, context_fn=chosen(given), **options)
+        theirs = options.pop("context_fn", checkpoint.noop_context_fn)
+        return original(fn, args, kwargs, context_fn=combined(theirs), **options)
 
     setattr(checkpoint, name, moved_generator if moved else generator)
     try:
@@ -408,8 +517,11 @@ class _Nested:
         self._outer.__exit__(*error)
 
 
+# Kernels that torch compiles
+
+
 def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether torch compiles kernels for a GPU and a precision: by Triton, if new enough."""
+    """Return whether torch compiles kernels for a GPU and a dtype (`torch.utils._triton`)."""
     if not has_triton():
         return False
     if dtype == torch.bfloat16:
@@ -419,17 +531,17 @@ def can_compile(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def exact_backend(backend: Any) -> Callable[..., Any]:
-    """Return a compiler's backend whose gradients are right, and may be asked for again.
+    """Return a compiler backend with correct gradients that supports ``retain_graph=True``.
 
-    By itself compiled code writes over what forward has saved, and then refuses to run twice. Who
-    asks for attention has not asked for a compiler, so ``retain_graph=True`` works. torch's own
-    switch for it (``torch._functorch.config.donated_buffer``) must be off whenever backward runs,
-    on whichever thread: so the compiler finds nothing that it may write over. Its caches keep such
-    code apart.
+    By default compiled code overwrites what forward saved ("donated buffers",
+    pytorch/pytorch#129496), and its backward raises when it is run twice. A user who calls
+    attention did not ask for a compiler. torch's ``torch._functorch.config.donated_buffer`` must be
+    off whenever backward runs, on whichever thread: instead, the compiler finds no buffer that it
+    may overwrite. A tag keeps such code apart in the compiler's caches.
 
-    And torch's compiler pads nothing: where the rows of a batch lie apart by no multiple of 128
-    bytes, 2.11 writes sums without padding and reads them with it, which makes gradients of sinks,
-    queries and keys wrong, or NaN.
+    Padding is off: where the samples of a batch are not a multiple of 128 bytes apart, torch 2.11
+    writes sums without padding and reads them with it, and gradients of sinks, queries and keys
+    are wrong or NaN.
     """
     from torch._dynamo import lookup_backend  # takes seconds to import
 
@@ -441,19 +553,19 @@ def exact_backend(backend: Any) -> Callable[..., Any]:
 
     def compile_exactly(*args: Any, **kwargs: Any) -> Any:
         tagged = torch.compiler.config.patch(cache_key_tag="lightning_cp")  # type: ignore[attr-defined]
-        with tagged, _no_donations():
+        with tagged, _no_donated_buffers():
             return compile_graph(*args, **kwargs)
 
     return compile_exactly
 
 
 @contextmanager
-def _no_donations() -> Iterator[None]:
+def _no_donated_buffers() -> Iterator[None]:
     from torch._functorch._aot_autograd import graph_compile
 
     name = "collect_bw_donated_buffer_idxs"
     collect = getattr(graph_compile, name, None)
-    if collect is None:  # another version: then backward runs once, or says why not
+    if collect is None:  # another torch version: a second backward raises torch's own error
         yield
         return
     setattr(graph_compile, name, lambda *_, **__: [])
@@ -461,15 +573,3 @@ def _no_donations() -> Iterator[None]:
         yield
     finally:
         setattr(graph_compile, name, collect)
-
-
-def in_backward() -> bool:
-    """Say whether autograd is running a backward pass on this thread (recompute included)."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def as_autocast(x: Tensor) -> Tensor:
-    """Lower the precision where autocast would do it for attention."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify`: one batch under context parallelism and on whole rows, loss and gradients compared.
+"""`verify`: compares loss and gradients of one batch, sharded and on full sequences.
 
-Knows nothing about how the loss is computed: it is given a function that does. Works on sharded
-and on plain models, and leaves no trace but the time it took.
+Independent of how the loss is computed, which is a function that it gets. Works with sharded and
+plain models, and restores the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +20,11 @@ from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
 
 MIXING: Final = (
-    "Something mixes tokens where we do not see it: attention written out by hand, a convolution "
-    "or a recurrence along the sequence, positions that the model counts itself (use "
-    "cp.position_ids()), a loss that is not token_mean()."
+    "Something mixes tokens that is not routed: attention written as matmul and softmax, a "
+    "convolution or a recurrence along the sequence, positions that the model computes itself (use "
+    "cp.position_ids()), a loss other than token_mean()."
 )
-"""Why a model may compute something else under context parallelism."""
+"""Why results of a model may differ under context parallelism."""
 
 Gradients = tuple[Tensor, dict[str, Tensor]]
 """A loss, and the gradient of each parameter by name."""
@@ -35,24 +35,24 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {
     torch.float16: 3e-2,
     torch.bfloat16: 6e-2,
 }
-"""Largest error of a gradient, relative to its norm, that rounding explains, by precision."""
+"""Largest error of a gradient, relative to its norm, that rounding explains, by dtype."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found.
+    """Result of a comparison.
 
     Args:
         loss: under context parallelism.
-        whole_loss: on whole rows.
+        whole_loss: on full sequences.
         errors: of each parameter's gradient, relative to its norm.
-        tolerance: what was allowed of the loss, and of all gradients where ``earned`` is empty.
-        num_tokens: how long the compared rows were.
-        cp_size: how many ranks shared a row.
-        earned: what was allowed of each gradient, from the rounding of whole rows themselves; then
-            ``errors`` are those against float64.
-        precision: of the run.
-        hint: what else may explain a difference.
+        tolerance: allowed error of the loss, and of all gradients if ``earned`` is empty.
+        num_tokens: length of the compared sequences.
+        cp_size: number of context ranks.
+        earned: allowed error of each gradient, from the rounding error of full sequences; then
+            ``errors`` are relative to float64.
+        precision: dtype of the run.
+        hint: another possible reason for a difference.
     """
 
     loss: float
@@ -67,19 +67,19 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Say whether loss and all gradients agree; NaN does not."""
+        """Return whether loss and all gradients agree; NaN does not."""
         scale = max(1.0, abs(self.whole_loss))
         return abs(self.loss - self.whole_loss) <= self.tolerance * scale and all(
             error <= self.allowed(name) for name, error in self.errors.items()
         )
 
     def allowed(self, name: str) -> float:
-        """Return how large the error of a parameter's gradient may be."""
+        """Return the allowed error of a parameter's gradient."""
         return self.earned.get(name, self.tolerance)
 
     def worst(self, number: int = 5) -> list[tuple[str, float]]:
-        """Return the parameters whose gradients differ most, for what is allowed."""
-        # NaN compares with nothing; it comes first.
+        """Return the parameters whose gradients differ most, relative to the allowed error."""
+        # NaN, which is not ordered, comes first.
         ranked = sorted(
             self.errors.items(),
             key=lambda item: (item[1] == item[1], -item[1] / max(self.allowed(item[0]), 1e-300)),
@@ -87,38 +87,37 @@ class Report:
         return ranked[:number]
 
     def summary(self) -> str:
-        """Say it in one line."""
+        """Return the result in one line."""
         name, error = self.worst(1)[0] if self.errors else ("no parameter", 0.0)
         return (
-            f"loss {self.loss:.6f} under context parallelism, {self.whole_loss:.6f} on whole rows "
-            f"of {self.num_tokens} tokens; worst gradient {error:.1e} ({name}), allowed "
-            f"{self.allowed(name):.0e}"
+            f"loss={self.loss:.6f}, full_loss={self.whole_loss:.6f}, tokens={self.num_tokens}, "
+            f"worst_gradient={name}, error={error:.1e}, allowed={self.allowed(name):.0e}"
         )
 
     def __str__(self) -> str:
         worst = self.worst()
         width = max([len(name) for name, _ in worst], default=0)
-        width = max(width, len("loss, on whole rows"))
+        width = max(width, len("loss, full sequences"))
         gap = abs(self.loss - self.whole_loss) / max(1.0, abs(self.whole_loss))
-        rows = [
-            f"{'loss, on whole rows':{width}}  {self.whole_loss:9.6f}",
-            f"{'loss, shared':{width}}  {self.loss:9.6f}",
+        lines = [
+            f"{'loss, full sequences':{width}}  {self.whole_loss:9.6f}",
+            f"{'loss, sharded':{width}}  {self.loss:9.6f}",
             f"{'':{width}}  {'error':>9}  {'allowed':>9}",
             f"{'loss':{width}}  {gap:9.1e}  {self.tolerance:9.1e}",
             *(f"{name:{width}}  {e:9.1e}  {self.allowed(name):9.1e}" for name, e in worst),
         ]
         if len(self.errors) > len(worst):
-            rows.append(f"... and {len(self.errors) - len(worst)} more gradients")
+            lines.append(f"... and {len(self.errors) - len(worst)} more gradients")
         precision = self.precision or "this precision"
         rule = (
-            f"allowed is twice the rounding of whole rows in {precision}, against float64"
+            f"allowed: twice the rounding error of full sequences in {precision}"
             if self.earned
-            else f"allowed is fixed for {precision}"
+            else f"allowed: fixed for {precision}"
         )
         ranks = f"{self.cp_size} rank{'s' * (self.cp_size > 1)}"
-        verdict = "passed: the same" if self.passed else "FAILED: other"
-        rows.append(f"{verdict} numbers on {ranks}, rows of {self.num_tokens} tokens; {rule}")
-        return "\n".join(rows + ([] if self.passed or not self.hint else [self.hint]))
+        verdict = "passed: the same" if self.passed else "FAILED: different"
+        lines.append(f"{verdict} results on {ranks}, sequences of {self.num_tokens} tokens; {rule}")
+        return "\n".join(lines + ([] if self.passed or not self.hint else [self.hint]))
 
 
 def verify(
@@ -131,23 +130,23 @@ def verify(
     tolerance: float | None = None,
     stock: bool = False,
 ) -> Report:
-    """Compare loss and every gradient with those of the stock model on whole rows.
+    """Compare loss and every gradient with those of the stock model on full sequences.
 
-    Every rank must call it. All dropout is off (``model.eval()``), gradients are set to None.
+    Every rank must call it. Dropout is off (``model.eval()``), gradients are set to None.
 
     Args:
-        model: whose gradients are compared; plain, or sharded over the ranks.
-        batch: a whole batch, as for ``cp.step``; all data ranks take the rows of the first.
-        cp: how rows are shared.
-        loss_fn: what turns the batch that it is given into a loss; ``model(**batch).loss`` by
-            default.
-        max_len: rows are cut to this length, so that one rank can hold them; uncut when None.
-        tolerance: largest relative error of a gradient; by the precision when None.
-        stock: compare with models of other libraries as they are without us, each packed document
-            in a row of its own.
+        model: the model whose gradients are compared; plain, or sharded over the ranks.
+        batch: a full batch, as for ``cp.step``; all data ranks use that of the first.
+        cp: the context parallelism to verify.
+        loss_fn: computes the loss of a batch; ``model(**batch).loss`` by default.
+        max_len: sequences are truncated to this length, so that one rank can hold them; not
+            truncated if None.
+        tolerance: largest relative error of a gradient; by dtype if None.
+        stock: compare with models of other libraries as they are when not enabled, each packed
+            document as a separate sequence.
 
     Returns:
-        What was found, if it is within the tolerance.
+        The result, if it is within the tolerance.
 
     Raises:
         RuntimeError: if it is not; it names the worst parameters.
@@ -164,7 +163,7 @@ def verify(
     if not report.passed:
         worst = ", ".join(f"{name} ({error:.1e})" for name, error in report.worst())
         raise RuntimeError(
-            f"Context parallelism changes the numbers of this model: {report.summary()}. Worst "
+            f"Context parallelism changes the results of this model: {report.summary()}. Worst "
             f"gradients: {worst}. {MIXING}"
         )
     return report
@@ -182,7 +181,7 @@ def compare(
     exact: Callable[[dict[str, Any]], Gradients] | None = None,
     hint: str = "",
 ) -> Report:
-    """Do what `verify` does, and report what was found, whatever it is.
+    """Compare as `verify` does, and return the result without raising.
 
     Args:
         model: as for `verify`.
@@ -192,37 +191,37 @@ def compare(
         max_len: as for `verify`.
         tolerance: as for `verify`.
         stock: as for `verify`.
-        exact: gives `gradients` of whole rows in float64, where parameters are whole. Then what is
-            allowed is earned: twice the error that whole rows have in the model's own precision.
-        hint: what else may explain a difference; for the report.
+        exact: computes `gradients` of full sequences in float64, for unsharded parameters. Then the
+            allowed error is twice the error of full sequences in the model's own dtype.
+        hint: another possible reason for a difference, for the report.
     """
-    compute = loss_fn or (lambda given: model(**given).loss)
+    compute = loss_fn or (lambda local: model(**local).loss)
     part = cut_rows(cp.same_rows(batch), cp=cp, max_len=max_len)
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
-        loss, found = gradients(model, compute, cp.step(part, training=True))
-        found = _averaged(found, model, cp)
+        loss, sharded = gradients(model, compute, cp.step(part, training=True))
+        sharded = _averaged(sharded, model, cp)
         alone = cp.alone(part, training=True, stock=stock)
-        whole_loss, whole = _together(lambda: gradients(model, compute, alone), model, cp)
+        full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)
         model.zero_grad(set_to_none=True)
-        truth = _together(lambda: exact(part), model, cp) if exact is not None else None
-    # A stock model may have no float64: masks that overflow, for one, where it computes in float32.
-    rounding = None if truth is None else _distances(whole, truth[1], cp)
+        truth = _on_all_ranks(lambda: exact(part), model, cp) if exact is not None else None
+    # A stock model may not support float64: for example, masks that overflow in float32.
+    rounding = None if truth is None else _distances(full, truth[1], cp)
     earned: dict[str, float] = {}
     if truth is None or rounding is None or not bool(rounding[0].isfinite().all()):
-        errors = _relative(*_distances(found, whole, cp))
+        errors = _relative(*_distances(sharded, full, cp))
     else:
-        errors = _relative(*_distances(found, truth[1], cp))
+        errors = _relative(*_distances(sharded, truth[1], cp))
         limits, typical = _earned(*rounding, torch.finfo(dtype).eps)
-        own = abs(float(whole_loss) - float(truth[0])) / max(1.0, abs(float(truth[0])))
-        # The loss is a mean over many tokens, whose rounding mostly cancels.
-        allowed = 2 * max(own, 0.1 * typical) + 4 * torch.finfo(whole_loss.dtype).eps
+        loss_error = abs(float(full_loss) - float(truth[0])) / max(1.0, abs(float(truth[0])))
+        # The loss is a mean over many tokens, whose rounding errors mostly cancel.
+        allowed = 2 * max(loss_error, 0.1 * typical) + 4 * torch.finfo(full_loss.dtype).eps
         earned = dict(zip(truth[1], limits.tolist(), strict=True))
     return Report(
         float(loss),
-        float(whole_loss),
-        dict(zip(whole, errors.tolist(), strict=True)),
+        float(full_loss),
+        dict(zip(full, errors.tolist(), strict=True)),
         allowed,
         batches.read_batch(part, sequence_dims=cp.sequence_dims, decided={}).seq_len,
         cp_size=cp.cp_size,
@@ -233,14 +232,14 @@ def compare(
 
 
 def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
-    """Return rows of at most ``max_len`` tokens, around the first that has a label."""
-    whole = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
-    if max_len is None or whole.seq_len <= max_len or whole.is_handed_over:
+    """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
+    full = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
+    if max_len is None or full.seq_len <= max_len or full.is_handed_over:
         return batch
-    if type(batch) is not dict or whole.names.keys() != batch.keys():
-        return _cut_inside(batch, whole, max_len)
+    if type(batch) is not dict or full.names.keys() != batch.keys():
+        return _truncate_nested(batch, full, max_len)
     if any(batch.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k")):
-        ids = torch.from_numpy(whole.documents) if whole.documents is not None else None
+        ids = torch.from_numpy(full.documents) if full.documents is not None else None
         batch = {k: v for k, v in batch.items() if not k.startswith(("cu_seq_lens", "max_length"))}
         batch |= {"document_ids": ids} if ids is not None else {}
         return cut_rows(batch, cp=cp, max_len=max_len)
@@ -249,23 +248,23 @@ def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     if isinstance(labels, Tensor) and labels.dim() > 1:
         labelled = (labels != IGNORED_LABEL).any(0).nonzero().flatten().tolist()
         first = labelled[0] if labelled else 0
-        start = min(max(0, first - max_len // 2), whole.seq_len - max_len)
+        start = min(max(0, first - max_len // 2), full.seq_len - max_len)
     return {
-        key: value.narrow(whole.dims[key], start, max_len) if key in whole.dims else value
+        key: value.narrow(full.dims[key], start, max_len) if key in full.dims else value
         for key, value in batch.items()
     }
 
 
-def _cut_inside(batch: Any, whole: batches.WholeBatch, max_len: int) -> Any:
-    """Do the same to a batch that is not a plain dict of tensors: its first tokens."""
-    if whole.told.get("cu_seq_lens_q") is not None or whole.told.get("cu_seq_lens_k") is not None:
+def _truncate_nested(batch: Any, full: batches.WholeBatch, max_len: int) -> Any:
+    """Return the first tokens of a batch that is not a plain dict of tensors."""
+    if full.told.get("cu_seq_lens_q") is not None or full.told.get("cu_seq_lens_k") is not None:
         raise ValueError(
-            f"Rows of {whole.seq_len} tokens cannot be cut to max_len={max_len}: `cu_seq_lens_q` "
-            "lies inside a nested batch. Use `document_ids`, or a larger max_len."
+            f"Sequences of {full.seq_len} tokens cannot be truncated to max_len={max_len}: "
+            "`cu_seq_lens_q` is inside a nested batch. Use `document_ids`, or a larger max_len."
         )
     parts = {
-        path: x.narrow(whole.dims[path], 0, max_len) if path in whole.dims else x
-        for path, x in whole.tensors.items()
+        path: x.narrow(full.dims[path], 0, max_len) if path in full.dims else x
+        for path, x in full.tensors.items()
     }
     return rebuild(batch, parts)
 
@@ -289,13 +288,14 @@ def gradients(
 ) -> Gradients:
     """Return the loss of a step, and the gradients of all parameters that have one.
 
-    Of sharded parameters it is this rank's part, averaged; of plain ones this rank's own.
+    For sharded parameters it is this rank's shard, averaged over the ranks; for plain ones it is
+    not averaged.
     """
     model.zero_grad(set_to_none=True)
-    with torch.enable_grad(), step as given:
-        loss = compute(given)
+    with torch.enable_grad(), step as local:
+        loss = compute(local)
         loss.backward()  # type: ignore[no-untyped-call]
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -304,30 +304,32 @@ def gradients(
             gradient = torch.zeros_like(parameter)
         if isinstance(gradient, DTensor):
             gradient = gradient.to_local()
-        found[name] = gradient.detach().clone()
-    return loss.detach(), found
+        by_name[name] = gradient.detach().clone()
+    return loss.detach(), by_name
 
 
-def _averaged(found: dict[str, Tensor], model: nn.Module, cp: ContextParallel) -> dict[str, Tensor]:
-    """Average what is not averaged yet."""
+def _averaged(
+    by_name: dict[str, Tensor], model: nn.Module, cp: ContextParallel
+) -> dict[str, Tensor]:
+    """Average the gradients of plain parameters over the ranks."""
     parameters = dict(model.named_parameters())
     return {
         name: x if isinstance(parameters[name], DTensor) else cp.averaged(x)
-        for name, x in found.items()
+        for name, x in by_name.items()
     }
 
 
-def _together(run: Callable[[], Gradients], model: nn.Module, cp: ContextParallel) -> Gradients:
-    """Run on whole rows; if that fails on one rank, no rank goes on to wait for it.
+def _on_all_ranks(run: Callable[[], Gradients], model: nn.Module, cp: ContextParallel) -> Gradients:
+    """Compute on full sequences; if one rank fails, raise on all ranks.
 
-    Sharded models wait for each other inside, where nobody could be told.
+    Not for sharded models, whose ranks wait for each other inside.
     """
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return run()
     problem, result = None, None
     try:
         result = run()
-    except Exception as error:  # noqa: BLE001  raised below, when all ranks know
+    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
         problem = error
     device = next(model.parameters()).device
     failed = cp.summed(torch.tensor([float(problem is not None)], device=device))
@@ -335,14 +337,14 @@ def _together(run: Callable[[], Gradients], model: nn.Module, cp: ContextParalle
         raise problem
     if float(failed) or result is None:
         raise RuntimeError(
-            "Another rank failed on whole rows, and says why. If they do not fit into its memory, "
-            "compare shorter ones: max_len=..."
+            "Another rank failed on full sequences; see its error. If they do not fit into its "
+            "memory, compare shorter ones: max_len=..."
         )
     return result
 
 
 def _precision(model: nn.Module) -> torch.dtype:
-    """Return the lowest precision that takes part: of a parameter, or autocast's."""
+    """Return the lowest precision of the run: of a parameter, or autocast's."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     device = next(model.parameters()).device.type
     if torch.is_autocast_enabled(device):
@@ -351,22 +353,22 @@ def _precision(model: nn.Module) -> torch.dtype:
 
 
 def _distances(
-    found: dict[str, Tensor], exact: dict[str, Tensor], cp: ContextParallel
+    computed: dict[str, Tensor], exact: dict[str, Tensor], cp: ContextParallel
 ) -> tuple[Tensor, Tensor]:
-    """Return, of each gradient, how far it is from the exact one, and the norm of that."""
-    pairs = [(found[name].double(), exact[name].double()) for name in exact]
+    """Return the distance of each gradient from the exact one, and the norm of the exact one."""
+    pairs = [(computed[name].double(), exact[name].double()) for name in exact]
     squares = torch.stack(
-        [torch.stack([(f - e).square().sum(), e.square().sum()]) for f, e in pairs]
+        [torch.stack([(c - e).square().sum(), e.square().sum()]) for c, e in pairs]
     )
     differences, norms = cp.summed(squares).sqrt().unbind(1)
     return differences, norms
 
 
 def _scales(norms: Tensor) -> Tensor:
-    """Return what errors are relative to.
+    """Return the norms that errors are relative to.
 
-    Some gradients are zero in theory, and all noise: none counts for less than 1e-4 of the typical
-    norm.
+    Some gradients are zero in exact arithmetic, and only noise: the norm is at least 1e-4 of the
+    typical norm.
     """
     floor = 1e-4 * norms.square().mean().sqrt()
     return norms.clamp(min=max(float(floor), torch.finfo(torch.float64).tiny))
@@ -377,12 +379,12 @@ def _relative(differences: Tensor, norms: Tensor) -> Tensor:
 
 
 def _earned(differences: Tensor, norms: Tensor, eps: float) -> tuple[Tensor, float]:
-    """Return what is allowed of each gradient, from the rounding of whole rows, and the median.
+    """Return the allowed error of each gradient, from that of full sequences, and the median.
 
-    Twice that rounding, and 4 units in the last place. One run is a small sample: a gradient of a
-    few numbers may happen to be right, so none counts as more exact than the median. One that is
-    zero in theory is all noise, of a size that follows how it is summed: the typical distance is
-    always allowed.
+    Twice that rounding error, plus 4 units in the last place. One run is a small sample: a gradient
+    of a few elements may be exact by chance, so that at least the median is allowed. A gradient
+    that is zero in exact arithmetic is noise, whose size depends on the order of summation: the
+    typical distance is always allowed.
     """
     rounding = _relative(differences, norms)
     real = rounding[norms > 0]

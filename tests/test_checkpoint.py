@@ -128,8 +128,18 @@ def assert_same(a, b, where="", tolerance=0.0):
         assert a == b, where
 
 
+def full_state(model, optimizers, *, full=True):
+    """Return ``state_dict`` and ``optimizer_states`` of a single-device checkpoint, or shards."""
+    states = [checkpoint.optimizer_state(model, x, full=full) for x in optimizers]
+    return checkpoint.model_state(model, full=full), states
+
+
+def sharded_state(model, optimizers):
+    return full_state(model, optimizers, full=False)
+
+
 def state_for_folder(model, *optimizers):
-    weights, states = checkpoint.sharded_state(model, optimizers)
+    weights, states = sharded_state(model, optimizers)
     return {"state_dict": weights} | {f"optimizer_{i}": s for i, s in enumerate(states)}
 
 
@@ -137,7 +147,7 @@ def save_on_ranks(folder, kind, steps, meta=None, mesh="sharded"):
     model, optimizer = build(kind, seed=1, mesh=mesh)
     train(model, optimizer, steps)
     checkpoint.save_folder(state_for_folder(model, optimizer), meta or {"steps": steps}, folder)
-    return checkpoint.full_state(model, [optimizer])
+    return full_state(model, [optimizer])
 
 
 def resume_on_ranks(path, kind, mesh, steps=0):
@@ -149,7 +159,7 @@ def resume_on_ranks(path, kind, mesh, steps=0):
     note = model.note
     train(model, optimizer, steps)
     model.note = note
-    return meta, checkpoint.full_state(model, [optimizer])
+    return meta, full_state(model, [optimizer])
 
 
 def resume_here(path, kind, steps=0):
@@ -267,10 +277,10 @@ def load_with_adapter(path, mesh):
     with pytest.raises(ValueError, match=r"4 missing \(adapter.weight.*strict_loading=False"):
         load(model, [optimizer], path, strict=True, weights_only=None)
     train(model, optimizer, 1)
-    before = checkpoint.full_state(model, [optimizer])
+    before = full_state(model, [optimizer])
     before = pickle.loads(pickle.dumps(before))
     load(model, [optimizer], path, strict=False, weights_only=None)
-    return before, checkpoint.full_state(model, [optimizer])
+    return before, full_state(model, [optimizer])
 
 
 @pytest.mark.ranks
@@ -327,21 +337,21 @@ def test_a_parameter_outside_the_model_has_no_name():
     model, _ = build("adam", seed=1)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
     with pytest.raises(ValueError, match=r"a parameter of shape \(2,\) that is not in the model"):
-        checkpoint.sharded_state(model, [optimizer])
+        sharded_state(model, [optimizer])
 
 
 def test_the_meta_device_is_refused(saved):
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(ValueError, match=r"is on the meta device, where there are no values"):
+    with pytest.raises(ValueError, match=r"is on the meta device, which has no values"):
         checkpoint.load_weights(model, saved / "sgd")
 
 
 def keep_a_local_state():
     model, optimizer = build("adam", seed=1, mesh="sharded")
     optimizer.state[model.norm.weight]["block"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"plain tensor of shape \(3,\) for the sharded `norm.wei"):
-        checkpoint.sharded_state(model, [optimizer])
+    with pytest.raises(ValueError, match=r"`norm.weight` is a plain tensor of shape \(3,\)"):
+        sharded_state(model, [optimizer])
 
 
 @pytest.mark.ranks
@@ -353,7 +363,7 @@ def test_names_of_compiled_and_checkpointed_modules_are_plain(saved, tmp_path):
     model, optimizer = build("adam", seed=2)
     model.blocks[0] = torch.compile(model.blocks[0])
     checkpoint.load_folder(model, [optimizer], saved / "adam", strict=True, weights_only=None)
-    assert_same(list(plain("adam", 2)), list(checkpoint.full_state(model, [optimizer])))
+    assert_same(list(plain("adam", 2)), list(full_state(model, [optimizer])))
     torch.save({"state_dict": model.state_dict(), "optimizer_states": []}, tmp_path / "c.ckpt")
     other, _ = build("adam", seed=3)
     checkpoint.load_file(other, [], tmp_path / "c.ckpt", strict=True, weights_only=None)
@@ -427,7 +437,7 @@ def test_a_killed_save_leaves_a_checkpoint(ranks, tmp_path, moment, rank, steps,
     model, optimizer = build("adam", seed=2)
     meta = checkpoint.load_folder(model, [optimizer], folder, strict=True, weights_only=None)
     assert meta == {"steps": steps}
-    assert_same(list(plain("adam", steps)), list(checkpoint.full_state(model, [optimizer])))
+    assert_same(list(plain("adam", steps)), list(full_state(model, [optimizer])))
     ranks(2).run(save_on_ranks, folder, "adam", 1)
     assert os.listdir(tmp_path) == ["a"]
     assert resume_here(folder, "adam")[0] == {"steps": 1}
@@ -468,7 +478,7 @@ def test_the_failure_of_one_rank_is_raised_on_all(ranks, tmp_path, what, message
     ranks(2).run(save_on_ranks, folder, "adam", 2)
     for text in ranks(2).run(fail_to_save, folder, what, timeout=30):
         assert text.startswith(message)
-        assert text.endswith(f"{folder} was not saved; what was there before is untouched.")
+        assert text.endswith(f"{folder} was not saved; an existing checkpoint is unchanged.")
     assert os.listdir(tmp_path) == ["a"]
     assert resume_here(folder, "adam")[0] == {"steps": 2}
 
@@ -514,7 +524,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_fails_on_all(ranks, saved):
 def test_a_file_loads_by_names_too(tmp_path):
     model, optimizer = build("adam", seed=1)
     train(model, optimizer, 2)
-    (state,) = checkpoint.sharded_state(model, [optimizer])[1]
+    (state,) = sharded_state(model, [optimizer])[1]
     file = {"state_dict": model.state_dict(), "optimizer_states": [state], "epoch": 3}
     torch.save(file, tmp_path / "a.ckpt")
     meta, whole = resume_here(tmp_path / "a.ckpt", "adam")
@@ -533,11 +543,11 @@ def test_a_file_without_names_needs_the_same_groups(tmp_path):
             model, [optimizer], tmp_path / "a.ckpt", strict=False, weights_only=None
         )
     torch.save({"epoch": 1}, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match="is no Lightning checkpoint: it has no `state_dict`"):
+    with pytest.raises(ValueError, match="is not a Lightning checkpoint: it has no `state_dict`"):
         checkpoint.load_file(model, [], tmp_path / "b.ckpt", strict=True, weights_only=None)
     with pytest.raises(FileNotFoundError, match="There is no checkpoint file"):
         checkpoint.load_file(model, [], tmp_path / "c.ckpt", strict=True, weights_only=None)
-    with pytest.raises(ValueError, match="is no checkpoint: `.metadata` is missing. Use another"):
+    with pytest.raises(ValueError, match="is not a checkpoint: `.metadata` is missing. Use"):
         checkpoint.load_file(model, [], tmp_path, strict=True, weights_only=None)
 
 
@@ -600,7 +610,7 @@ def test_weights_load_from_every_kind_of_source(ranks, saved, tmp_path, world, m
 
 
 def test_weights_from_nowhere(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no weights. Give a checkpoint folder"):
+    with pytest.raises(FileNotFoundError, match="holds no weights. Pass a checkpoint folder"):
         checkpoint.load_weights(Net(), tmp_path)
 
 
@@ -657,7 +667,7 @@ def through_ranks(source, folder, file):
     optimizer = build_optimizer(model["net"], "adam")
     rest = checkpoint.load_file(model, [optimizer], source, strict=True, weights_only=None)
     checkpoint.save_folder(state_for_folder(model, optimizer), rest, folder)
-    weights, states = checkpoint.full_state(model, [optimizer])
+    weights, states = full_state(model, [optimizer])
     if dist.get_rank() == 0:
         torch.save({**rest, "state_dict": weights, "optimizer_states": states}, file)
 
@@ -690,21 +700,21 @@ def test_the_command_line_says_what_is_wrong(saved, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "There is no checkpoint folder" in error(tmp_path / "none", out)
-    assert "is no checkpoint: `.metadata` is missing" in error(tmp_path, out)
+    assert "is not a checkpoint: `.metadata` is missing" in error(tmp_path, out)
     broken = tmp_path / "broken"
     broken.mkdir()
     names = (".metadata", "__0_0.distcp", "__1_0.distcp")
     for name in names:
         (broken / name).write_bytes((saved / "adam" / name).read_bytes())
-    assert "was not saved to its end: `meta.pt` is missing" in error(broken, out)
+    assert "is incomplete: `meta.pt` is missing" in error(broken, out)
     torch.save({}, broken / "meta.pt")
     (broken / "__1_0.distcp").write_bytes(b"short")
-    assert "is incomplete: `__1_0.distcp` is missing or cut short" in error(broken, out)
+    assert "is incomplete: `__1_0.distcp` is missing or truncated" in error(broken, out)
     (broken / ".metadata").unlink()
-    assert "was not saved to its end: `.metadata` is missing" in error(broken, out)
-    assert "exists already. Give the name of a file" in error(saved / "adam", broken)
+    assert "is incomplete: `.metadata` is missing" in error(broken, out)
+    assert "already exists. Pass the name of a file" in error(saved / "adam", broken)
     out.write_text("mine")
-    assert "exists already. Remove it, or allow overwriting" in error(saved / "adam", out)
+    assert "already exists. Remove it, or allow overwriting" in error(saved / "adam", out)
     assert out.read_text() == "mine"
     assert main(["consolidate", str(saved / "adam"), str(out), "--overwrite"]) == 0
     assert torch.load(out)["steps"] == 2
@@ -846,7 +856,7 @@ def test_checkpoints_without_checksums_load_and_it_is_said_once(saved, tmp_path,
             checkpoint.load_weights(Net(), tmp_path / name)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
-    assert said[0] == f"{folder} has no checksums.json: damaged bytes in it would not be noticed."
+    assert said[0] == f"{folder} has no checksums.json: damaged bytes would not be detected."
     assert "format without checksums" in said[1]
     assert "set_crc32_options(False)" in said[2]
     flip(folder / "meta.pt", zip_record(folder / "meta.pt", "data.pkl"))
@@ -861,20 +871,23 @@ def test_broken_checksums_are_named(saved, tmp_path):
     for wrong, match in (
         ("{", "`checksums.json` is not readable. Use another checkpoint"),
         (json.dumps({**content, "files": {"meta.pt": {"size": 9, "blocks": []}}}), "not readable"),
-        (json.dumps({**content, "version": 2}), "knows version 1. Update lightning_cp, or remove"),
+        (
+            json.dumps({**content, "version": 2}),
+            "supports version 1. Update lightning_cp, or",
+        ),
     ):
         file.write_text(wrong)
         assert match in try_to_load([folder])[0]
     file.write_text(json.dumps(content))
     (folder / "__1_0.distcp").write_bytes(b"")
-    assert "`__1_0.distcp` is missing or cut short" in try_to_load([folder])[0]
+    assert "`__1_0.distcp` is missing or truncated" in try_to_load([folder])[0]
 
 
 def test_a_file_that_was_cut_short_is_named(tmp_path):
     file = tmp_path / "cut.ckpt"
     torch.save({"state_dict": Net().state_dict()}, file)
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(ValueError, match="cut.ckpt is damaged or cut short"):
+    with pytest.raises(ValueError, match="cut.ckpt is damaged or truncated"):
         checkpoint.load_weights(Net(), file)
 
 

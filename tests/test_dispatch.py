@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ REFUSED = {
     ),
     "mask and causal": (
         lambda x: imported(*[heads()] * 3, attn_mask=torch.ones(6, 6).bool(), is_causal=True),
-        "give attn_mask or is_causal, not both",
+        "pass attn_mask or is_causal, not both",
     ),
     "trained mask": (
         lambda x: imported(*[heads()] * 3, attn_mask=torch.ones(6, 6).requires_grad_()),
@@ -206,6 +207,22 @@ def test_nested_steps_route_to_the_inner_one(cp, routed):
             nn.MultiheadAttention(DIM, 2, batch_first=True)(x, x, x, need_weights=False)
         imported(*[heads(1, 2, LENGTH, DIM)] * 3)
     assert len(routed) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_patch_of_sdpa_by_another_library_survives_a_routed_module(
+    fails, cp, batch, routed, monkeypatch
+):
+    def patched(*args, **kwargs):
+        return ORIGINAL(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", patched)  # after our import
+    module = nn.MultiheadAttention(DIM, 2, dropout=0.3 if fails else 0.0, batch_first=True)
+    expected = pytest.raises(ValueError, match="dropout_p") if fails else nullcontext()
+    with cp.step(batch) as local, expected:
+        module(*[local["inputs_embeds"]] * 3, need_weights=False)
+    assert functional.scaled_dot_product_attention is patched
+    assert len(routed) == (0 if fails else 1)
 
 
 def test_documents_of_the_batch_do_not_enter_by_themselves(cp, batch):

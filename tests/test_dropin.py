@@ -181,7 +181,8 @@ def masks_shared(axes):
     with (
         context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]),
         pytest.raises(
-            ValueError, match="is ambiguous: a row of 3 tokens is too short beside the \\d"
+            ValueError,
+            match="ambiguous: a sequence of 3 tokens is too short compared with the \\d",
         ),
     ):
         sdpa(x, x, x, attn_mask=torch.ones(1, 1).bool())

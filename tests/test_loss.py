@@ -5,8 +5,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, active_step, token_mean
-from lightning_cp import loss as loss_module
+from lightning_cp import ContextParallel, active_step, chunked_loss, token_mean
 from lightning_cp.loss import chunked_token_mean
 from tests.oracle import errors
 
@@ -222,7 +221,7 @@ def test_chunked_computes_no_gradient_that_nobody_wants(mode, monkeypatch):
     ],
 )
 def test_chunked_cuts_equal_pieces_of_no_more_tokens_than_asked(chunk_len, expected, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_NUMBERS", VOCAB * 40 + 5)
+    monkeypatch.setattr(chunked_loss, "CHUNK_NUMBERS", VOCAB * 40 + 5)
     weight, sizes = torch.randn(WIDTH, VOCAB), []
 
     def spy(x):
@@ -277,7 +276,7 @@ def test_chunked_under_autocast_asks_for_the_vocabulary_without_losing_gradients
 def test_chunked_gradients_are_multiplied_in_float32_and_rounded_once(shape, kept, to):
     x, factor = torch.randn(shape).to(kept), torch.tensor(3 / 4097)
     wide = x.to(torch.promote_types(kept, torch.float32))
-    found = loss_module._times(x, factor, to)
+    found = chunked_loss._times(x, factor, to)
     assert found.dtype == to
     assert torch.equal(found, (wide * factor).to(to))
 
@@ -448,7 +447,7 @@ def test_chunked_shapes_that_do_not_fit_are_refused(hidden, labels):
 def test_chunked_whole_rows_inside_a_step_are_refused():
     cp = ContextParallel(None)
     head, hidden, labels = build()
-    message = "got 9 tokens per row inside a step whose ranks hold 8 each"
+    message = "got 9 tokens per sample inside a step whose ranks hold 8 each"
     with (
         cp.step({"input_ids": torch.zeros(2, 8).long()}),
         pytest.raises(ValueError, match=message),
@@ -458,14 +457,14 @@ def test_chunked_whole_rows_inside_a_step_are_refused():
 
 def test_chunked_needs_a_chunk_of_at_least_one_token():
     head, hidden, labels = build()
-    with pytest.raises(ValueError, match=r"chunk_len=0\): give a number of tokens above 0"):
+    with pytest.raises(ValueError, match=r"chunk_len=0\): pass a number of tokens above 0"):
         chunked(head, hidden, labels, chunk_len=0)
 
 
 @pytest.mark.parametrize("bad", [lambda x: x[:, :-1], lambda x: x.sum(-1), lambda x: x[0]])
 def test_chunked_head_that_does_not_make_logits_is_refused(bad):
     _, hidden, labels = build()
-    with pytest.raises(ValueError, match=r"it made \(.*\) of \(1, 5, 6\)"):
+    with pytest.raises(ValueError, match=r"it returned \(.*\) for \(1, 5, 6\)"):
         chunked_token_mean(bad, hidden, labels, parameters=[], chunk_len=5)
 
 

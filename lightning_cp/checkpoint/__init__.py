@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of sharded models: folders of shards, single files, weights alone.
+"""Checkpoints of sharded models: folders of shards, single files, weights only.
 
 A folder holds `.metadata`, one `__{rank}_0.distcp` per rank and `meta.pt`, as Lightning's
 distributed checkpoints do. A file is what a plain Trainer on one device writes. Both load on any
-number of ranks. This package knows torch only; the strategy tells it when to save and load.
+number of ranks. This package depends on torch only; the strategy calls it to save and load.
 """
 
 from lightning_cp.checkpoint.consolidate import consolidate, read_whole
@@ -16,13 +16,11 @@ from lightning_cp.checkpoint.folder import (
 )
 from lightning_cp.checkpoint.load import load_file, load_folder, load_weights
 from lightning_cp.checkpoint.state import (
-    full_state,
     gather_shards,
     gather_state,
     is_whole,
     model_state,
     optimizer_state,
-    sharded_state,
 )
 from lightning_cp.comm.collective_errors import meet, together
 
@@ -30,7 +28,6 @@ __all__ = [
     "aside_of",
     "consolidate",
     "find_folder",
-    "full_state",
     "gather_shards",
     "gather_state",
     "is_checkpoint_folder",
@@ -44,6 +41,5 @@ __all__ = [
     "read_whole",
     "replacing",
     "save_folder",
-    "sharded_state",
     "together",
 ]

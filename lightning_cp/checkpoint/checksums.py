@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums: a checkpoint whose bytes have changed is refused before any weight is.
+"""Checksums: loading a damaged checkpoint raises before any weight is changed.
 
 A folder has `checksums.json`, with a CRC-32 for each block of each of its files. A file of
-torch.save is a zip archive with a CRC-32 for each record; torch writes but never compares them.
+torch.save is a zip archive with a CRC-32 for each record; torch writes but never verifies them.
 Ranks share the work, and each uses several threads: zlib releases the GIL.
 """
 
@@ -22,13 +22,13 @@ from typing import Any, Final
 from lightning_cp.comm.collective_errors import rank, size
 
 CHECKSUMS: Final = "checksums.json"
-"""Where the checksums of a folder are."""
+"""The file with the checksums of a folder."""
 
 _VERSION: Final = 1
 _BLOCK: Final = 64 * 2**20
 _BUFFER: Final = 2**20
 _THREADS: Final = 8
-_CURE: Final = "Use another checkpoint."
+_FIX: Final = "Use another checkpoint."
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 
 _logger = logging.getLogger("lightning_cp")
@@ -36,14 +36,14 @@ _logger = logging.getLogger("lightning_cp")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of the checks that a rank makes."""
+    """The part of the checks that a rank does."""
 
     rank: int = 0
     size: int = 1
 
 
 ALL: Final = Share()
-"""All of the checks, for one process alone."""
+"""All checks, for a single process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Block:
 
 
 def own_share() -> Share:
-    """Return this rank's part of a check that all ranks make together."""
+    """Return this rank's part of a check that all ranks share."""
     return Share(rank(), size())
 
 
@@ -73,7 +73,7 @@ def sum_files(files: Iterable[Path]) -> dict[str, Any]:
 
 
 def write_checksums(folder: Path, entries: Mapping[str, Any]) -> None:
-    """Write `checksums.json`, down to the disk."""
+    """Write `checksums.json`, and flush it to disk."""
     content = {"version": _VERSION, "algorithm": "crc32", "block_size": _BLOCK, "files": entries}
     with (folder / CHECKSUMS).open("w") as stream:
         json.dump(content, stream, indent=1)
@@ -82,16 +82,16 @@ def write_checksums(folder: Path, entries: Mapping[str, Any]) -> None:
 
 
 def check_folder(folder: Path, share: Share, always: Sequence[str]) -> None:
-    """Refuse a folder whose bytes are not those that were saved.
+    """Raise if the bytes of a folder differ from those that were saved.
 
     Args:
         folder: a checkpoint; one without checksums is not checked.
         share: which part of the shards this rank checks.
-        always: names of files that every rank reads, and checks, whole.
+        always: names of files that every rank reads, and checks, in full.
     """
     if not (folder / CHECKSUMS).is_file():
-        if all((folder / name).is_file() for name in always):  # else it is no checkpoint at all
-            _say_unchecked(f"{folder} has no {CHECKSUMS}")
+        if all((folder / name).is_file() for name in always):  # otherwise it is not a checkpoint
+            _warn_unchecked(f"{folder} has no {CHECKSUMS}")
             for name in always:
                 if zipfile.is_zipfile(folder / name):
                     check_file(folder / name)
@@ -103,7 +103,7 @@ def check_folder(folder: Path, share: Share, always: Sequence[str]) -> None:
 
 
 def _read_checksums(folder: Path) -> list[_Block]:
-    """Read `checksums.json`, and see whether all files have their sizes."""
+    """Read `checksums.json`, and check the sizes of all files."""
     blocks: list[_Block] = []
     try:
         content = json.loads((folder / CHECKSUMS).read_text())
@@ -116,20 +116,20 @@ def _read_checksums(folder: Path) -> list[_Block]:
                     for start, x in zip(starts, entry["blocks"], strict=True)
                 ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} is damaged: `{CHECKSUMS}` is not readable. {_CURE}") from error
+        raise ValueError(f"{folder} is damaged: `{CHECKSUMS}` is not readable. {_FIX}") from error
     if content["version"] != _VERSION:
         raise ValueError(
-            f"{folder / CHECKSUMS} has version {content['version']}; this lightning_cp knows "
+            f"{folder / CHECKSUMS} has version {content['version']}; this lightning_cp supports "
             f"version {_VERSION}. Update lightning_cp, or remove that file to load unchecked."
         )
     for name, entry in content["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size < entry["size"]:
-            raise ValueError(f"{folder} is incomplete: `{name}` is missing or cut short. {_CURE}")
+            raise ValueError(f"{folder} is incomplete: `{name}` is missing or truncated. {_FIX}")
     return blocks
 
 
 def check_file(file: Path, share: Share = ALL) -> None:
-    """Refuse a file of torch.save whose bytes are not those that were saved.
+    """Raise if the bytes of a file of torch.save differ from those that were saved.
 
     Args:
         file: in the format of torch 1.6 or later; an older one has no checksums.
@@ -137,25 +137,25 @@ def check_file(file: Path, share: Share = ALL) -> None:
     """
     with file.open("rb") as stream:
         if stream.read(2) != b"PK":
-            _say_unchecked(f"{file} is in a format without checksums")
+            _warn_unchecked(f"{file} is in a format without checksums")
             return
         try:
             archive = zipfile.ZipFile(stream)
         except zipfile.BadZipFile as error:
-            raise ValueError(f"{file} is damaged or cut short: {error}. {_CURE}") from error
+            raise ValueError(f"{file} is damaged or truncated: {error}. {_FIX}") from error
         records = [info for info in archive.infolist() if info.file_size]
         if not any(info.CRC for info in records):
-            _say_unchecked(f"{file} was saved with torch.serialization.set_crc32_options(False)")
+            _warn_unchecked(f"{file} was saved with torch.serialization.set_crc32_options(False)")
             return
         common: list[_Block] = []
         shared: list[_Block] = []
         for info in records:
-            if info.compress_type != zipfile.ZIP_STORED:  # not by torch
+            if info.compress_type != zipfile.ZIP_STORED:  # not written by torch
                 continue
             stream.seek(info.header_offset)
             header = stream.read(_LOCAL_HEADER.size)
             if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-                raise ValueError(f"{file} is damaged at byte {info.header_offset}. {_CURE}")
+                raise ValueError(f"{file} is damaged at byte {info.header_offset}. {_FIX}")
             _, name_len, extra_len = _LOCAL_HEADER.unpack(header)
             start = info.header_offset + _LOCAL_HEADER.size + name_len + extra_len
             block = _Block(file, start, info.file_size, info.CRC)
@@ -164,22 +164,22 @@ def check_file(file: Path, share: Share = ALL) -> None:
 
 
 def _part_of(blocks: Sequence[_Block], share: Share) -> list[_Block]:
-    """Return the blocks that fall to a rank: neighbours, which it is likely to read afterwards."""
-    total, before, mine = sum(block.length for block in blocks), 0, []
+    """Return the blocks that a rank checks: adjacent ones, which it is likely to read next."""
+    total, before, part = sum(block.length for block in blocks), 0, []
     for block in blocks:
         if before * share.size // total == share.rank:
-            mine.append(block)
+            part.append(block)
         before += block.length
-    return mine
+    return part
 
 
 def _check_blocks(path: Path, blocks: Sequence[_Block]) -> None:
-    for block, found in zip(blocks, _sum_blocks(blocks), strict=True):
-        if found != block.checksum:
+    for block, checksum in zip(blocks, _sum_blocks(blocks), strict=True):
+        if checksum != block.checksum:
             what = "it" if block.file == path else f"`{block.file.name}`"
             raise ValueError(
                 f"{path} is damaged: {what} does not have the checksum with which it was saved, "
-                f"in bytes {block.start} to {block.start + block.length}. {_CURE}"
+                f"in bytes {block.start} to {block.start + block.length}. {_FIX}"
             )
 
 
@@ -203,11 +203,11 @@ def _sum_block(block: _Block) -> int:
     return checksum
 
 
-def _say_unchecked(why: str) -> None:
+def _warn_unchecked(reason: str) -> None:
     if rank() == 0:
-        _say_once(why)
+        _warn_once(reason)
 
 
 @cache
-def _say_once(why: str) -> None:
-    _logger.warning("%s: damaged bytes in it would not be noticed.", why)
+def _warn_once(reason: str) -> None:
+    _logger.warning("%s: damaged bytes would not be detected.", reason)

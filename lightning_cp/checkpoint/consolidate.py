@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of shards becomes whole again: in memory, or as the single file of a plain Trainer."""
+"""Consolidation of a checkpoint folder: in memory, or as the single file of a plain Trainer."""
 
 import os
 import uuid
@@ -29,18 +29,17 @@ def read_whole(
 ) -> dict[str, Any]:
     """Read a checkpoint folder as ``torch.load`` reads a file, without the optimizers' states.
 
-    Not collective: each process that calls it reads and checks all of it, and ranks need not call
-    it together.
+    Not collective: each process that calls it reads and checks the full checkpoint.
 
     Args:
         folder: the checkpoint.
-        map_location: as for ``torch.load``; weights in folders are taken to be from the CPU.
-        weights_only: as for ``torch.load``, for `meta.pt`. The index of the shards is a pickle in
-            any case: load folders that you trust.
+        map_location: as for ``torch.load``; weights in folders count as saved from the CPU.
+        weights_only: as for ``torch.load``, for `meta.pt`. The index of the shards is always a
+            pickle: load only folders that you trust.
     """
     source = open_folder(folder, weights_only, map_location=map_location)
-    kept = {k: form for k, form in source.forms.items() if k[0] in ("state_dict", REST)}
-    values = source.read({keys: blank(form) for keys, form in kept.items()})
+    forms = {k: form for k, form in source.forms.items() if k[0] in ("state_dict", REST)}
+    values = source.read({keys: blank(form) for keys, form in forms.items()})
     placed = {keys: map_tensors(partial(_placed, map_location), x) for keys, x in values.items()}
     checkpoint = dict(source.rest or {})
     put_values(checkpoint, placed)
@@ -48,7 +47,7 @@ def read_whole(
 
 
 def _placed(map_location: MapLocation, x: Tensor) -> Tensor:
-    """Return a tensor where ``torch.load`` would have put it."""
+    """Return a tensor on the device where ``torch.load`` would have put it."""
     if map_location is None:
         return x
     if callable(map_location):
@@ -63,17 +62,17 @@ def consolidate(folder: str | Path, out: str | Path, *, overwrite: bool = False)
     """Turn a checkpoint folder into the single file of a plain Trainer.
 
     The file resumes on one device and loads with ``load_from_checkpoint``. No process group is
-    needed; the whole checkpoint must fit into memory.
+    needed; the full checkpoint must fit into memory.
 
     Args:
-        folder: a checkpoint that you trust: it holds pickles.
+        folder: a checkpoint that you trust: it contains pickles.
         out: the file to write.
         overwrite: replace ``out`` if it exists.
     """
     folder, out = Path(folder), Path(out)
     if out.is_dir() or (out.exists() and not overwrite):
-        cure = "Give the name of a file." if out.is_dir() else "Remove it, or allow overwriting."
-        raise FileExistsError(f"{out} exists already. {cure}")
+        fix = "Pass the name of a file." if out.is_dir() else "Remove it, or allow overwriting."
+        raise FileExistsError(f"{out} already exists. {fix}")
     folder = find_folder(folder)
     source = open_folder(folder, weights_only=False)
     meta = dict(source.rest or {})
@@ -87,7 +86,7 @@ def consolidate(folder: str | Path, out: str | Path, *, overwrite: bool = False)
         saved = {"state": nested[f"optimizer_{index}"].get("state", {}), "param_groups": groups}
         states.append(renamed(saved, numbers))
     checkpoint = {**meta, "state_dict": nested["state_dict"]}
-    if states or "lr_schedulers" in meta:  # save_weights_only=True leaves both out
+    if states or "lr_schedulers" in meta:  # save_weights_only=True omits both
         checkpoint["optimizer_states"] = states
     temporary = out.with_name(f".{out.name}.saving-{uuid.uuid4().hex[:8]}")
     try:

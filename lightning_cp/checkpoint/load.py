@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading into a model and its optimizers, on any number of ranks."""
+"""Loading of checkpoints into a model and its optimizers, on any number of ranks."""
 
 import json
 import pickle
@@ -33,10 +33,10 @@ from lightning_cp.checkpoint.source import (
 from lightning_cp.checkpoint.state import Entries, Names, param_names, plain_name, read_entries
 from lightning_cp.comm.collective_errors import together
 
-_MEANT_FOR_USERS = (ValueError, OSError, ImportError, pickle.UnpicklingError)
-_LOOSE = (
-    "Set `strict_loading=False` on the LightningModule to leave what is missing as it is and to "
-    "ignore what is unexpected."
+_USER_ERRORS = (ValueError, OSError, ImportError, pickle.UnpicklingError)
+_NOT_STRICT = (
+    "Set `strict_loading=False` on the LightningModule to leave missing keys unchanged and to "
+    "ignore unexpected ones."
 )
 
 
@@ -53,25 +53,25 @@ def load_folder(
 
     Args:
         model: on any number of ranks and any mesh, or plain.
-        optimizers: in the order in which they were saved; none to load the model alone.
+        optimizers: in the order in which they were saved; none to load only the model.
         folder: the checkpoint.
-        strict: refuse keys that are missing or unexpected; otherwise what is missing stays as it
-            is, the optimizer's state included.
-        weights_only: as for ``torch.load``, for `meta.pt`. The index of the shards is a pickle in
-            any case: load folders that you trust.
-        with_weights: return ``state_dict`` too, laid out as the model, in the saved dtypes.
+        strict: raise for keys that are missing or unexpected; otherwise missing ones stay
+            unchanged, including the optimizer's state.
+        weights_only: as for ``torch.load``, for `meta.pt`. The index of the shards is always a
+            pickle: load only folders that you trust.
+        with_weights: return ``state_dict`` too, sharded as the model, in the saved dtypes.
 
     Returns:
-        What `save_folder` was given as ``meta``. DTensors in it are laid out like the parameter of
-        the same name and shape; those without one are whole.
+        The ``meta`` that was passed to `save_folder`. DTensors in it are sharded like the parameter
+        of the same name and shape; those without one are full.
     """
     folder = find_folder(folder)
 
     def source(_: Sequence[Names]) -> Source:
         return open_folder(folder, weights_only, share=own_share())
 
-    cure = _LOOSE if strict else None
-    return _load_into(model, optimizers, source, folder, cure, with_weights=with_weights)
+    fix = _NOT_STRICT if strict else None
+    return _load_into(model, optimizers, source, folder, fix, with_weights=with_weights)
 
 
 def load_file(
@@ -90,7 +90,7 @@ def load_file(
 
     Args:
         model: on any number of ranks and any mesh, or plain.
-        optimizers: in the order in which they were saved; none to load the model alone.
+        optimizers: in the order in which they were saved; none to load only the model.
         file: holds ``state_dict`` and ``optimizer_states``, by integer ids or by names.
         strict: as for `load_folder`.
         weights_only: as for ``torch.load``.
@@ -103,14 +103,14 @@ def load_file(
 
     def source(names: Sequence[Names]) -> Source:
         if file.is_dir():
-            read_metadata(file)  # says what is wrong with it
+            read_metadata(file)  # raises
         checkpoint = load_pickle(file, weights_only, own_share())
         if "state_dict" not in checkpoint:
-            raise ValueError(f"{file} is no Lightning checkpoint: it has no `state_dict`.")
+            raise ValueError(f"{file} is not a Lightning checkpoint: it has no `state_dict`.")
         return open_values(file, checkpoint, names)
 
-    cure = _LOOSE if strict else None
-    return _load_into(model, optimizers, source, file, cure, with_weights=with_weights)
+    fix = _NOT_STRICT if strict else None
+    return _load_into(model, optimizers, source, file, fix, with_weights=with_weights)
 
 
 def load_weights(
@@ -121,14 +121,14 @@ def load_weights(
     prefix: str = "",
     weights_only: bool | None = None,
 ) -> None:
-    """Load weights alone, on each rank the parts that it holds, cast to its dtypes. Collective.
+    """Load weights only, on each rank its shards, cast to the module's dtypes. Collective.
 
     Args:
         module: its parameters may be DTensors.
         source: a checkpoint folder, a file of ``torch.save`` (a state dict, or a checkpoint that
             holds one), a safetensors file, or a Hugging Face folder of safetensors.
-        strict: refuse keys that are missing or unexpected.
-        prefix: what stands before the module's own names in ``source``; others are ignored.
+        strict: raise for keys that are missing or unexpected.
+        prefix: prefix of the module's own names in ``source``; other names are ignored.
         weights_only: as for ``torch.load``.
     """
     path = find_folder(source)
@@ -143,7 +143,7 @@ def load_weights(
         file = path / "model.safetensors" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(
-                f"{path} holds no weights. Give a checkpoint folder, a Hugging Face folder of "
+                f"{path} holds no weights. Pass a checkpoint folder, a Hugging Face folder of "
                 "safetensors, or a .safetensors, .ckpt, .pt, .pth or .bin file."
             )
         if file.suffix == ".safetensors":
@@ -151,8 +151,8 @@ def load_weights(
         loaded = load_pickle(file, weights_only, own_share())
         return open_values(file, loaded if "state_dict" in loaded else {"state_dict": loaded}, ())
 
-    cure = "Pass strict=False to leave what is missing as it is." if strict else None
-    _load_into(module, (), weights, path, cure, prefix)
+    fix = "Pass strict=False to leave missing keys unchanged." if strict else None
+    _load_into(module, (), weights, path, fix, prefix)
 
 
 def _load_into(
@@ -160,60 +160,60 @@ def _load_into(
     optimizers: Sequence[Optimizer],
     open_source: Callable[[Sequence[Names]], Source],
     path: Path,
-    cure: str | None,
+    fix: str | None,
     prefix: str = "",
     *,
     with_weights: bool = False,
 ) -> dict[str, Any]:
-    """Open a checkpoint, see whether it fits, load it, and return the rest of it.
+    """Open a checkpoint, check that it fits, load it, and return the rest of it.
 
-    ``cure`` says what to do if keys differ; None allows it.
+    If keys differ, the error ends with ``fix``; None allows it.
     """
     entries = read_entries(module)
     names = [param_names(entries, optimizer) for optimizer in optimizers]
     failure = f"{path} was not loaded."
-    source = together(lambda: open_source(names), failure, _MEANT_FOR_USERS)
-    _check_fit(source, entries, names, prefix, cure)
+    source = together(lambda: open_source(names), failure, _USER_ERRORS)
+    _check_fit(source, entries, names, prefix, fix)
     params = {name: param for param, name in entries.params.items()}
     labels = [f"optimizer_{index}" for index in range(len(optimizers))]
-    room: dict[Keys, Any] = {}
+    targets: dict[Keys, Any] = {}
     for keys, form in source.forms.items():
         if keys[0] == "state_dict":
             name = str(keys[1]).removeprefix(prefix)
             if name in entries.values and str(keys[1]).startswith(prefix):
                 value = entries.values[name]
-                room[keys] = value if isinstance(value, Tensor) else blank(form)
+                targets[keys] = value if isinstance(value, Tensor) else blank(form)
         elif keys[0] in labels and keys[1] == "state" and keys[2] in params:
-            room[keys] = blank_like(params[str(keys[2])], form)
+            targets[keys] = blank_like(params[str(keys[2])], form)
         elif keys[0] == REST:
-            room[keys] = _room_for(str(keys[-1]).removeprefix("module."), form, entries)
-    separate = {
-        keys: _room_for(str(keys[1]), form, entries)
+            targets[keys] = _target_for(str(keys[-1]).removeprefix("module."), form, entries)
+    weight_copies = {
+        keys: _target_for(str(keys[1]), form, entries)
         for keys, form in source.forms.items()
         if with_weights and keys[0] == "state_dict" and keys[1] in entries.values
     }
-    values, weights = together(lambda: (source.read(room), source.read(separate)), failure)
+    values, weights = together(lambda: (source.read(targets), source.read(weight_copies)), failure)
     read = nest(values)
-    # Tensors are in place by now; this is for hooks, and for what is no tensor.
+    # Tensors are loaded by now; this runs hooks, and loads other values.
     loaded = {
         name.removeprefix(prefix): value for name, value in read.get("state_dict", {}).items()
     }
-    own = {entries.own_names[name]: value for name, value in loaded.items()}
-    module.load_state_dict(own, strict=False)
-    for label, optimizer, its_names, groups in zip(
+    state = {entries.own_names[name]: value for name, value in loaded.items()}
+    module.load_state_dict(state, strict=False)
+    for label, optimizer, group_names, groups in zip(
         labels, optimizers, names, source.groups, strict=False
     ):
-        _restore(optimizer, its_names, read.get(label, {}).get("state", {}), groups)
+        _restore(optimizer, group_names, read.get(label, {}).get("state", {}), groups)
     rest = dict(source.rest or {})
     put_values(rest, values)
     if with_weights:
-        found = nest(weights).get("state_dict", {})
-        rest["state_dict"] = {entries.own_names[name]: value for name, value in found.items()}
+        saved = nest(weights).get("state_dict", {})
+        rest["state_dict"] = {entries.own_names[name]: value for name, value in saved.items()}
     return rest
 
 
-def _room_for(name: str, form: Form, entries: Entries) -> Tensor | None:
-    """Return room for a value that is laid out like the tensor of that name."""
+def _target_for(name: str, form: Form, entries: Entries) -> Tensor | None:
+    """Return an empty tensor, sharded like the model's tensor of that name."""
     like = entries.values.get(plain_name(name))
     if isinstance(like, Tensor) and form is not None and form[0] == tuple(like.shape):
         return blank_like(like, form)
@@ -221,78 +221,78 @@ def _room_for(name: str, form: Form, entries: Entries) -> Tensor | None:
 
 
 def accept_whole(module: nn.Module) -> Callable[[], None]:
-    """Let ``load_state_dict`` of a sharded module take whole tensors; each rank keeps its part.
+    """Let ``load_state_dict`` of a sharded module accept full tensors; each rank loads its shard.
 
-    Names without the marks of torch.compile and of activation checkpointing are taken too.
+    Names without the prefixes of torch.compile and activation checkpointing are accepted too.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
     """
-    handle: Any = module.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
+    handle: Any = module.register_load_state_dict_pre_hook(_shard_state)  # type: ignore[no-untyped-call]
     return lambda: handle.remove()
 
 
-def _take_parts(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, own in module.state_dict().items():
+def _shard_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, target in module.state_dict().items():
         key, plain = prefix + name, prefix + plain_name(name)
-        if key not in given and plain in given:
-            given[key] = given.pop(plain)
-        value: Any = given.get(key)
-        whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(own, DTensor) and whole and value.shape == own.shape:
-            given[key] = fill(torch.empty_like(own, dtype=value.dtype), value)
+        if key not in state and plain in state:
+            state[key] = state.pop(plain)
+        value: Any = state.get(key)
+        is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(target, DTensor) and is_full and value.shape == target.shape:
+            state[key] = fill(torch.empty_like(target, dtype=value.dtype), value)
 
 
 def _check_fit(
-    source: Source, entries: Entries, optimizers: Sequence[Names], prefix: str, cure: str | None
+    source: Source, entries: Entries, optimizers: Sequence[Names], prefix: str, fix: str | None
 ) -> None:
     """Compare a checkpoint with a model and the names of its optimizers' parameters."""
-    found: dict[str, Form] = {}
+    saved_forms: dict[str, Form] = {}
     for keys, form in source.forms.items():
         if keys[0] == "state_dict" and str(keys[1]).startswith(prefix):
-            found[str(keys[1]).removeprefix(prefix)] = form if len(keys) == 2 else None
-    for name, form in found.items():
+            saved_forms[str(keys[1]).removeprefix(prefix)] = form if len(keys) == 2 else None
+    for name, form in saved_forms.items():
         value = entries.values.get(name)
         if form and isinstance(value, Tensor) and form[0] != tuple(value.shape):
             raise ValueError(
                 f"`{name}` has shape {form[0]} in {source.path} and {tuple(value.shape)} in the "
                 "model. Build the model as it was when the checkpoint was saved."
             )
-    # A tied weight needs one of its names only; an empty extra state is nowhere in a folder.
-    there = {entries.twins.get(name, name) for name in found}
+    # A tied weight needs one of its names only; a folder does not hold empty extra states.
+    saved_names = {entries.twins.get(name, name) for name in saved_forms}
     missing = [
         name
         for name, value in entries.values.items()
-        if entries.twins.get(name, name) not in there and (isinstance(value, Tensor) or value)
+        if entries.twins.get(name, name) not in saved_names and (isinstance(value, Tensor) or value)
     ]
-    unexpected = [name for name in found if name not in entries.values]
+    unexpected = [name for name in saved_forms if name not in entries.values]
     for index, names in enumerate(optimizers):
         groups = source.groups[index] if index < len(source.groups) else ()
-        own, saved = set(chain.from_iterable(names)), {n for g in groups for n in g["params"]}
-        missing += [f"optimizer {index}: {name}" for name in sorted(own - saved)]
-        unexpected += [f"optimizer {index}: {name}" for name in sorted(saved - own)]
+        present, saved = set(chain.from_iterable(names)), {n for g in groups for n in g["params"]}
+        missing += [f"optimizer {index}: {name}" for name in sorted(present - saved)]
+        unexpected += [f"optimizer {index}: {name}" for name in sorted(saved - present)]
     parts = [
-        f"{len(some)} {kind} ({', '.join(some[:5])}{', ...' if len(some) > 5 else ''})"
-        for kind, some in (("missing", missing), ("unexpected", unexpected))
-        if some
+        f"{len(names)} {kind} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+        for kind, names in (("missing", missing), ("unexpected", unexpected))
+        if names
     ]
-    if cure is not None and parts:
-        raise ValueError(f"The keys of {source.path} do not fit: {' and '.join(parts)}. {cure}")
+    if fix is not None and parts:
+        raise ValueError(f"The keys of {source.path} do not match: {' and '.join(parts)}. {fix}")
 
 
 def _restore(optimizer: Optimizer, names: Names, states: Mapping[str, Any], saved: Any) -> None:
-    """Give an optimizer the saved state of the parameters that it has; others keep theirs."""
+    """Load the saved state of an optimizer's parameters; those that were not saved keep theirs."""
     present = optimizer.state_dict()
-    home = {name: group for group in saved for name in group["params"]}
+    group_of = {name: group for group in saved for name in group["params"]}
     state = {}
     groups = []
-    for group, its_names in zip(present["param_groups"], names, strict=True):
-        known: dict[str, Any] = next((home[name] for name in its_names if name in home), {})
-        own = {key: group[key] for key in ("params", "param_names") if key in group}
-        groups.append({**group, **{k: v for k, v in known.items() if k != "param_names"}, **own})
-        for index, name in zip(group["params"], its_names, strict=True):
+    for group, group_names in zip(present["param_groups"], names, strict=True):
+        source: dict[str, Any] = next((group_of[n] for n in group_names if n in group_of), {})
+        keys = {key: group[key] for key in ("params", "param_names") if key in group}
+        groups.append({**group, **{k: v for k, v in source.items() if k != "param_names"}, **keys})
+        for index, name in zip(group["params"], group_names, strict=True):
             if name in states:
                 state[index] = states[name]
-            elif name not in home and index in present["state"]:
+            elif name not in group_of and index in present["state"]:
                 state[index] = present["state"][index]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

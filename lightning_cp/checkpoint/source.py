@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open checkpoints of all kinds: what is in them, and how a rank reads the parts it holds."""
+"""Opened checkpoints of all kinds: their contents, and how a rank reads its shards."""
 
 import pickle
 import warnings
@@ -21,26 +21,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_cp.checkpoint.checksums import ALL, Share, check_file, check_folder
 from lightning_cp.checkpoint.folder import META, UNSHARDED, read_metadata
 from lightning_cp.checkpoint.state import Names, plain_name, renamed
+from lightning_cp.torch_private import local_slices
 
 Keys = tuple[str | int, ...]
 """The keys that lead to a value: ("state_dict", NAME) or ("optimizer_0", "state", NAME, ...)."""
 REST = "rest"
 """The first key of sharded values that are neither weights nor optimizer states."""
 Form = tuple[tuple[int, ...], torch.dtype | None] | None
-"""Shape and dtype of a tensor in a checkpoint; None for what is no tensor."""
+"""Shape and dtype of a tensor in a checkpoint; None for other values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An open checkpoint.
+    """An opened checkpoint.
 
     Attributes:
-        path: where it is.
-        forms: all values in it.
-        read: reads each value for which there is room (a tensor, or None for what is no tensor),
-            and returns them.
+        path: its location.
+        forms: shape and dtype of all its values.
+        read: reads values into the tensors that it gets (None for other values), and returns them.
         groups: the saved parameter groups of each optimizer, with names.
-        rest: what is neither weights nor optimizer states.
+        rest: everything but weights and optimizer states.
     """
 
     path: Path
@@ -58,13 +58,13 @@ def open_folder(
     share: Share = ALL,
     map_location: Any = "cpu",
 ) -> Source:
-    """Open a folder of shards, having compared its checksums.
+    """Open a folder of shards, after verifying its checksums.
 
     Args:
         folder: the checkpoint.
         weights_only: as for ``torch.load``, for `meta.pt`.
         with_rest: read `meta.pt`.
-        share: which part of the checksums this rank compares.
+        share: which part of the checksums this rank verifies.
         map_location: as for ``torch.load``, for `meta.pt`.
     """
     check_folder(folder, share, UNSHARDED)
@@ -76,18 +76,18 @@ def open_folder(
         md: Any = metadata.state_dict_metadata[name]
         forms[keys] = (tuple(md.size), md.properties.dtype) if hasattr(md, "size") else None
 
-    def read(room: Mapping[Keys, Any]) -> dict[Keys, Any]:
-        flat = {flat_names[keys]: value for keys, value in room.items()}
+    def read(targets: Mapping[Keys, Any]) -> dict[Keys, Any]:
+        flat = {flat_names[keys]: value for keys, value in targets.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is ")
-            try:  # each rank alone: ranks need nothing from each other to read what they hold
+            try:  # not collective: each rank reads its shards
                 state_dict_loader.load(flat, storage_reader=FileSystemReader(folder), no_dist=True)
             except CheckpointException as error:
                 raise error.failures[0][0] from None
-        return {keys: flat[flat_names[keys]] for keys in room}
+        return {keys: flat[flat_names[keys]] for keys in targets}
 
-    found = {keys: blank(f) for keys, f in forms.items() if keys[1:2] == ("param_groups",)}
-    states = nest(read(found))
+    targets = {keys: blank(f) for keys, f in forms.items() if keys[1:2] == ("param_groups",)}
+    states = nest(read(targets))
     groups: list[Any] = []
     while (label := f"optimizer_{len(groups)}") in states:
         groups.append(states[label]["param_groups"])
@@ -95,40 +95,40 @@ def open_folder(
 
 
 def open_values(path: Path, checkpoint: Mapping[str, Any], names: Sequence[Names]) -> Source:
-    """Open what `load_pickle` has read; ``names`` are those of the optimizers' parameters."""
+    """Open the result of `load_pickle`; ``names`` are those of the optimizers' parameters."""
     rest = dict(checkpoint)
-    wholes: dict[Keys, Any] = {
+    tensors: dict[Keys, Any] = {
         ("state_dict", plain_name(name)): value for name, value in rest.pop("state_dict").items()
     }
     groups: list[Any] = []
-    for saved, own in zip(rest.pop("optimizer_states", ()), names, strict=False):
-        named = _named(path, saved, own)
-        wholes.update(_flatten((f"optimizer_{len(groups)}", "state"), named["state"]))
+    for saved, param_names in zip(rest.pop("optimizer_states", ()), names, strict=False):
+        named = _named(path, saved, param_names)
+        tensors.update(_flatten((f"optimizer_{len(groups)}", "state"), named["state"]))
         groups.append(named["param_groups"])
-    # Copied, for a file that is overwritten while it is mapped kills the process that looks at it.
-    return _open_wholes(path, wholes, groups, deepcopy(rest))
+    # A copy: reading a mapped file that was overwritten meanwhile kills the process.
+    return _open_tensors(path, tensors, groups, deepcopy(rest))
 
 
-def _open_wholes(
+def _open_tensors(
     path: Path,
-    wholes: Mapping[Keys, Any],
+    tensors: Mapping[Keys, Any],
     groups: Sequence[Any] = (),
     rest: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Open whole tensors and slices of safetensors."""
+    """Open full tensors and slices of safetensors."""
 
-    def read(room: Mapping[Keys, Any]) -> dict[Keys, Any]:
+    def read(targets: Mapping[Keys, Any]) -> dict[Keys, Any]:
         return {
-            keys: wholes[keys] if target is None else fill(target, wholes[keys])
-            for keys, target in room.items()
+            keys: tensors[keys] if target is None else fill(target, tensors[keys])
+            for keys, target in targets.items()
         }
 
     forms: dict[Keys, Form] = {}
-    for keys, whole in wholes.items():
-        if isinstance(whole, Tensor):
-            forms[keys] = tuple(whole.shape), whole.dtype
+    for keys, value in tensors.items():
+        if isinstance(value, Tensor):
+            forms[keys] = tuple(value.shape), value.dtype
         else:
-            forms[keys] = (tuple(whole.get_shape()), None) if hasattr(whole, "get_shape") else None
+            forms[keys] = (tuple(value.get_shape()), None) if hasattr(value, "get_shape") else None
     return Source(path, forms, read, groups, rest)
 
 
@@ -138,23 +138,24 @@ def open_safetensors(source: Path, files: Sequence[Path]) -> Source:
         from safetensors import safe_open
     except ImportError as error:
         raise ImportError(f"Reading {source} needs `pip install safetensors`.") from error
-    wholes: dict[Keys, Any] = {}
+    tensors: dict[Keys, Any] = {}
     for file in files:
         opened: Any = safe_open(file, framework="pt")
-        for name in opened.keys():  # noqa: SIM118  it is no dict
-            part = opened.get_slice(name)
-            whole = part if part.get_shape() else opened.get_tensor(name)
-            wholes["state_dict", plain_name(name)] = whole
-    return _open_wholes(source, wholes)
+        for name in opened.keys():  # noqa: SIM118  not a dict
+            tensor = opened.get_slice(name)
+            if not tensor.get_shape():
+                tensor = opened.get_tensor(name)
+            tensors["state_dict", plain_name(name)] = tensor
+    return _open_tensors(source, tensors)
 
 
 def load_pickle(file: Path, weights_only: bool | None, share: Share = ALL) -> dict[str, Any]:
-    """Read a file of torch.save, mapped into memory where its format allows.
+    """Read a file of torch.save, memory-mapped if its format allows.
 
     Args:
-        file: its checksums are compared first.
+        file: its checksums are verified first.
         weights_only: as for ``torch.load``.
-        share: which part of the checksums this rank compares.
+        share: which part of the checksums this rank verifies.
     """
     if not file.is_file():
         raise FileNotFoundError(f"There is no checkpoint file {file}.")
@@ -174,29 +175,29 @@ def _unpickle(file: Path, weights_only: bool | None, map_location: Any = "cpu") 
         )
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
-            f"{file} holds objects that are not read by default, for a pickle can run any code. "
+            f"{file} holds objects that are not read by default: a pickle can run any code. "
             "If you trust the file, pass `weights_only=False` to `trainer.fit`, `validate`, `test`"
             ", `predict` or `load_from_checkpoint`, or allow the classes with "
-            f"`torch.serialization.add_safe_globals([...])`. torch says: {error}"
+            f"`torch.serialization.add_safe_globals([...])`. torch reports: {error}"
         ) from error
 
 
 def _named(path: Path, saved: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return a plain optimizer's state by name: integer ids stand for the parameters in order."""
-    there = [group["params"] for group in saved["param_groups"]]
-    if any(isinstance(key, str) for key in chain.from_iterable(there)):
-        return renamed(saved, [[plain_name(key) for key in group] for group in there])
-    sizes, own = [len(group) for group in there], [len(group) for group in names]
-    if sizes != own:
+    """Return a plain optimizer's state by name: its integer ids number the parameters in order."""
+    saved_keys = [group["params"] for group in saved["param_groups"]]
+    if any(isinstance(key, str) for key in chain.from_iterable(saved_keys)):
+        return renamed(saved, [[plain_name(key) for key in group] for group in saved_keys])
+    saved_sizes, sizes = [len(group) for group in saved_keys], [len(group) for group in names]
+    if saved_sizes != sizes:
         raise ValueError(
-            f"The optimizer in {path} has groups of {sizes} parameters, without names; this one "
-            f"has {own}. Load a checkpoint folder, which has names, or only the weights."
+            f"The optimizer in {path} has groups of {saved_sizes} parameters, without names; this "
+            f"one has {sizes}. Load a checkpoint folder, which has names, or only the weights."
         )
     return renamed(saved, names)
 
 
 def _flatten(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
-    """Give each value in dicts and lists with the keys that lead to it."""
+    """Yield each value in dicts and lists with the keys that lead to it."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flatten((*keys, key), item)
@@ -205,17 +206,17 @@ def _flatten(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def put_values(rest: Any, values: Mapping[Keys, Any]) -> None:
-    """Put the sharded values of the rest of a checkpoint to where their keys lead."""
+    """Insert the sharded values of the rest of a checkpoint where their keys lead."""
     for keys, value in values.items():
         if keys[0] == REST:
-            home = rest
+            container = rest
             for key in keys[1:-1]:
-                home = home[key]
-            home[keys[-1]] = value
+                container = container[key]
+            container[keys[-1]] = value
 
 
 def nest(values: Mapping[Keys, Any]) -> Any:
-    """Put values back to where their keys lead, in dicts and lists."""
+    """Return nested dicts and lists with values where their keys lead."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[Keys, Any]] = {}
@@ -228,35 +229,34 @@ def nest(values: Mapping[Keys, Any]) -> Any:
 
 
 def blank(form: Form) -> Tensor | None:
-    """Return room for a value on the CPU."""
+    """Return an empty tensor on the CPU to read a value into; None for other values."""
     return None if form is None else torch.empty(form[0], dtype=form[1])
 
 
 def blank_like(param: Tensor, form: Form) -> Tensor | None:
-    """Return room for a value of an optimizer: sharded as ``param`` if it has the same shape."""
+    """Return an empty tensor for an optimizer's state, sharded as ``param`` if shapes are equal."""
     if form is None or not form[0]:
         return blank(form)
     if form[0] == tuple(param.shape):
         return torch.empty_like(param, dtype=form[1], requires_grad=False)
-    whole = torch.empty(form[0], dtype=form[1])
+    full = torch.empty(form[0], dtype=form[1])
     if isinstance(param, DTensor):
         mesh = param.device_mesh
-        return distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
-    return whole
+        return distribute_tensor(full, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+    return full
 
 
 @torch.no_grad()
-def fill(target: Tensor, whole: Any) -> Tensor:
-    """Copy this rank's part of a whole tensor, or of a slice of safetensors, into ``target``."""
+def fill(target: Tensor, full: Any) -> Tensor:
+    """Copy this rank's shard of a full tensor, or of a slice of safetensors, into ``target``."""
     if not isinstance(target, DTensor):
-        return target.copy_(whole[:] if target.ndim else whole)
+        return target.copy_(full[:] if target.ndim else full)
     local = target.to_local()
     if all(type(placement) in (Shard, Replicate) for placement in target.placements):
-        (chunk,) = target.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        part = [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        part = local_slices(target)
         if local.numel():
-            local.copy_(whole[tuple(part)] if part else whole)
-    else:  # the shards of FSDP over tensor parallelism need not be one block
+            local.copy_(full[part] if part else full)
+    else:  # a shard of FSDP over tensor parallelism may be several blocks
         mesh, placements = target.device_mesh, target.placements
-        local.copy_(distribute_tensor(whole[:], mesh, placements, src_data_rank=None).to_local())
+        local.copy_(distribute_tensor(full[:], mesh, placements, src_data_rank=None).to_local())
     return target

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model and its optimizers hold, by plain names, sharded or whole."""
+"""State dicts of a model and its optimizers, by plain names, sharded or full."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ Names = list[list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A module's state by plain name: without the marks of torch.compile and of recomputation.
+    """A module's state by plain name: without the prefixes of torch.compile and checkpointing.
 
     Attributes:
-        values: what to save or to load into, as ``state_dict`` gives it.
-        own_names: the names under which the module itself knows these.
+        values: tensors to save or to load into, as ``state_dict`` returns them.
+        own_names: the module's own name for each plain name.
         twins: for each name, the first name of the same tensor (tied weights have several).
         params: the first name of each tensor.
     """
@@ -36,13 +36,13 @@ class Entries:
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the marks of torch.compile and of activation checkpointing."""
+    """Return a name without the prefixes of torch.compile and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def read_entries(module: nn.Module) -> Entries:
     """Collect the state of a module."""
-    # First: its hooks put gathered FSDP parameters back into the shards that optimizers hold.
+    # First: its hooks replace gathered FSDP parameters by the shards that optimizers hold.
     state = module.state_dict()
     named = (module.named_parameters, module.named_buffers)
     first: dict[Tensor, str] = {}
@@ -53,7 +53,7 @@ def read_entries(module: nn.Module) -> Entries:
     for name, value in state.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(
-                f"`{name}` is on the meta device, where there are no values to save or to load. "
+                f"`{name}` is on the meta device, which has no values to save or to load. "
                 "Call `module.to_empty(device=...)` first."
             )
     values = {plain_name(name): value for name, value in state.items()}
@@ -74,7 +74,7 @@ def param_names(entries: Entries, optimizer: Optimizer) -> Names:
 
 
 def renamed(saved: Mapping[str, Any], new: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return an optimizer's state with other keys for its parameters, given in the same order."""
+    """Return an optimizer's state with the keys of its parameters replaced, in the same order."""
     groups = saved["param_groups"]
     old = chain.from_iterable(group["params"] for group in groups)
     key_of = dict(zip(old, chain.from_iterable(new), strict=True))
@@ -96,9 +96,9 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def take_shards(value: Any) -> tuple[Any, Any]:
-    """Return a nested value with None for each DTensor in it, and a nest of those DTensors alone.
+    """Return a nested value with None for each DTensor, and a nested dict of those DTensors.
 
-    The second is None where there are none. Containers without any are not copied.
+    The second is None if there are no DTensors. Containers without DTensors are not copied.
     """
     if isinstance(value, DTensor):
         return None, value
@@ -117,7 +117,7 @@ def take_shards(value: Any) -> tuple[Any, Any]:
 
 
 def gather_shards(value: Any) -> Any:
-    """Return a nested value with whole tensors in place of DTensors: on rank 0, on the CPU.
+    """Return a nested value with full tensors in place of DTensors: on rank 0, on the CPU.
 
     Collective. All ranks must hold the same DTensors, in the same order.
     """
@@ -127,7 +127,7 @@ def gather_shards(value: Any) -> Any:
 
 
 def put_back(rest: Any, shards: Any) -> None:
-    """Put what `take_shards` has taken back in place."""
+    """Insert what `take_shards` has removed."""
     for key, part in (shards or {}).items():
         if isinstance(part, dict):
             put_back(rest[key], part)
@@ -137,17 +137,17 @@ def put_back(rest: Any, shards: Any) -> None:
 
 @torch.no_grad()
 def _gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on rank 0's CPU, and an empty one elsewhere. Collective."""
-    whole = tensor
+    """Return the full tensor on rank 0's CPU, and an empty one elsewhere. Collective."""
+    full = tensor
     if isinstance(tensor, DTensor):
-        # With CPU offload the shards lie where the mesh cannot communicate.
+        # With CPU offload the shards are on a device on which the mesh cannot communicate.
         on_mesh: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-        whole = on_mesh.full_tensor()
-    return whole.detach().cpu() if rank() == 0 else torch.empty(0)
+        full = on_mesh.full_tensor()
+    return full.detach().cpu() if rank() == 0 else torch.empty(0)
 
 
 def is_whole(value: Any) -> bool:
-    """Say whether this rank holds all of a tensor, so that nobody else is needed to save it."""
+    """Return whether this rank holds the full tensor, so that it can save it alone."""
     if not isinstance(value, DTensor):
         return True
     sizes = value.device_mesh.shape
@@ -157,15 +157,15 @@ def is_whole(value: Any) -> bool:
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with whole tensors on rank 0's CPU, and nothing elsewhere. Collective.
+    """Return a state dict with full tensors on rank 0's CPU, and nothing elsewhere. Collective.
 
-    Tensors that are the same under several names stay so.
+    A tensor under several names stays one tensor.
     """
-    whole: dict[int, Any] = {}
+    full: dict[int, Any] = {}
     for value in state.values():
-        if id(value) not in whole:
-            whole[id(value)] = map_tensors(_gather, value)
-    return {name: whole[id(value)] for name, value in state.items()} if rank() == 0 else {}
+        if id(value) not in full:
+            full[id(value)] = map_tensors(_gather, value)
+    return {name: full[id(value)] for name, value in state.items()} if rank() == 0 else {}
 
 
 def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
@@ -173,30 +173,31 @@ def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
 
     Args:
         model: its parameters may be DTensors on any mesh.
-        full: gather whole tensors on rank 0's CPU, one by one, and return nothing elsewhere;
-            otherwise each rank keeps its shards. Collective if true.
+        full: gather full tensors on rank 0's CPU, one by one, and return nothing elsewhere;
+            otherwise return each rank's shards. Collective if true.
     """
     entries = read_entries(model)
     if not full:
         return entries.values
-    whole: dict[str, Any] = {}
+    gathered: dict[str, Any] = {}
     for name, value in entries.values.items():
         twin = entries.twins.get(name, name)
-        whole[name] = whole[twin] if twin in whole else map_tensors(_gather, value)
-    return whole if rank() == 0 else {}
+        gathered[name] = gathered[twin] if twin in gathered else map_tensors(_gather, value)
+    return gathered if rank() == 0 else {}
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool) -> dict[str, Any]:
-    """Return an optimizer's state, and leave the optimizer as it is.
+    """Return an optimizer's state without changing the optimizer.
 
-    torch's `get_optimizer_state_dict` is not used: it makes a fresh optimizer take a step, after
-    which Adam counts one too many.
+    torch's `get_optimizer_state_dict` is not used: it runs a step of an optimizer without state,
+    after which Adam's step count is one too high.
 
     Args:
         model: the model that holds the parameters.
         optimizer: the optimizer.
         full: gather on rank 0's CPU under integer ids, the form of a plain optimizer, and return
-            nothing elsewhere; otherwise shards under the parameters' names. Collective if true.
+            nothing elsewhere; otherwise return shards under the parameters' names. Collective if
+            true.
     """
     entries = read_entries(model)
     names = param_names(entries, optimizer)
@@ -206,36 +207,17 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool) -> di
         map_tensors(partial(_check_shardable, entries, param), saved["state"].get(index))
     if not full:
         return renamed(saved, names)
-    whole = map_tensors(_gather, saved["state"])
-    return {**saved, "state": whole} if rank() == 0 else {}
+    gathered = map_tensors(_gather, saved["state"])
+    return {**saved, "state": gathered} if rank() == 0 else {}
 
 
 def _check_shardable(entries: Entries, param: Tensor, state: Tensor) -> None:
-    """Refuse the state of a sharded parameter of which we cannot say which part a rank holds."""
+    """Raise if it is unknown which part of a sharded parameter's state a rank holds."""
     if not isinstance(param, DTensor) or all(p.is_replicate() for p in param.placements):
         return
     if state.ndim and not isinstance(state, DTensor):
         raise ValueError(
-            f"The optimizer keeps a plain tensor of shape {tuple(state.shape)} for the sharded "
-            f"`{entries.params[param]}`: ranks may hold different parts, and one would be saved. "
-            "Use an optimizer that keeps DTensors, such as those of torch.optim."
+            f"The optimizer state of the sharded `{entries.params[param]}` is a plain tensor of "
+            f"shape {tuple(state.shape)}: ranks may hold different parts, and one would be saved. "
+            "Use an optimizer whose state is DTensors, such as those of torch.optim."
         )
-
-
-def sharded_state(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... for `save_folder`."""
-    states = [optimizer_state(model, optimizer, full=False) for optimizer in optimizers]
-    return model_state(model, full=False), states
-
-
-def full_state(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return ``state_dict`` and ``optimizer_states`` of a plain single-device checkpoint.
-
-    Collective. They are whole on rank 0, on the CPU, and empty elsewhere.
-    """
-    states = [optimizer_state(model, optimizer, full=True) for optimizer in optimizers]
-    return model_state(model, full=True), states

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters sharded by FSDP2: wrapping, gathering, and numbers computed from shards."""
+"""Parameters sharded by FSDP2: wrapping, gathering, and scalars computed from shards."""

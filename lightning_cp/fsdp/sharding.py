@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which parameters: FSDP2 over data x context, block by block.
+"""Parameter sharding: FSDP2 over data x context, block by block.
 
-Finds the blocks of a model, gives every rank the weights of rank 0, fills in models that were built
-on the meta device one block at a time, and checks what a user has sharded by hand.
+Finds the blocks of a model, broadcasts the weights of rank 0, materialises models that were built
+on the meta device one block at a time, and checks what a user has sharded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.options import check_choice
-from lightning_cp.torch_private import reduce_unused_parameters
+from lightning_cp.torch_private import (
+    apply_to_tensors,
+    module_tensors,
+    reduce_unused_parameters,
+)
 
 ParameterSharding = Literal["full", "none"]
 
@@ -26,12 +30,12 @@ _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
 
 def check_parameter_sharding(name: str) -> None:
-    """Refuse a way of sharding that does not exist."""
+    """Raise for an unknown value of ``parameter_sharding``."""
     check_choice("parameter_sharding", name, get_args(ParameterSharding))
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Say whether any parameter is held in parts."""
+    """Return whether any parameter is sharded."""
     return any(isinstance(p, DTensor) for p in module.parameters())
 
 
@@ -43,21 +47,21 @@ def shard_parameters(
     shard_modules: Sequence[str] | None = None,
     device: torch.device,
 ) -> None:
-    """Give each rank its part of the parameters, the same weights on all ranks.
+    """Shard the parameters over the ranks, with the weights of rank 0.
 
     Args:
-        owner: whose children are sharded; it is not called itself (a LightningModule), so it may
-            hold no parameters of its own.
+        owner: module whose children are sharded; it is not called itself (a LightningModule), so it
+            may hold no parameters of its own.
         mesh: data x context, one axis.
-        sharding: ``full`` cuts every parameter; ``none`` keeps all of them on every rank.
+        sharding: ``full`` shards every parameter; ``none`` replicates all of them.
         shard_modules: class names or name patterns of the blocks; by default those that the model
-            names in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
-        device: where this rank computes.
+            lists in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
+        device: device of this rank.
     """
-    stray = [name for name, _ in owner.named_parameters(recurse=False)]
-    if stray:
+    direct = [name for name, _ in owner.named_parameters(recurse=False)]
+    if direct:
         raise ValueError(
-            f"{type(owner).__name__} holds the parameter `{stray[0]}` itself, but is never called "
+            f"{type(owner).__name__} holds the parameter `{direct[0]}` itself, but is never called "
             "as a module, so that it cannot be gathered in time. Put it into a submodule with a "
             "forward(), or shard the model in configure_model()."
         )
@@ -67,32 +71,32 @@ def shard_parameters(
         )
     roots = list(_roots(owner))
     inside = {part for root in roots for part in root.modules() if part is not root}
-    roots = [root for root in roots if root not in inside]  # a part that has a second name
+    roots = [root for root in roots if root not in inside]  # also registered inside another root
     blocks = [block for root in roots for block in find_blocks(root, shard_modules)]
     if shard_modules and not blocks:
-        known = sorted({type(m).__name__ for root in roots for m in root.modules()})
+        classes = sorted({type(m).__name__ for root in roots for m in root.modules()})
         raise ValueError(
-            f"shard_modules={list(shard_modules)} names no module of {type(owner).__name__}. Give "
-            f"class names or patterns of module names; the classes are {', '.join(known)}."
+            f"shard_modules={list(shard_modules)} matches no module of {type(owner).__name__}. Use "
+            f"class names or patterns of module names; the classes are {', '.join(classes)}."
         )
-    # Blocks inside blocks come first: FSDP2 takes the innermost for itself.
+    # Inner blocks first: FSDP2 excludes the parameters of inner units from outer ones.
     units = _join_tied(owner, list(dict.fromkeys([*reversed(blocks), *roots])), roots)
-    # FSDP2 keeps a root gathered from forward to backward; blocks that lie directly under the
-    # owner are all roots, and nothing would be saved.
+    # FSDP2 keeps a root gathered from forward to backward; blocks directly under the owner are all
+    # roots, and would save no memory.
     reshard_roots = True if len(roots) > 1 and owner not in units else None
     for unit in units:
-        _fill(owner, unit, device)
-        _share_weights(unit, device)
+        _materialise(owner, unit, device)
+        _broadcast_weights(unit, device)
         fully_shard(unit, mesh=mesh, mp_policy=_policy(unit), reshard_after_forward=reshard_roots)
 
 
 def _join_tied(
     owner: nn.Module, units: list[nn.Module], roots: Sequence[nn.Module]
 ) -> list[nn.Module]:
-    """Return the units, such that each weight lies in one of them, whatever its names.
+    """Return units such that each weight belongs to one of them, under all its names.
 
-    A block that shares a weight with another unit is left to the module around it. Where two
-    roots share one, the owner is a unit that gathers both, for whichever is called.
+    A block that shares a weight with another unit becomes part of the module around it. Where two
+    roots share a weight, the owner becomes a unit that gathers both, whichever is called.
     """
     while True:
         holders: dict[int, list[nn.Module]] = {}
@@ -101,7 +105,7 @@ def _join_tied(
                 for parameter in module.parameters(recurse=False):
                     if unit not in holders.setdefault(id(parameter), []):
                         holders[id(parameter)].append(unit)
-        shared = [unit for held in holders.values() if len(held) > 1 for unit in held]
+        shared = [unit for tied in holders.values() if len(tied) > 1 for unit in tied]
         if not shared:
             return units
         blocks = [unit for unit in shared if unit not in roots]
@@ -111,7 +115,7 @@ def _join_tied(
 
 
 def prepare_reduction(owner: nn.Module) -> None:
-    """Keep ranks together where they do not use the same parameters, as with routed experts."""
+    """Let ranks use different parameters, as with routed experts."""
     for part in owner.modules():
         if isinstance(part, FSDPModule):
             reduce_unused_parameters(part)
@@ -145,16 +149,16 @@ def find_blocks(root: nn.Module, shard_modules: Sequence[str] | None = None) -> 
             for name, module in named
             if any(type(module).__name__ == p or fnmatch(name, p) for p in shard_modules)
         ]
-    told = {c for m in root.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
-    blocks = [module for _, module in named if type(module).__name__ in told]
+    listed = {c for m in root.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
+    blocks = [module for _, module in named if type(module).__name__ in listed]
     return blocks or list(_list_items(root))
 
 
 def _list_items(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the items of the outermost lists of modules.
+    """Yield the items of the outermost ``ModuleList``s.
 
-    Lists of experts are left to what holds them: a rank whose tokens need none of an expert does
-    not call it, and the others would wait for it.
+    Lists of experts belong to the module that holds them: a rank that routes no token to an expert
+    does not call it, and the other ranks would wait for its all-gather.
     """
     for name, child in module.named_children():
         if "expert" in name:
@@ -168,50 +172,37 @@ def _list_items(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
-    """Sum the gradients of half-precision parameters in float32."""
+    """Return a policy that reduces gradients of half-precision parameters in float32."""
     half = any(p.dtype.itemsize < 4 for p in unit.parameters())
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    for home in (module._parameters, module._buffers):
-        for name, x in home.items():
-            if x is not None:
-                yield home, name, x
-
-
-def _fill(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
-    """Give memory and initial values to what was built on the meta device."""
-    homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    fresh: dict[int, Tensor] = {}
+def _materialise(owner: nn.Module, unit: nn.Module, device: torch.device) -> None:
+    """Allocate and initialise the tensors of a unit that are on the meta device."""
+    entries: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
     modules = []
     for module in own_modules(unit):
-        metas = [(home, name, x) for home, name, x in _tensors(module) if x.is_meta]
-        for home, name, x in metas:
-            homes.setdefault(id(x), []).append((home, name))
-            fresh[id(x)] = x
+        metas = [entry for entry in module_tensors(module) if entry[2].is_meta]
+        for tensors, name, x in metas:
+            entries.setdefault(x, []).append((tensors, name))
         if metas:
             modules.append(module)
-    for key, places in homes.items():
-        x = fresh[key]
+    for x, names in entries.items():
         empty = _like(x, device)
         if isinstance(x, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=x.requires_grad)
-        for home, name in places:  # more than one where weights are tied
-            home[name] = empty
+        for tensors, name in names:  # more than one where weights are tied
+            tensors[name] = empty
     for module in modules:
         _initialise(owner, module)
 
 
 def fill_sharded(owner: nn.Module, device: torch.device) -> None:
-    """Give memory and initial values to what its user has sharded on the meta device."""
-    modules = [m for m in owner.modules() if any(x.is_meta for _, _, x in _tensors(m))]
+    """Allocate and initialise what a user has sharded on the meta device."""
+    modules = [m for m in owner.modules() if any(x.is_meta for _, _, x in module_tensors(m))]
     if not modules:
         return
-    # FSDP2 takes note of new memory in `_apply` only.
-    owner._apply(  # type: ignore[no-untyped-call]
-        lambda x: _like(x, device) if x.is_meta else x
-    )
+    apply_to_tensors(owner, lambda x: _like(x, device) if x.is_meta else x)
     for module in modules:
         _initialise(owner, module)
 
@@ -221,14 +212,14 @@ def _like(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """Return a value that no initialisation leaves, to know what was left out."""
+    """Return a value that no initialisation produces, to detect tensors that were not set."""
     if dtype == torch.bool:
         return False
     return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _initialise(owner: nn.Module, module: nn.Module) -> None:
-    """Let a module, and the model that it belongs to, set its initial values."""
+    """Initialise a module by its ``reset_parameters()`` and its model's ``_init_weights()``."""
     with torch.no_grad():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
@@ -237,7 +228,7 @@ def _initialise(owner: nn.Module, module: nn.Module) -> None:
             if callable(init) and any(module is part for part in model.modules()):
                 init(module)
                 break
-    for _, name, x in _tensors(module):
+    for _, name, x in module_tensors(module):
         unset = x.isnan() if x.is_floating_point() else x == _unset(x.dtype)
         if x.dtype != torch.bool and bool(unset.any()):
             raise TypeError(
@@ -247,29 +238,29 @@ def _initialise(owner: nn.Module, module: nn.Module) -> None:
             )
 
 
-def _share_weights(unit: nn.Module, device: torch.device) -> None:
-    """Give every rank the values of rank 0: `fully_shard` takes each rank's own part as it is."""
+def _broadcast_weights(unit: nn.Module, device: torch.device) -> None:
+    """Broadcast the values of rank 0: `fully_shard` shards each rank's own values."""
     seen: set[int] = set()
     with torch.no_grad():
         for module in own_modules(unit):
-            for home, name, x in _tensors(module):
+            for tensors, name, x in module_tensors(module):
                 if id(x) in seen:
                     continue
                 seen.add(id(x))
                 staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
-                # As bytes: not every backend knows every dtype.
+                # As bytes: not every backend supports every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), 0)
-                if 0 in x.stride():  # expanded: several places in one memory
-                    home[name] = staged
+                if 0 in x.stride():  # expanded: several elements share memory
+                    tensors[name] = staged
                 else:
                     x.copy_(staged)
 
 
 def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse parameters whose gradients would not be averaged over data x context.
+    """Raise for parameters whose gradients would not be averaged over data x context.
 
     Args:
-        owner: a model that its user has sharded.
+        owner: a model that a user has sharded.
         mesh: data x context, one axis.
     """
     ranks = set(mesh.mesh.flatten().tolist())
@@ -280,27 +271,27 @@ def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"configure_model() has sharded some parameters but not `{name}`, so its gradient "
                 "would not be averaged over the ranks. Apply fully_shard(module, "
-                "mesh=self.trainer.strategy.shard_mesh) to what holds it, or shard nothing and let "
-                "the strategy do it."
+                "mesh=self.trainer.strategy.shard_mesh) to the module that holds it, or shard "
+                "nothing and let the strategy do it."
             )
-        held = set(parameter.device_mesh.mesh.flatten().tolist())
-        if not ranks <= held:
+        covered = set(parameter.device_mesh.mesh.flatten().tolist())
+        if not ranks <= covered:
             raise ValueError(
                 f"configure_model() has put `{name}` on the mesh {parameter.device_mesh}, which "
-                f"does not cover all {len(ranks)} ranks of data x context: ranks outside would "
-                "drift apart. Use mesh=self.trainer.strategy.shard_mesh."
+                f"does not cover all {len(ranks)} ranks of data x context: weights of other ranks "
+                "would diverge. Use mesh=self.trainer.strategy.shard_mesh."
             )
 
 
 def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
-    """Say whether backward reduces gradients over the ranks, or keeps them whole for later."""
+    """Set whether backward reduces gradients over the ranks, or accumulates them unsharded."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(enabled, recurse=False)
 
 
 def reshard(module: nn.Module) -> None:
-    """Give back what a forward without backward has left gathered."""
+    """Reshard what a forward without backward has left gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

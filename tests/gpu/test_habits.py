@@ -31,8 +31,8 @@ def test_weights_are_trained_as_on_one_device(nccl, sharding):
 
 def test_parameters_that_would_not_get_their_gradient_are_refused(nccl):
     for said in nccl(2).run(weights.run_refused):
-        assert "of which each rank holds a part" in said["Mixed"]
-        assert "used by itself between two calls" in said["Between"]
+        assert "got a sharded parameter" in said["Mixed"]
+        assert "used directly between two calls" in said["Between"]
 
 
 @pytest.mark.parametrize("name", ["swa", "ema", "by hand"])

@@ -14,8 +14,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable, forward
 from hf_patches.probe import find_mixing
-from lightning_cp import ContextParallel
-from lightning_cp import loss as loss_module
+from lightning_cp import ContextParallel, chunked_loss
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, unpack
 
@@ -292,7 +291,7 @@ def test_other_refusals_say_what_to_do():
         ({"pixel_values": torch.zeros(1)}, "`pixel_values` inside a step: inputs other than text"),
         ({"output_attentions": True}, "no rank sees the attention weights of a whole row"),
         ({"indices": torch.zeros(1)}, "was given indices, which may choose or change what a token"),
-        ({"input_ids": torch.zeros(2, 7).long()}, "7 tokens per row .* hold 61 each"),
+        ({"input_ids": torch.zeros(2, 7).long()}, "7 tokens per sample .* hold 61 each"),
         ({"attention_mask": torch.ones(2, 1, 61, 9)}, r"of shape \(2, 1, 61, 9\) inside a step"),
     ],
 )
@@ -350,7 +349,7 @@ def test_large_logits_are_made_in_equal_pieces_without_asking_for_the_vocabulary
     num_tokens, sizes = batch["input_ids"].numel(), []
     largest = zoo.VOCAB_SIZE * (num_tokens - 1)
     monkeypatch.setattr(forward, "LARGEST_LOGITS", 4 * largest)
-    monkeypatch.setattr(loss_module, "CHUNK_NUMBERS", largest)
+    monkeypatch.setattr(chunked_loss, "CHUNK_NUMBERS", largest)
     enable(model.train())
     model.lm_head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[:-1].numel()))
     loss = loss_in_step(model, cp, batch)

@@ -15,7 +15,7 @@ from hf_patches.__main__ import main
 from hf_patches.export import export
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.adapters import describe_models
-from lightning_cp.checkpoint import save_folder, sharded_state
+from lightning_cp.checkpoint import model_state, save_folder
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import zoo
 
@@ -62,8 +62,7 @@ def save(module, path, *, folder=False, **rest):
     """Write a checkpoint as the strategy does, without a run."""
     rest = {"pytorch-lightning_version": "2.6", **rest}
     if folder:
-        state, _ = sharded_state(module, [])
-        save_folder({"state_dict": state}, rest, path)
+        save_folder({"state_dict": model_state(module, full=False)}, rest, path)
     else:
         torch.save({"state_dict": module.state_dict(), **rest}, path)
     return path

@@ -81,7 +81,7 @@ def test_a_sharded_model_passes_by_the_fixed_tolerance(ranks):
         assert report.passed, report
         assert not report.earned
         assert max(report.errors.values()) < 1e-4
-        assert "allowed is fixed for float32" in str(report)
+        assert "allowed: fixed for float32" in str(report)
         assert not enabled
 
 
@@ -156,7 +156,7 @@ def test_what_is_broken_fails_by_far(ranks, what):
         assert not broken.passed
         name, error = broken.worst(1)[0]
         assert error > 100 * broken.allowed(name)
-        assert "FAILED: other numbers on 2 ranks, rows of 61 tokens" in str(broken)
+        assert "FAILED: different results on 2 ranks, sequences of 61 tokens" in str(broken)
 
 
 class _FailsAlone(LlamaForCausalLM):
@@ -181,7 +181,7 @@ def verify_without_room():
 def test_ranks_fail_together(ranks):
     first, second = ranks(2).run(verify_without_room)
     assert first[0] == "RuntimeError"
-    assert "Another rank failed on whole rows, and says why" in first[1]
+    assert "Another rank failed on full sequences" in first[1]
     assert second[:2] == ("OutOfMemoryError", "no room")
     assert not first[2]
     assert not second[2]
@@ -330,8 +330,8 @@ def test_a_report_is_a_table():
     assert lines[0].split() == ["loss,", "on", "whole", "rows", "4.250001"]
     assert lines[4].split() == ["layer.1", "1.0e-07", "1.0e-08"]  # the worst for what is allowed
     assert lines[-2] == "... and 3 more gradients"
-    assert lines[-1].startswith("FAILED: other numbers on 2 ranks, rows of 512 tokens; allowed is")
-    assert str(replace(report, errors={})).splitlines()[-1].startswith("passed: the same numbers")
+    assert lines[-1].startswith("FAILED: different results on 2 ranks, sequences of 512 tokens")
+    assert str(replace(report, errors={})).splitlines()[-1].startswith("passed: the same results")
 
 
 # ---------------------------------------------------------------- the command line
@@ -368,7 +368,7 @@ def test_one_process_verifies_and_says_that_this_is_little(command, configs):
     status, said, _ = command("verify", "--model", config, "--length", 40, "--packed")
     assert status == 0
     assert said.startswith("LlamaForCausalLM, random weights, 2 packed rows\n")
-    assert "passed: the same numbers on 1 rank, rows of 40 tokens" in said
+    assert "passed: the same results on 1 rank, sequences of 40 tokens" in said
     assert "This was one process, which compares little" in said
 
 
@@ -385,7 +385,7 @@ def test_other_numbers_are_status_1(command, configs):
     with mock.patch("hf_patches.attention.attention", lambda q, k, v, **_: q):
         status, said, _ = command("verify", "--model", configs / "llama", "--length", 40)
     assert status == 1
-    assert "FAILED: other numbers" in said
+    assert "FAILED: different results" in said
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_torchrun_prints_one_table(configs):
     args = ("--length", 64, "--packed", "--algorithm", "ring")
     done = torchrun("--model", configs / "gpt_oss", *args)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("passed: the same numbers on 2 ranks, rows of 64 tokens") == 1
+    assert done.stdout.count("passed: the same results on 2 ranks, sequences of 64 tokens") == 1
     assert done.stdout.count("rows\n") == 1
 
 

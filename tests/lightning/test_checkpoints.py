@@ -206,7 +206,7 @@ def test_a_folder_becomes_a_file_that_plain_lightning_loads(saved, tmp_path):
         assert torch.equal(value, expected[name]), name
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 2
-    assert "exists already" in said.stderr
+    assert "already exists" in said.stderr
 
 
 @pytest.mark.slow

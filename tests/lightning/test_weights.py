@@ -359,6 +359,6 @@ def run_refused():
 
 def test_parameters_that_would_not_get_their_gradient_are_refused_by_all_ranks(ranks):
     for said in ranks(2).run(run_refused):
-        assert "linear() was given a parameter of which each rank holds a part" in said["Mixed"]
+        assert "linear() got a sharded parameter" in said["Mixed"]
         for name in ("Between", "TooLate"):
-            assert "used by itself between two calls of the module" in said[name]
+            assert "used directly between two calls of the module" in said[name]

@@ -370,4 +370,4 @@ def loss_message():
 
 def test_whole_labels_inside_a_step_are_refused(ranks):
     for message in ranks(2).run(loss_message):
-        assert "12 tokens per row inside a step whose ranks hold 6 each" in message
+        assert "12 tokens per sample inside a step whose ranks hold 6 each" in message

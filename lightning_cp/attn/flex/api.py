@@ -42,8 +42,9 @@ from lightning_cp.comm.transport import GradientWire, Transport
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.guards import check_lengths, check_recomputable, check_recompute
+from lightning_cp.precision import as_autocast
 from lightning_cp.step import Step
-from lightning_cp.torch_private import as_autocast, outside_graphs, without_modes
+from lightning_cp.torch_private import outside_graphs, without_modes
 
 _logger = logging.getLogger(__name__)
 

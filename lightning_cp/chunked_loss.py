@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross entropy of ``head(hidden)`` in chunks: the logits of all tokens never exist at once.
+
+With s the sum over the tokens, s and its gradients ds/dhidden, ds/dweight are accumulated chunk by
+chunk in forward; backward multiplies them by the gradient of the loss with respect to s, a scalar.
+Knows nothing about ranks: `lightning_cp.loss` does.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from lightning_cp.precision import accumulation_dtype, autocast_off
+from lightning_cp.step import IGNORED_LABEL
+from lightning_cp.torch_private import without_tensor_hooks
+
+CHUNK_NUMBERS: Final = 2**28
+"""Number of logits of a chunk, by default: 1 GiB in float32."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """Return the cross entropy of logits [B, L, V] in float32 or wider, [B * L] or summed."""
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    return functional.cross_entropy(
+        wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
+    )
+
+
+def piece_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
+    """Return the default number of tokens of a chunk.
+
+    Args:
+        logits: of at least one token.
+        parameters: of the head. In float16, a gradient summed over very many tokens overflows
+            65,504 whatever the loss scale: such chunks are a quarter as long.
+    """
+    is_float16 = any(x.dtype == torch.float16 for x in (logits, *parameters))
+    return max(1, CHUNK_NUMBERS // (4 if is_float16 else 1) // logits.shape[-1])
+
+
+def unique_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return each parameter once: a tied weight must not get its gradient twice."""
+    leaves = list({id(x): x for x in parameters}.values())
+    for x in leaves:
+        if not x.is_leaf:
+            raise ValueError(
+                f"chunked_token_mean(parameters=...) has a tensor of shape {tuple(x.shape)} that "
+                "is computed from others. Compute it in the head, and list what it is computed "
+                "from."
+            )
+    return leaves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Inputs of a chunked sum, other than the tensors that autograd tracks.
+
+    Args:
+        head: computes logits from hidden states.
+        targets: [tokens], the label that each token is scored against.
+        leaves: the parameters that ``head`` computes with, each once.
+        chunk_len: maximal tokens of a chunk; None for `piece_len`.
+        num_tokens: number of tokens from which the number of chunks is computed.
+        grad: whether the caller has gradients enabled.
+    """
+
+    head: Callable[[Tensor], Tensor]
+    targets: Tensor
+    leaves: Sequence[Tensor]
+    chunk_len: int | None
+    num_tokens: int
+    grad: bool
+
+
+def chunked_sum(problem: Problem, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy, and that of each token, without gradient, [B * L]."""
+    sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(problem, hidden, *problem.leaves)  # type: ignore[no-untyped-call]
+    return sums
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The summed cross entropy, whose gradients are computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = hidden.detach().flatten(0, 1)[None]
+        needs_grad = problem.grad and hidden.requires_grad
+        hidden_grad = torch.zeros_like(tokens) if needs_grad else None
+        leaf_grads: list[Tensor | None] = [None for _ in problem.leaves]
+        losses: list[Tensor] = []
+        num_chunks = _num_chunks(problem, tokens)
+        chunks = tokens.tensor_split(num_chunks, 1)
+        targets = problem.targets.tensor_split(num_chunks)
+        grads: Sequence[Tensor | None] = (None,) * num_chunks
+        if hidden_grad is not None:
+            grads = hidden_grad.tensor_split(num_chunks, 1)
+        # Hooks of a parameter are for its gradient, which autograd passes to them after backward.
+        with without_tensor_hooks(problem.leaves if problem.grad else ()):
+            for tokens_of_chunk, target, grad_out in zip(chunks, targets, grads, strict=True):
+                chunk = tokens_of_chunk.detach().requires_grad_(needs_grad)
+                with _private_graph(problem):
+                    loss = cross_entropy(_logits(problem, chunk), target, "none")
+                losses.append(loss.detach())
+                grad = _add_leaf_grads(
+                    loss, chunk, problem.leaves, leaf_grads, is_only_chunk=num_chunks == 1
+                )
+                if grad_out is not None and grad is not None:
+                    grad_out.copy_(grad)
+        saved = None if hidden_grad is None else hidden_grad.view(hidden.shape)
+        ctx.save_for_backward(saved, *leaf_grads)
+        ctx.dtypes = [x.dtype for x in (hidden, *problem.leaves)]
+        token_losses = torch.cat(losses)
+        ctx.mark_non_differentiable(token_losses)
+        return token_losses.sum(), token_losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        # once_differentiable raises only where the result depends on `grad`; it depends on inputs.
+        twice = torch.is_grad_enabled() and not grad.requires_grad
+        return _ChunkedSum._scaled(ctx, grad.detach().requires_grad_() if twice else grad)
+
+    @staticmethod
+    @once_differentiable
+    def _scaled(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        saved = zip(ctx.saved_tensors, ctx.dtypes, needed, strict=True)
+        return None, *(
+            _times(x, grad, dtype) if need and x is not None else None for x, dtype, need in saved
+        )
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x * factor`` in ``dtype``: one pass, rounded once."""
+    if type(x) is not Tensor:  # a DTensor multiplies plain tensors only if they have no dims
+        return (x.to(torch.promote_types(x.dtype, factor.dtype)) * factor).to(dtype)
+    # A factor without dims would be rounded to the dtype of a tensor that has dims.
+    return torch.mul(x, factor.expand_as(x), out=torch.empty_like(x, dtype=dtype))
+
+
+def _num_chunks(problem: Problem, tokens: Tensor) -> int:
+    length = problem.chunk_len
+    if length is None:
+        # Not under no_grad: autocast may cache the weights that it cast there, without gradients,
+        # and use them for the chunks too (pytorch/pytorch#112583).
+        with _private_graph(problem):
+            length = piece_len(_logits(problem, tokens[:, :1]), problem.leaves)
+    return max(1, -(-problem.num_tokens // length))
+
+
+@contextmanager
+def _private_graph(problem: Problem) -> Iterator[None]:
+    """Record the head's graph, if the caller has gradients enabled, without the caller's hooks."""
+    # Tensors saved for a chunk live for a moment only. The saved-tensor hooks of activation
+    # checkpointing and offloading, which hold tensors until backward, must not see them.
+    with torch.set_grad_enabled(problem.grad), saved_tensors_hooks(_detached, _identity):
+        yield
+
+
+def _logits(problem: Problem, chunk: Tensor) -> Tensor:
+    logits = problem.head(chunk)
+    if logits.dim() != 3 or logits.shape[:-1] != chunk.shape[:-1]:
+        raise ValueError(
+            "chunked_token_mean() needs a head that computes logits [batch, tokens, classes] from "
+            f"hidden states [batch, tokens, width]; it returned {tuple(logits.shape)} for "
+            f"{tuple(chunk.shape)}."
+        )
+    _check_listed(logits, (chunk, *problem.leaves))
+    return logits
+
+
+def _add_leaf_grads(
+    losses: Tensor,
+    chunk: Tensor,
+    leaves: Sequence[Tensor],
+    leaf_grads: list[Tensor | None],
+    *,
+    is_only_chunk: bool,
+) -> Tensor | None:
+    """Add the gradients of the leaves to ``leaf_grads``, and return that of the chunk.
+
+    The gradients of a single chunk are not summed, and stay in their dtype.
+    """
+    if not losses.requires_grad:
+        return None
+    inputs = [x for x in (chunk, *leaves) if x.requires_grad]
+    # As in a separate backward: operations run in the dtype that forward chose for them.
+    with autocast_off(losses.device.type):
+        computed = torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
+    gradients = {id(x): gradient for x, gradient in zip(inputs, computed, strict=True)}
+    for at, leaf in enumerate(leaves):
+        gradient, total = gradients.get(id(leaf)), leaf_grads[at]
+        if is_only_chunk:
+            leaf_grads[at] = gradient
+        elif gradient is not None and total is None:
+            # A copy: autograd may return one tensor for two leaves.
+            leaf_grads[at] = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
+        elif gradient is not None and total is not None:
+            total += gradient
+    return gradients.get(id(chunk))
+
+
+def _check_listed(logits: Tensor, known: Collection[Tensor]) -> None:
+    """Raise if logits depend on a weight whose gradient would not be computed."""
+    listed = {id(x) for x in known}
+    seen, stack = set(), [logits.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        leaf = None if node.next_functions else getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in listed:
+            raise ValueError(
+                f"chunked_token_mean(): head computes with a tensor of shape {tuple(leaf.shape)} "
+                "that requires a gradient and is not in `parameters`: its gradient would be lost. "
+                "Add it. With FSDP2, call chunked_token_mean() in the forward() of the module that "
+                "is sharded as one unit with the head, and list the parameters there, where they "
+                "are unsharded."
+            )
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
