@@ -26,8 +26,9 @@ from lightning_cp.data import consistency, outputs
 from lightning_cp.data.batch import WholeBatch
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.data.structure import flatten, rebuild
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, LayoutName, build_layout, check_layout
-from lightning_cp.geometry.mask import Bounds, Mask
+from lightning_cp.geometry.mask import Mask
 from lightning_cp.loss import local_targets
 from lightning_cp.options import check_choice
 from lightning_cp.routing import Unsharded

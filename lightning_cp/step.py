@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import GradientWire, Transport
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import BoolArray, Bounds, IntArray, Mask
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import BoolArray, IntArray
 
 IGNORED_LABEL: Final = -100
 """The label of a token that counts for no loss."""

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
 from tests.strategies import masks
 
 SIZES = [1, 2, 3, 5, 6, 8, 64]

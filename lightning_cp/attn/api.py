@@ -32,8 +32,9 @@ from lightning_cp.attn.ulysses import SwappedCall
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import pad_end
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.geometry.mask import Bounds, Mask
+from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.step import Gpu, Step, StepMask
 from lightning_cp.torch_private import outside_graphs
@@ -222,23 +223,27 @@ def _call(
 def _plan(
     algorithm: str, bounds: Bounds, place: Place, num_kv_heads: int, groups: tuple[int, int]
 ) -> Plan:
-    """Plan a call; under bounds that last longer than a batch, once."""
-    kept = {} if bounds.kept is None else bounds.kept.plans
-    key = (algorithm, place, num_kv_heads, groups)
-    if key not in kept:
-        forward, backward = groups
-        kept[key] = build_plan(
-            algorithm,
-            layout=place.layout,
-            bounds=bounds,
-            rank=place.rank,
-            num_kv_heads=num_kv_heads,
-            num_groups=forward,
-            num_backward_groups=backward,
-        )
-    plan = kept[key]
-    assert isinstance(plan, Plan)  # noqa: S101  for the types
-    return plan
+    """Plan a call; under bounds that later batches share, once."""
+    build = _shared_plan if bounds.is_shared else _build_plan
+    return build(algorithm, bounds, place, num_kv_heads, groups)
+
+
+def _build_plan(
+    algorithm: str, bounds: Bounds, place: Place, num_kv_heads: int, groups: tuple[int, int]
+) -> Plan:
+    forward, backward = groups
+    return build_plan(
+        algorithm,
+        layout=place.layout,
+        bounds=bounds,
+        rank=place.rank,
+        num_kv_heads=num_kv_heads,
+        num_groups=forward,
+        num_backward_groups=backward,
+    )
+
+
+_shared_plan = lru_cache(maxsize=16)(_build_plan)
 
 
 def _choose_way(

@@ -13,8 +13,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
+from lightning_cp.geometry.bounds import Bounds, Tile
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Bounds, Range, Tile, union
+from lightning_cp.geometry.ranges import Range, union
 from lightning_cp.options import check_choice
 
 # More pieces cost more than an accumulator.

@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_cp.data.sharding import shard
 from lightning_cp.data.structure import Leaf, flatten, is_container, rebuild
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import NO_DOCUMENT, BoolArray, IntArray, check_runs
+from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
+from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.step import IGNORED_LABEL
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {

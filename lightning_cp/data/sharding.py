@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import NO_DOCUMENT, Range
+from lightning_cp.geometry.mask import NO_DOCUMENT
+from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import enter_backward_of
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.torch_private import outside_graphs

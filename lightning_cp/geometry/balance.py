@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from lightning_cp.geometry.mask import IntArray, Range, union
+from lightning_cp.geometry.ranges import IntArray, Range, union
 
 MIN_RANGE: Final = 128
 """Shorter ranges make small kernels."""

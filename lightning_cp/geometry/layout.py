@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_cp.geometry.balance import TOLERABLE, imbalance, split_evenly
-from lightning_cp.geometry.mask import Bounds, IntArray, Mask, Range
+from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.options import check_choice
 
 LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]

@@ -16,7 +16,8 @@ from lightning_cp.attn.ulysses import SwappedCall, build_swap
 from lightning_cp.comm.transport import GradientWire, LoneTransport, Transport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
 from tests.oracle import Inputs, make_inputs, put_back
 from tests.ranks import ThreadTransport
 

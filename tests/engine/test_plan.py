@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from lightning_cp.attn.plan import build_plan, resolve_algorithm
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
 from tests.strategies import masks
 
 

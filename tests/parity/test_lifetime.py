@@ -13,8 +13,8 @@ from lightning_cp import loss as loss_module
 from lightning_cp.attn.blockwise.function import Call
 from lightning_cp.attn.plan import Plan
 from lightning_cp.data.sharding import shard, shift_labels
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Bounds
 from lightning_cp.step import Step
 from tests.oracle import errors
 from tests.parity.batches import BATCHES

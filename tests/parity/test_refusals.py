@@ -95,7 +95,7 @@ STEP_CASES = {
     "documents that come back": (
         [{"input_ids": TOKENS, "document_ids": (TOKENS % 12 // 4 % 2).long()}],
         {},
-        "Row 0 of `document_ids` uses id 0 again at position 8",
+        "Sample 0 of `document_ids` uses id 0 again at position 8",
     ),
     "documents of a wrong shape": (
         [{"input_ids": TOKENS, "document_ids": torch.zeros(2, 12)}],

@@ -22,8 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.flex.closure_key import identity_of
 from lightning_cp.attn.flex.kernel import MaskMod, Mods, ScoreMod, build_block_mask
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Bounds, IntArray, Range
+from lightning_cp.geometry.ranges import IntArray, Range
 
 BLOCK_SIZE = 128
 """Queries and keys of a block, as FlexAttention has them by default."""

@@ -19,7 +19,7 @@ from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES
-from lightning_cp.geometry.mask import Bounds
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.options import check_choice
 from lightning_cp.torch_private import can_compile
 
