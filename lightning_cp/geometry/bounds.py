@@ -207,12 +207,12 @@ def build_bounds(first: IntArray, last: IntArray, real: BoolArray, padded_len: i
         real: [R, S], which keys are not padding.
         padded_len: the length with our padding.
     """
-    rows, seq_len = real.shape
+    num_samples, seq_len = real.shape
     extra = padded_len - seq_len
-    tail = np.broadcast_to(np.arange(seq_len, padded_len), (rows, extra))
+    tail = np.broadcast_to(np.arange(seq_len, padded_len), (num_samples, extra))
     first = np.concatenate([first, tail], 1)
     last = np.concatenate([last, tail], 1)
-    real = np.concatenate([real, np.zeros((rows, extra), np.bool_)], 1)
+    real = np.concatenate([real, np.zeros((num_samples, extra), np.bool_)], 1)
 
     position = np.arange(padded_len)
     after_real = np.maximum.accumulate(np.where(real, position + 1, 0), 1)
@@ -220,12 +220,12 @@ def build_bounds(first: IntArray, last: IntArray, real: BoolArray, padded_len: i
     edge = after_real[:, -1:]
     next_real = minimum_from_end(np.where(real, position, padded_len))
     next_real = np.concatenate([np.minimum(next_real, edge), edge], 1)
-    after_real = np.concatenate([np.zeros((rows, 1), np.int64), after_real], 1)
+    after_real = np.concatenate([np.zeros((num_samples, 1), np.int64), after_real], 1)
     first = np.take_along_axis(next_real, first, 1)
     last = np.maximum(first, np.take_along_axis(after_real, last, 1))
-    real_before = np.zeros((rows, padded_len + 1), np.int64)
+    real_before = np.zeros((num_samples, padded_len + 1), np.int64)
     np.cumsum(real, 1, out=real_before[:, 1:])
-    if rows > 1 and all((x == x[:1]).all() for x in (first, last, real_before)):
+    if num_samples > 1 and all((x == x[:1]).all() for x in (first, last, real_before)):
         first, last, real_before = first[:1], last[:1], real_before[:1]
     return Bounds(first, last, real_before)
 

@@ -21,7 +21,7 @@ NO_DOCUMENT = -1
 class Mask:
     """Which keys a query sees, in global positions.
 
-    A query ``q`` sees a key ``k`` when (``causal``, ``window`` and ``chunk`` allow it, or both lie
+    A query ``q`` sees a key ``k`` when (``causal``, ``window`` and ``chunk`` allow it, or both are
     in the same bidirectional span), and both belong to the same document, and ``k`` is not padding.
 
     Args:
@@ -210,18 +210,20 @@ def _compute_bounds(
     padding: IntArray | BoolArray | None,
     spans: IntArray | None,
 ) -> Bounds:
-    rows = max((x.shape[0] for x in (documents, padding, spans) if x is not None), default=1)
+    num_samples = max((x.shape[0] for x in (documents, padding, spans) if x is not None), default=1)
     for name, ids in (("documents", documents), ("spans", spans)):
         if ids is not None:
             check_runs(name, ids)
     position = np.arange(seq_len)
     document = np.zeros((1, seq_len), np.int64) if documents is None else documents
-    real = np.broadcast_to(document != NO_DOCUMENT, (rows, seq_len))
+    real = np.broadcast_to(document != NO_DOCUMENT, (num_samples, seq_len))
     if padding is not None:
         real = real & ~padding.astype(np.bool_)
 
     document_first, document_last = _runs(document)
-    first, last = (np.broadcast_to(x, (rows, seq_len)) for x in (document_first, document_last))
+    first, last = (
+        np.broadcast_to(x, (num_samples, seq_len)) for x in (document_first, document_last)
+    )
     if mask.chunk is not None:
         chunk_first = _chunk_starts(first, last, real, mask.chunk)
         first = np.maximum(first, chunk_first)
@@ -234,13 +236,13 @@ def _compute_bounds(
     if mask.causal:
         last = np.minimum(last, position + 1)
     if spans is not None:
-        # The query itself lies in its span and in what the rest allows, so the union of the two
+        # The query is in its span and in what the rest allows, so that the union of the two
         # is one interval again.
         span_first, span_last = _runs(spans)
         inside = spans != NO_DOCUMENT
         first = np.where(inside, np.minimum(first, np.maximum(span_first, document_first)), first)
         last = np.where(inside, np.maximum(last, np.minimum(span_last, document_last)), last)
-    belongs = np.broadcast_to(document != NO_DOCUMENT, (rows, seq_len))
+    belongs = np.broadcast_to(document != NO_DOCUMENT, (num_samples, seq_len))
     first = np.where(belongs, first, position)
     last = np.where(belongs, last, position)
     return build_bounds(first, last, real, padded_len)
