@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_patches.names import is_ours
 from hf_patches.positions import FILLED
+from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data.sharding import shard
 from lightning_cp.step import IGNORED_LABEL, Step
 
@@ -98,9 +99,8 @@ def check_agreed(
         problems += [(bad, name) for name, bad in _ids_out_of_range(model, given, scores_words)]
     if not problems:
         return
-    flags = torch.tensor([float(bad) for bad, _ in problems], device=step.groups.context.device)
-    step.groups.context.all_reduce(flags)
-    for flag, (_, name) in zip(flags.tolist(), problems, strict=True):
+    flags = any_rank([bad for bad, _ in problems], step.groups.context)
+    for flag, (_, name) in zip(flags, problems, strict=True):
         if not flag:
             continue
         if name in _ID_NAMES:

@@ -217,7 +217,6 @@ def _attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    step.learn(query.shape[-2])
     guards.check_recomputable("scaled_dot_product_attention", step)
     if dropout_p:
         raise ValueError(

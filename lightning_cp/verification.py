@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data import batch as batches
 from lightning_cp.data.structure import rebuild
 from lightning_cp.parallel import ContextParallel
@@ -197,7 +198,7 @@ def compare(
         hint: what else may explain a difference; for the report.
     """
     compute = loss_fn or (lambda given: model(**given).loss)
-    part = cut_rows(cp.same_rows(batch), cp=cp, max_len=max_len)
+    part = cut_rows(cp.groups.data.first(batch), cp=cp, max_len=max_len)
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
@@ -224,7 +225,7 @@ def compare(
         float(whole_loss),
         dict(zip(whole, errors.tolist(), strict=True)),
         allowed,
-        batches.read_batch(part, sequence_dims=cp.sequence_dims, decided={}).seq_len,
+        batches.read_batch(part, sequence_dims=cp.options.sequence_dims).seq_len,
         cp_size=cp.cp_size,
         earned=earned,
         precision=str(dtype).removeprefix("torch."),
@@ -234,7 +235,7 @@ def compare(
 
 def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return rows of at most ``max_len`` tokens, around the first that has a label."""
-    whole = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
+    whole = batches.read_batch(batch, sequence_dims=cp.options.sequence_dims)
     if max_len is None or whole.seq_len <= max_len or whole.is_handed_over:
         return batch
     if type(batch) is not dict or whole.names.keys() != batch.keys():
@@ -256,9 +257,9 @@ def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     }
 
 
-def _cut_inside(batch: Any, whole: batches.WholeBatch, max_len: int) -> Any:
+def _cut_inside(batch: Any, whole: batches.FullBatch, max_len: int) -> Any:
     """Do the same to a batch that is not a plain dict of tensors: its first tokens."""
-    if whole.told.get("cu_seq_lens_q") is not None or whole.told.get("cu_seq_lens_k") is not None:
+    if any(whole.metadata.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
         raise ValueError(
             f"Rows of {whole.seq_len} tokens cannot be cut to max_len={max_len}: `cu_seq_lens_q` "
             "lies inside a nested batch. Use `document_ids`, or a larger max_len."
@@ -312,7 +313,7 @@ def _averaged(found: dict[str, Tensor], model: nn.Module, cp: ContextParallel) -
     """Average what is not averaged yet."""
     parameters = dict(model.named_parameters())
     return {
-        name: x if isinstance(parameters[name], DTensor) else cp.averaged(x)
+        name: x if isinstance(parameters[name], DTensor) else cp.groups.mean(x)
         for name, x in found.items()
     }
 
@@ -329,11 +330,10 @@ def _together(run: Callable[[], Gradients], model: nn.Module, cp: ContextParalle
         result = run()
     except Exception as error:  # noqa: BLE001  raised below, when all ranks know
         problem = error
-    device = next(model.parameters()).device
-    failed = cp.summed(torch.tensor([float(problem is not None)], device=device))
+    (failed,) = any_rank([problem is not None], cp.groups.context, cp.groups.data)
     if problem is not None:
         raise problem
-    if float(failed) or result is None:
+    if failed or result is None:
         raise RuntimeError(
             "Another rank failed on whole rows, and says why. If they do not fit into its memory, "
             "compare shorter ones: max_len=..."
@@ -358,7 +358,7 @@ def _distances(
     squares = torch.stack(
         [torch.stack([(f - e).square().sum(), e.square().sum()]) for f, e in pairs]
     )
-    differences, norms = cp.summed(squares).sqrt().unbind(1)
+    differences, norms = cp.groups.sum(squares).sqrt().unbind(1)
     return differences, norms
 
 

@@ -211,8 +211,8 @@ def test_zigzag_of_64_ranks_and_one_token():
     ("name", "seq_len", "cp_size", "message"),
     [
         ("spiral", 8, 2, "layout='spiral' is unknown. Use one of 'auto', 'balanced', 'contiguous'"),
-        ("zigzag", 0, 2, "rows of length 0: there is nothing to attend to"),
-        ("zigzag", 8, 0, "cp_size=0: a row needs at least 1 rank"),
+        ("zigzag", 0, 2, "sequences of length 0: there is nothing to attend to"),
+        ("zigzag", 8, 0, "cp_size=0: a sequence needs at least 1 rank"),
     ],
 )
 def test_bad_layouts_are_refused(name, seq_len, cp_size, message):

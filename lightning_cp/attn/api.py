@@ -29,14 +29,14 @@ from lightning_cp.attn.flex.from_mask import RowCall, attend_row, build_row_call
 from lightning_cp.attn.flex.mods import Place
 from lightning_cp.attn.plan import Plan, build_plan, resolve_algorithm
 from lightning_cp.attn.ulysses import SwappedCall
-from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
-from lightning_cp.step import Gpu, Step, StepMask
+from lightning_cp.step import Step, StepMask
 from lightning_cp.torch_private import outside_graphs
 
 _logger = logging.getLogger(__name__)
@@ -96,8 +96,6 @@ def attention(
             "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
             "activations is fine."
         )
-    if step is not None:
-        step.learn(q.shape[-2])
     if bias is not None:
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
     if alibi is not None:

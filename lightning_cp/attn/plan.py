@@ -16,12 +16,10 @@ from typing import Literal, NamedTuple, get_args
 from lightning_cp.geometry.bounds import Bounds, Tile
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
-from lightning_cp.options import check_choice
+from lightning_cp.options import AlgorithmName, check_choice
 
 # More pieces cost more than an accumulator.
 _FEW_RUNS = 4
-
-AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
 
 
 class Piece(NamedTuple):

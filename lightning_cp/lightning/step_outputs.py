@@ -16,11 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp import active_step
+from lightning_cp.adapters import output_dims
+from lightning_cp.comm.collective_errors import gather_texts
 from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
-from lightning_cp.data.consistency import CURE, share_texts
+from lightning_cp.data.consistency import CURE, compare_values, find_differing
 from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.data.structure import flatten
 from lightning_cp.lightning.logs import (
     Logged,
@@ -156,7 +159,7 @@ class StepOutputs:
         except Exception as error:  # noqa: BLE001  raised below, when all ranks know
             problem = error
         with active_step.outside():
-            cp.agree(batch, problem, training=False, values=True)
+            cp.checks.check_batch(batch, problem, training=False, values=True)
             self._try(trial, self._agreed(parts), _shape_of(step))
         aged = {key: n + 1 if key[0] == trial.stage else n for key, n in self._open.items()}
         self._open = {key: tries for key, tries in aged.items() if tries < _TRIES}
@@ -295,7 +298,7 @@ class StepOutputs:
 
     def _returned(self, output: Any, training: bool) -> Iterator[Leaf]:
         """Yield what a step returned, but for the loss of training, which is checked by itself."""
-        for leaf in self._cp.output_leaves(output):
+        for leaf in outputs.leaves(output, output_dims):
             if not (training and leaf.path in ("", "['loss']")):
                 yield leaf
 
@@ -310,7 +313,7 @@ class StepOutputs:
     def _compare(self, trial: Trial, shape: _Shape, found: _Record, whole: _Record) -> None:
         """Find out what each value is; refuse those that one device would not compute."""
         names = list(found.entries)
-        if self._cp.find_differing(list(names)) or names != list(whole.entries):
+        if find_differing(names, self._cp.groups.context) or names != list(whole.entries):
             ours = ", ".join(entry.what for entry in found.entries.values()) or "nothing"
             theirs = ", ".join(entry.what for entry in whole.entries.values()) or "nothing"
             raise ValueError(
@@ -336,7 +339,7 @@ class StepOutputs:
         kinds: dict[str, Kind] = {}
         step, precision = found.step, trial.precision()
         pairs = {name: (entry, whole.entries[name]) for name, entry in found.entries.items()}
-        known = {name: self._cp.token_dim(entry.leaf, step) for name, (entry, _) in pairs.items()}
+        known = {name: token_dim(entry.leaf, step) for name, (entry, _) in pairs.items()}
         same = self._everywhere(
             known[name] is None
             and outputs.is_close(self._combined(entry, step), other.leaf.value, precision)
@@ -352,7 +355,7 @@ class StepOutputs:
             elif is_alike and not entry.reduction:
                 dims = self._candidates(entry.leaf.value, other.leaf.value, known[name], step)
                 for dim in dims:
-                    rows = self._cp.unshard_value(entry.leaf.value, dim, step)
+                    rows = unshard_value(entry.leaf.value, dim, step)
                     near = outputs.is_close(rows, other.leaf.value, precision)
                     if self._everywhere([near])[0]:
                         kinds[name] = dim
@@ -409,7 +412,7 @@ class StepOutputs:
         mine = outputs.describe(self._combined(entry, found.step))
         ranks = ", ".join(
             f"{text} on rank {rank}"
-            for rank, text in enumerate(share_texts(mine, self._cp.groups.context)[:4])
+            for rank, text in enumerate(gather_texts(mine, self._cp.groups.context)[:4])
         )
         more = f" ({len(wrong) - 1} more values differ.)" if len(wrong) > 1 else ""
         step, cure = found.step, CURE
@@ -463,15 +466,16 @@ class StepOutputs:
         tokens, others = self._sort(trial, output, logs, step)
         if deferred:
             for name, value, _ in others:
-                cp.released.add(name, value, cp.groups.context.device)
+                cp.checks.released.add(name, value, cp.groups.context.device)
         else:
             unseen = self._verify and self._has_unseen(trial, others, logs, step)
-            differ, unseen = cp.compare([value for _, value, _ in others], unseen)
+            values = [value for _, value, _ in others]
+            differ, unseen = compare_values(values, cp.groups.context, unseen)
             if may_verify and self.any_data_rank(unseen):
                 self.verify(trial, batch, step)
                 self._count_missing(trial.stage, step, others, logs)
                 tokens, others = self._sort(trial, output, logs, step)
-                differ = cp.find_differing([value for _, value, _ in others])
+                differ = find_differing([value for _, value, _ in others], cp.groups.context)
             if differ:
                 name, value = others[differ[0]][:2] if others else ("returned", None)
                 raise ValueError(
@@ -481,7 +485,7 @@ class StepOutputs:
                 )
         if trial.training:  # as large as the model's own activations, and rarely looked at
             return output
-        whole = {path: cp.unshard_value(x, dim, step) for path, (dim, x) in tokens.items()}
+        whole = {path: unshard_value(x, dim, step) for path, (dim, x) in tokens.items()}
         return outputs.rebuild(output, whole)
 
     def _count_missing(
@@ -505,7 +509,7 @@ class StepOutputs:
         """Return what is of tokens, by path, with its dim; and what ranks must hold alike."""
         tokens, others = {}, []
         for leaf in self._returned(output, trial.training):
-            dim, key = self._cp.token_dim(leaf, step), f"output{leaf.path}"
+            dim, key = token_dim(leaf, step), f"output{leaf.path}"
             kind = self._kind(trial.stage, _shape_of(step), key) if dim is None else dim
             if isinstance(kind, int):
                 tokens[leaf.path] = kind, leaf.value

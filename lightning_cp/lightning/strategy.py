@@ -9,6 +9,7 @@ import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,14 +37,9 @@ from lightning_cp import active_step
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, describe_models, enable_models
+from lightning_cp.attn.api import name_algorithm
 from lightning_cp.attn.blockwise.kernels.base import Request, Scores
-from lightning_cp.attn.blockwise.kernels.select import (
-    KernelName,
-    check_kernel,
-    check_pair,
-    select_kernel,
-)
-from lightning_cp.attn.plan import AlgorithmName, check_algorithm
+from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.comm.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
@@ -53,7 +49,6 @@ from lightning_cp.comm.mesh import (
     gather_objects,
     resolve_sizes,
 )
-from lightning_cp.comm.transport import GradientWire, check_gradient_wire
 from lightning_cp.data.batch import named_values
 from lightning_cp.fsdp.gathering import check_reduced, gather_parts, order_gradients
 from lightning_cp.fsdp.scalars import whole_scalars
@@ -68,7 +63,6 @@ from lightning_cp.fsdp.sharding import (
     set_gradient_reduction,
     shard_parameters,
 )
-from lightning_cp.geometry.layout import LayoutName, check_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging
 from lightning_cp.lightning.features import check_features, check_hooks, check_optimizers
@@ -76,8 +70,15 @@ from lightning_cp.lightning.logs import Sync, kept_metrics, no_logs, recorded_lo
 from lightning_cp.lightning.step_outputs import StepOutputs, Trial
 from lightning_cp.lightning.warning_filters import expect_known
 from lightning_cp.loss import global_mean
-from lightning_cp.options import check_choice
-from lightning_cp.parallel import ContextParallel, check_memory, reenter
+from lightning_cp.options import (
+    AlgorithmName,
+    GradientWire,
+    KernelName,
+    LayoutName,
+    Options,
+    check_choice,
+)
+from lightning_cp.parallel import ContextParallel, reenter
 from lightning_cp.step import IGNORED_LABEL, Step
 from lightning_cp.torch_private import rest_at_exit
 from lightning_cp.verification import TOLERANCES, Report, verify
@@ -167,12 +168,15 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "shared by more ranks: context_parallel_size."
             )
         check_choice("loss", loss, get_args(LossName))
-        check_layout(layout)
-        check_algorithm(algorithm)
-        check_kernel(kernel)
-        check_pair(kernel, algorithm)
-        check_memory(attention_memory)
-        check_gradient_wire(gradient_wire)
+        self._options = Options(
+            layout=layout,
+            algorithm=algorithm,
+            kernel=kernel,
+            attention_memory=attention_memory,
+            gradient_wire=gradient_wire,
+            sequence_dims=dict(sequence_dims or {}),
+            check_batches=check_batches,
+        )
         check_parameter_sharding(parameter_sharding)
         expect_known()
         super().__init__(
@@ -183,16 +187,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self._context_parallel_size = context_parallel_size
-        self._options: dict[str, Any] = {
-            "layout": layout,
-            "algorithm": algorithm,
-            "kernel": kernel,
-            "attention_memory": attention_memory,
-            "gradient_wire": gradient_wire,
-            "sequence_dims": sequence_dims,
-            "balance": None if balance_window is None else Mask(True, balance_window),
-            "check_batches": check_batches,
-        }
+        self._balance = None if balance_window is None else Mask(True, balance_window)
         self._parameter_sharding = parameter_sharding
         self._shard_modules = shard_modules
         self._loss = loss
@@ -332,12 +327,13 @@ class ContextParallelStrategy(ModelParallelStrategy):
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
             )
-            self._context_parallel = ContextParallel(
+            ulysses_size = None if sizes.ulysses == 1 else sizes.ulysses
+            self._context_parallel = ContextParallel.from_options(
+                replace(self._options, ulysses_size=ulysses_size),
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
-                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
+                balance=self._balance,
                 timeout=self._timeout,
-                **self._options,
             )
             self._warn_of_spread(sizes)
         self._module()._device_mesh = self._device_mesh
@@ -463,7 +459,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
     ) -> Any:
         """Move a batch to the device, that of the group's first rank if asked to."""
         if self._broadcast_batch and self.context_parallel_size > 1:
-            batch = self.context_parallel.first_batch(batch)
+            batch = self.context_parallel.groups.context.first(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---------------------------------------------------------------- steps
@@ -616,7 +612,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             return output
         if step.losses:
             if step.cp_size == self.context_parallel_size:  # not while verifying on whole rows
-                self.context_parallel.check_same(loss)
+                self.context_parallel.checks.check_loss(loss)
             return output
         if self._loss == "auto":
             raise ValueError(
@@ -642,18 +638,18 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def describe(self) -> str:
         """Say in one line who works with whom, and how, and why."""
-        cp = self.context_parallel
-        layout = "zigzag" if cp.layout == "auto" else cp.layout
+        cp, options = self.context_parallel, self.context_parallel.options
+        layout = "zigzag" if options.layout == "auto" else options.layout
         fewest = "fewest and largest kernel calls"
         if self.root_device.type == "cuda" and cp.groups.attend.size > 1:
             fewest += "; or ring, by time and memory of each"
         chosen = {
             "layout": (layout, "or contiguous or balanced, by each batch"),
-            "algorithm": (cp.describe_algorithm(), fewest),
+            "algorithm": (name_algorithm(cp.options.algorithm, cp.groups), fewest),
             "kernel": self._likely_kernel(),
         }
         said = ", ".join(
-            f"{name} {value} ({f'auto: {why}' if getattr(cp, name) == 'auto' else 'as asked'})"
+            f"{name} {value} ({f'auto: {why}' if getattr(options, name) == 'auto' else 'as asked'})"
             for name, (value, why) in chosen.items()
         )
         return (
@@ -665,15 +661,15 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     def _likely_kernel(self) -> tuple[str, str]:
         """Return the kernel for what most models ask for, and why; layers may ask for more."""
-        if self.context_parallel.kernel == "flex":
+        if self.context_parallel.options.kernel == "flex":
             return "flex", "by its name"
         lowered = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
         first = next((p.dtype for p in self._module().parameters()), torch.float32)
         dtype = lowered.get(self.precision_plugin.precision, first)
         request = Request(self.root_device, dtype, Scores(1.0), head_dim=128)
-        name = select_kernel(self.context_parallel.kernel, request).name
+        name = select_kernel(self.context_parallel.options.kernel, request).name
         why = f"fastest for {str(dtype).removeprefix('torch.')} on {self.root_device.type}"
-        if self.root_device.type == "cuda" and self.context_parallel.algorithm != "ring":
+        if self.root_device.type == "cuda" and self.context_parallel.options.algorithm != "ring":
             why += "; flex for windows, documents, padding, softcap and bias"
         return name, why
 
@@ -773,8 +769,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
             own = meta.sync.rank_zero_only or (meta.sync.should and not meta.is_mean_reduction)
             if result.is_tensor and meta.fx.endswith("_epoch_end") and not own:
                 name = f"{meta.name!r} in {meta.fx}()"
-                cp.released.add(name, result.value, cp.groups.context.device)
-        cp.check_released()
+                cp.checks.released.add(name, result.value, cp.groups.context.device)
+        cp.checks.check_released()
 
     def on_predict_end(self) -> None:
         """Give back what was gathered for prediction."""

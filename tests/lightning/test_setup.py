@@ -53,7 +53,7 @@ def test_sizes_use_every_process(context, data, world, per_node, sizes):
         (4, 4, "data_parallel_size=4 times context_parallel_size=4 is 16, but .* has 8 processes"),
         (0, "auto", "context_parallel_size=0: give a whole number of at least 1"),
         ((2, 0), "auto", r"context_parallel_size=\(2, 0\): give two whole numbers of at least 1"),
-        ((2, 2, 2), "auto", r"how many ranks share a row inside a node.*: \(8, 4\)"),
+        ((2, 2, 2), "auto", r"number of ranks that share a sequence inside a node.*: \(8, 4\)"),
         ((3, 2), "auto", r"context_parallel_size=6 does not divide the 8 processes"),
         ("auto", "all", "data_parallel_size='all': give a whole number"),
     ],
@@ -74,7 +74,10 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"gradient_wire": "bf16"}, "gradient_wire='bf16' .* one of 'float32', 'model'"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
-        ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
+        (
+            {"kernel": "flex", "algorithm": "ring"},
+            "kernel='flex' computes full sequences",
+        ),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
     ],
 )

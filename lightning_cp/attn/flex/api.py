@@ -38,10 +38,11 @@ from lightning_cp.attn.flex.mods import (
 )
 from lightning_cp.attn.flex.remote_kv import Way, whole_row
 from lightning_cp.attn.ulysses import Swap, build_swap, to_heads, to_tokens
-from lightning_cp.comm.transport import GradientWire, Transport
+from lightning_cp.comm.transport import Transport
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.guards import check_lengths, check_recomputable, check_recompute
+from lightning_cp.options import GradientWire
 from lightning_cp.step import Step
 from lightning_cp.torch_private import as_autocast, outside_graphs, without_modes
 
