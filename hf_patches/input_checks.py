@@ -67,10 +67,10 @@ def check_call(model: PreTrainedModel, given: Mapping[str, Any], step: Step) -> 
             )
     for name in ("input_ids", "inputs_embeds"):
         x = given.get(name)
-        if isinstance(x, Tensor) and x.shape[1] != step.held_len:
+        if isinstance(x, Tensor) and x.shape[1] != step.tensor_len:
             raise ValueError(
                 f"The model got {x.shape[1]} tokens per row (`{name}`) inside a step whose ranks "
-                f"hold {step.held_len} each. Give it what cp.step(...) yields; whole rows "
+                f"hold {step.tensor_len} each. Give it what cp.step(...) yields; whole rows "
                 "(generate(), another batch) go under `with cp.paused():`."
             )
 
@@ -131,7 +131,7 @@ def _is_real(step: Step, x: Tensor) -> Tensor:
 
 
 def _differs(mask: Tensor, whole: Tensor, step: Step) -> bool:
-    if mask.shape[1] != step.held_len:
+    if mask.shape[1] != step.tensor_len:
         return True
     known = shard(whole, 1, layout=step.layout, rank=step.cp_rank).to(mask.device)
     return bool(((mask != known) & _is_real(step, mask)).any())

@@ -64,7 +64,7 @@ def check_lengths(name: str, query: Tensor, key: Tensor, step: Step) -> None:
         key: [..., tokens, head dim].
         step: the active step.
     """
-    local_len = step.held_len
+    local_len = step.tensor_len
     if query.shape[-2] == key.shape[-2] == local_len:
         return
     tokens = f"{query.shape[-2]} queries and {key.shape[-2]} keys"

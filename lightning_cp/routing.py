@@ -156,7 +156,7 @@ def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):
         return
-    local_len, hidden = step.held_len, False
+    local_len, hidden = step.tensor_len, False
     if name == "conv1d":
         width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
         hidden = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
@@ -254,7 +254,7 @@ def _four_dims(x: Tensor) -> Tensor:
 
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     """Turn an attn_mask into what is added to the scores of this rank's queries with all keys."""
-    layout, local_len = step.layout, step.held_len
+    layout, local_len = step.layout, step.tensor_len
     if type(mask) not in (Tensor, nn.Parameter):
         raise TypeError(
             f"attn_mask is a {type(mask).__name__}, which stands for more than its numbers. Give a "
@@ -266,7 +266,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
             "is not trained; a trained position bias is not supported inside a step."
         )
     rows, columns = mask.shape[-2:]
-    lengths = {layout.held_len(rank) for rank in range(layout.cp_size)}
+    lengths = {layout.tensor_len(rank) for rank in range(layout.cp_size)}
     # Ranks that hold different numbers of tokens must not read one mask in two ways.
     if layout.cp_size > 1 and (layout.seq_len in lengths or (len(lengths) > 1 and 1 in lengths)):
         raise ValueError(
@@ -298,7 +298,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
 
 
 def _refuse_mask(mask: Tensor, step: Step) -> None:
-    local_len, seq_len = step.held_len, step.layout.seq_len
+    local_len, seq_len = step.tensor_len, step.layout.seq_len
     raise ValueError(
         f"attn_mask has shape {tuple(mask.shape)} inside a step whose ranks hold {local_len} of "
         f"{seq_len} tokens. A mask of this rank's queries needs the keys of the whole row: "

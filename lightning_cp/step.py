@@ -154,9 +154,9 @@ class Step:
         return self.layout.cp_size
 
     @property
-    def held_len(self) -> int:
+    def tensor_len(self) -> int:
         """Return the number of tokens per sequence in this rank's tensors."""
-        return self.layout.held_len(self.cp_rank)
+        return self.layout.tensor_len(self.cp_rank)
 
     def note_loss(self, mark: LossMark) -> None:
         """Record a token mean, also in the step that this one is a part of."""

@@ -362,7 +362,7 @@ def _layout_of(lengths: Sequence[int]) -> Layout:
     """Return the layout in which the ranks hold these numbers of tokens."""
     total, cp_size = sum(lengths), len(lengths)
     layout = _layout(total, cp_size) if total else None
-    expected = [] if layout is None else [layout.held_len(rank) for rank in range(cp_size)]
+    expected = [] if layout is None else [layout.tensor_len(rank) for rank in range(cp_size)]
     if layout is None or expected != list(lengths):
         raise ValueError(
             f"The ranks of the mesh hold {list(lengths)} tokens, {total} in all, which "

@@ -53,11 +53,11 @@ def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
     for rank in range(layout.cp_size):
         real = shard(row, 0, layout=hiding, rank=rank)
         padded = shard(row, 0, layout=layout, rank=rank, fill=-1)
-        assert len(real) == hiding.held_len(rank) == int(layout.is_real(rank).sum())
+        assert len(real) == hiding.tensor_len(rank) == int(layout.is_real(rank).sum())
         assert torch.equal(real, padded[: len(real)])
         assert (padded[len(real) :] == -1).all()
         assert hiding.is_real(rank).all()
-        assert layout.held_len(rank) == layout.local_len
+        assert layout.tensor_len(rank) == layout.local_len
 
 
 @given(layouts)

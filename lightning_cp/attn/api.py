@@ -152,11 +152,11 @@ def _attend_padded(
     short: int,
 ) -> Tensor:
     """Add the padding that this rank's tensors do not show: all ranks move as many tokens."""
-    held_len = q.shape[2]
+    tensor_len = q.shape[2]
     q, k, v = (pad_end(x, 2, short) for x in (q, k, v))
-    if bias is not None and bias.dim() == 4 and bias.shape[2] == held_len > 1:
+    if bias is not None and bias.dim() == 4 and bias.shape[2] == tensor_len > 1:
         bias = pad_end(bias, 2, short)
-    return _attend(q, k, v, sinks, bias, call).narrow(2, 0, held_len)
+    return _attend(q, k, v, sinks, bias, call).narrow(2, 0, tensor_len)
 
 
 def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Request:
@@ -453,11 +453,11 @@ def _check_slopes(alibi: Tensor, bias: Tensor | None, q: Tensor) -> None:
 
 def _check_length(q: Tensor, step: Step) -> None:
     layout = step.layout
-    if q.shape[2] != step.held_len:
+    if q.shape[2] != step.tensor_len:
         whole = " That is the whole row." if q.shape[2] == layout.seq_len else ""
         raise ValueError(
             f"attention() got {q.shape[2]} tokens inside a step whose ranks hold "
-            f"{step.held_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
+            f"{step.tensor_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
             "the model what cp.step(...) yields; for whole rows (generate(), a second model) use "
             "`with cp.paused():`."
         )

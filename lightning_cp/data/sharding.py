@@ -78,10 +78,10 @@ def unshard_value(x: Any, dim: int, step: Step) -> Any:
 
 def check_local(x: Tensor, dim: int, step: Step) -> None:
     """Raise if a tensor does not hold this rank's tokens along ``dim``."""
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.held_len:
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != step.tensor_len:
         raise ValueError(
             f"unshard(x, dim={dim}) got x of shape {tuple(x.shape)}, but this rank holds "
-            f"{step.held_len} tokens per sequence: give the dim that has that length."
+            f"{step.tensor_len} tokens per sequence: give the dim that has that length."
         )
 
 
@@ -95,7 +95,7 @@ def token_dim(leaf: Leaf, step: Step) -> int | None:
     if dim is None or not -x.ndim <= dim < x.ndim:
         return None
     # Full already, by unshard(): then it is the same on all ranks.
-    is_full = x.shape[dim] == step.layout.seq_len != step.held_len
+    is_full = x.shape[dim] == step.layout.seq_len != step.tensor_len
     return None if is_full else dim
 
 

@@ -65,12 +65,12 @@ class Layout:
         """Return the length of a sequence with its padding."""
         return self.local_len * self.cp_size
 
-    def held_len(self, rank: int) -> int:
+    def tensor_len(self, rank: int) -> int:
         """Return the number of tokens per sequence in the tensors of ``rank``.
 
         Example:
             >>> layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
-            >>> layout.local_len, layout.held_len(0), layout.held_len(1)
+            >>> layout.local_len, layout.tensor_len(0), layout.tensor_len(1)
             (4, 3, 4)
         """
         if self.shows_padding:
@@ -88,7 +88,7 @@ class Layout:
 
     def is_real(self, rank: int) -> Tensor:
         """Return which tokens in tensors of ``rank`` are not our padding, bool [L]."""
-        return self.positions(rank)[: self.held_len(rank)] < self.seq_len
+        return self.positions(rank)[: self.tensor_len(rank)] < self.seq_len
 
     @cached_property
     def order(self) -> Tensor:

@@ -371,7 +371,7 @@ class StepOutputs:
         return [
             dim
             for dim in dims
-            if a.shape[dim] == step.held_len
+            if a.shape[dim] == step.tensor_len
             and b.shape[dim] == step.layout.seq_len
             and a.shape[:dim] == b.shape[:dim]
             and a.shape[dim + 1 :] == b.shape[dim + 1 :]

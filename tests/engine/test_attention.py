@@ -74,7 +74,7 @@ def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(al
             return shard(x, 2, layout=layout, rank=transport.rank)
 
         groups = Groups(transport, LoneTransport(), transport, LoneTransport())
-        nothing = torch.zeros(2, layout.held_len(transport.rank))
+        nothing = torch.zeros(2, layout.tensor_len(transport.rank))
         step = Step(layout, groups, Options(algorithm=algorithm), 2, None, None, nothing, True)
         leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         mask = StepMask(causal=True, step=step)
@@ -310,7 +310,7 @@ def test_neighbours_that_hold_different_numbers_of_tokens_all_send_a_bias(rows):
     """One row may be that of one query: what is sent must not follow from what a rank holds."""
     layout = build_layout("contiguous", seq_len=3, cp_size=2, shows_padding=False)
     for rank, held in enumerate([2, 1]):
-        assert layout.held_len(rank) == held
+        assert layout.tensor_len(rank) == held
         step = SimpleNamespace(
             layout=layout, groups=SimpleNamespace(inside=SimpleNamespace(size=2))
         )
