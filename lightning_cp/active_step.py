@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from lightning_cp.step import HandedOver, Step, not_sharded
+from lightning_cp.step import Step, UnshardedStep, not_sharded
 
 
 class _Paused:
@@ -25,7 +25,7 @@ def current() -> Step | None:
 
     Callers need a sequence: raise if the batch of the step was not sharded.
     """
-    if isinstance(_current, HandedOver):
+    if isinstance(_current, UnshardedStep):
         raise not_sharded()
     return _current if isinstance(_current, Step) else None
 

@@ -35,7 +35,7 @@ from lightning_cp.options import (
     check_choice,
 )
 from lightning_cp.routing import Unsharded
-from lightning_cp.step import HandedOver, Step, StepMask
+from lightning_cp.step import Step, StepMask, UnshardedStep
 from lightning_cp.torch_private import checkpoint_contexts
 
 
@@ -269,7 +269,7 @@ class ContextParallel:
             then open a step for each part of it.
         """
         outer = active_step.opened()
-        if not isinstance(outer, HandedOver):
+        if not isinstance(outer, UnshardedStep):
             outer = None
         if training is None:
             training = torch.is_grad_enabled() if outer is None else outer.training
@@ -316,7 +316,7 @@ class ContextParallel:
         self,
         batch: Any,
         training: bool,
-        outer: HandedOver | None,
+        outer: UnshardedStep | None,
         sequence_dims: SequenceDims | None,
     ) -> tuple[Step, Any]:
         """Build the step of a batch; an error of one rank is raised on all of them."""
@@ -346,7 +346,7 @@ class ContextParallel:
         self,
         batch: Any,
         training: bool,
-        outer: HandedOver | None = None,
+        outer: UnshardedStep | None = None,
         sequence_dims: SequenceDims | None = None,
         *,
         is_stock: bool,
@@ -365,7 +365,7 @@ class ContextParallel:
         )
 
     def _paths_of(
-        self, outer: HandedOver | None, sequence_dims: SequenceDims | None
+        self, outer: UnshardedStep | None, sequence_dims: SequenceDims | None
     ) -> set[str] | None:
         """Return the paths that former batches have shown; None for batches of another kind."""
         return self._checked_paths if outer is None and sequence_dims is None else None
@@ -440,7 +440,9 @@ class ContextParallel:
         the batch, keys of ``sequence_dims``, and what a model of a known library returns per token
         (logits, hidden states). Any other value must be the same on all ranks.
         """
-        if isinstance(active_step.opened(), HandedOver):  # its parts were unsharded in their steps
+        if isinstance(
+            active_step.opened(), UnshardedStep
+        ):  # its parts were unsharded in their steps
             return output
         step = self._active("unshard_all()")
         changed, others = {}, []

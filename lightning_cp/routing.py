@@ -25,7 +25,7 @@ from lightning_cp.attn.api import attention
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.fsdp.scalars import call_whole
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.step import HandedOver, Step
+from lightning_cp.step import Step, UnshardedStep
 from lightning_cp.torch_private import (
     Detour,
     as_autocast,
@@ -151,7 +151,7 @@ _MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
 def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse convolutions and recurrences along this rank's tokens, and statistics over them."""
     step = active_step.opened()
-    if step is None or step.cp_size == 1 or isinstance(step, HandedOver):
+    if step is None or step.cp_size == 1 or isinstance(step, UnshardedStep):
         return
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):

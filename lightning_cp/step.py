@@ -213,7 +213,7 @@ class _Unavailable:
 
 
 @dataclass(frozen=True, eq=False)
-class HandedOver(Step):
+class UnshardedStep(Step):
     """The step of a batch that was yielded unsharded: its user opens a step for each part of it.
 
     It collects the losses of those steps. Nothing that needs a sequence works in it: see `current`.
@@ -237,12 +237,12 @@ class HandedOver(Step):
         return [sum(work[rank] for work in works) for rank in range(self.cp_size)]
 
 
-def hand_over(
+def unsharded_step(
     groups: Groups, options: Options, *, training: bool, is_checked: bool, is_stock: bool
-) -> HandedOver:
+) -> UnshardedStep:
     """Build the step of a batch that is not sharded."""
     unavailable: Any = _Unavailable()
-    return HandedOver(
+    return UnshardedStep(
         layout=unavailable,
         groups=groups,
         options=options,

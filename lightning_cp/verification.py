@@ -236,7 +236,7 @@ def compare(
 def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return rows of at most ``max_len`` tokens, around the first that has a label."""
     whole = batches.read_batch(batch, sequence_dims=cp.options.sequence_dims)
-    if max_len is None or whole.seq_len <= max_len or whole.is_handed_over:
+    if max_len is None or whole.seq_len <= max_len or whole.is_unsharded:
         return batch
     if type(batch) is not dict or whole.names.keys() != batch.keys():
         return _cut_inside(batch, whole, max_len)

@@ -83,7 +83,7 @@ class FullBatch:
     names: Mapping[str, str | None]
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Return whether nothing is sharded, as the user requests for every tensor."""
         return not self.dims
 
@@ -119,7 +119,7 @@ def read_batch(
     named = {path for path, choice in chosen.items() if choice is not None}
     known = _known_dims(leaves, chosen)
     names = {path: leaf.name for path, leaf in leaves.items()}
-    if _is_handed_over(tensors, known, named):
+    if _is_unsharded(tensors, known, named):
         longest = max(x.shape[1] for x in tensors.values() if isinstance(x, Tensor) and x.dim() > 1)
         return FullBatch(tensors, {}, 0, longest, None, None, {}, names)
     anchor, seq_len = _sequence(leaves, known, sequence_dims)
@@ -174,7 +174,7 @@ def _known_dims(
     return known
 
 
-def _is_handed_over(
+def _is_unsharded(
     tensors: Mapping[str, Any], known: Mapping[str, int | None], named: Collection[str]
 ) -> bool:
     """Return whether the user keeps every tensor full that could hold a sequence."""

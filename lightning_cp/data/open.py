@@ -19,7 +19,7 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options, SequenceDims
-from lightning_cp.step import HandedOver, Step, hand_over
+from lightning_cp.step import Step, UnshardedStep, unsharded_step
 
 
 def open_step(
@@ -31,7 +31,7 @@ def open_step(
     balance: Mask | None = None,
     sequence_dims: SequenceDims | None = None,
     checked_paths: set[str] | None = None,
-    outer: HandedOver | None = None,
+    outer: UnshardedStep | None = None,
     is_checked: bool = False,
     is_stock: bool = False,
 ) -> tuple[Step, Any]:
@@ -59,7 +59,7 @@ def open_step(
                 f"sequence_dims={dict(dims)} keeps all of the part full too. Give the sequence "
                 "dims of the part: cp.step(part, sequence_dims={...}), {} for known names."
             )
-        step: Step = hand_over(
+        step: Step = unsharded_step(
             groups, options, training=training, is_checked=is_checked, is_stock=is_stock
         )
         return step, batch

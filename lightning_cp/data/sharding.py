@@ -17,7 +17,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import enter_backward_of
-from lightning_cp.step import IGNORED_LABEL, HandedOver, Step
+from lightning_cp.step import IGNORED_LABEL, Step, UnshardedStep
 from lightning_cp.torch_private import outside_graphs
 
 
@@ -88,7 +88,7 @@ def check_local(x: Tensor, dim: int, step: Step) -> None:
 def token_dim(leaf: Leaf, step: Step) -> int | None:
     """Return the sequence dim of a value that is known to hold tokens; None for others."""
     x = leaf.value
-    if not isinstance(x, Tensor | np.ndarray) or isinstance(step, HandedOver):
+    if not isinstance(x, Tensor | np.ndarray) or isinstance(step, UnshardedStep):
         return None
     known = next((dim for local, dim in step.shards if local is x), leaf.dim)
     dim = step.options.sequence_dims.get(leaf.key, known)

@@ -34,7 +34,7 @@ from lightning_cp.lightning.logs import (
     recorded_logs,
 )
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import HandedOver, Step
+from lightning_cp.step import Step, UnshardedStep
 from lightning_cp.verification import MIXING, cut_rows
 
 Kind = int | Literal["same"]
@@ -214,7 +214,7 @@ class StepOutputs:
         If ranks cannot share it evenly, they cannot share the parts either. Two parts, and one that
         is padded if the batch is; none of a long batch that is handed over, since it is not cut.
         """
-        if isinstance(step, HandedOver):
+        if isinstance(step, UnshardedStep):
             tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
             longest = max((max(x.shape, default=0) for x in tensors), default=0)
             return [batch] * 2 if longest <= self._max_len else []
@@ -365,7 +365,7 @@ class StepOutputs:
     def _candidates(self, found: Any, whole: Any, known: int | None, step: Step) -> list[int]:
         """Return the dims along which a value may hold tokens: shorter here than on one device."""
         a, b = outputs.as_tensor(found), outputs.as_tensor(whole)
-        if a is None or b is None or a.dim() != b.dim() or isinstance(step, HandedOver):
+        if a is None or b is None or a.dim() != b.dim() or isinstance(step, UnshardedStep):
             return []
         dims = range(a.dim()) if known is None else [known % a.dim()]
         return [
@@ -416,7 +416,7 @@ class StepOutputs:
         )
         more = f" ({len(wrong) - 1} more values differ.)" if len(wrong) > 1 else ""
         step, cure = found.step, CURE
-        is_one = not isinstance(step, HandedOver)
+        is_one = not isinstance(step, UnshardedStep)
         length = f" of {step.layout.seq_len} tokens" if is_one else ""
         if entry.is_global:
             cure = f"Context parallelism changes the numbers of this model. {MIXING}"
@@ -543,7 +543,7 @@ def _keys(others: list[tuple[str, Any, str]], logs: list[Logged]) -> list[str]:
 
 
 def _shape_of(step: Step) -> _Shape:
-    if isinstance(step, HandedOver):
+    if isinstance(step, UnshardedStep):
         return ()
     is_filled = step.layout.padded_len > step.layout.seq_len
     if step.padding is None:
