@@ -168,9 +168,9 @@ def _mask(module: nn.Module, given: object, step: Step) -> tuple[Mask, Tensor | 
         )
         raise ValueError(
             f"{type(module).__name__} got an attention mask {what} inside a step whose ranks hold "
-            f"{tensor_len} of {seq_len} tokens. A ready mask has this rank's queries and the keys of "
-            f"the whole row: [batch, 1, {tensor_len}, {seq_len}]; put it into the batch whole, as "
-            "`attention_mask`, and cp.step(...) cuts it so."
+            f"{tensor_len} of {seq_len} tokens. A ready mask has this rank's queries and the keys "
+            f"of the whole row: [batch, 1, {tensor_len}, {seq_len}]; put it into the batch whole, "
+            "as `attention_mask`, and cp.step(...) cuts it so."
         )
     if given.dtype == torch.bool:
         bias = torch.zeros(given.shape, dtype=torch.float32, device=given.device)

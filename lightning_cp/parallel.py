@@ -440,10 +440,8 @@ class ContextParallel:
         the batch, keys of ``sequence_dims``, and what a model of a known library returns per token
         (logits, hidden states). Any other value must be the same on all ranks.
         """
-        if isinstance(
-            active_step.opened(), UnshardedStep
-        ):  # its parts were unsharded in their steps
-            return output
+        if isinstance(active_step.opened(), UnshardedStep):
+            return output  # its parts were unsharded in their own steps
         step = self._active("unshard_all()")
         changed, others = {}, []
         for leaf in outputs.leaves(output, adapters.output_dims):

@@ -350,10 +350,10 @@ def _whole_row_call(
 
 
 def _check_rows(bounds: Bounds, q: Tensor) -> None:
-    if bounds.num_rows not in (1, q.shape[0]):
+    if bounds.num_samples not in (1, q.shape[0]):
         raise ValueError(
-            f"attention(): the mask has {bounds.num_rows} rows (documents, spans or padding), but "
-            f"the tensors have a batch of {q.shape[0]}."
+            f"attention(): the mask has {bounds.num_samples} rows (documents, spans or padding), "
+            f"but the tensors have a batch of {q.shape[0]}."
         )
 
 

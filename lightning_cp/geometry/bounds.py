@@ -47,7 +47,7 @@ class Bounds:
     is_shared: bool = False
 
     @property
-    def num_rows(self) -> int:
+    def num_samples(self) -> int:
         """Return the number of different samples R: 1, or the batch size."""
         return int(self.first.shape[0])
 
@@ -56,9 +56,9 @@ class Bounds:
         """Return the sequence length, our padding included."""
         return int(self.first.shape[1])
 
-    def row(self, row: int) -> "Bounds":
+    def sample(self, index: int) -> "Bounds":
         """Return the bounds of one sample."""
-        part = slice(row, row + 1)
+        part = slice(index, index + 1)
         return Bounds(self.first[part], self.last[part], self.real_before[part])
 
     def hull(self, query: Range) -> tuple[Range, ...]:

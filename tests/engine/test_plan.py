@@ -168,7 +168,7 @@ def test_ring_computes_each_stage_of_a_causal_row_at_once(rank):
 def test_fused_tiles_cover_what_the_tiles_cover(drawn, size):
     for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
         width = max(piece.offset + piece.where.size for piece in block.keys)
-        shape = (block.bounds.num_rows, block.rows.stop - block.rows.start, width)
+        shape = (block.bounds.num_samples, block.rows.stop - block.rows.start, width)
         kept = []
         for fused in (False, True):
             seen = torch.zeros(shape, dtype=torch.int64)

@@ -447,7 +447,7 @@ def _build_seen(bounds: Bounds, place: Place, keys: Keys) -> _Seen:
     at_first, at_last = (np.searchsorted(keys.positions, end) for end in (first, last))
     is_gapless = (at_last - at_first == last - first).all()
     assert is_gapless, "the key buffer misses a key, or is not sorted"  # noqa: S101
-    real = np.zeros((bounds.num_rows, keys.buffer_len), np.bool_)
+    real = np.zeros((bounds.num_samples, keys.buffer_len), np.bool_)
     real[:, : len(keys.positions)] = (np.diff(bounds.real_before) > 0)[:, keys.positions]
     for gap in keys.gaps:
         real[:, slice(*gap)] = False
