@@ -270,7 +270,7 @@ def played(
         attention_memory=memory,
     )
     with stepped(cp, case, device) as step:
-        yield cp, step, Inputs(machine, case, step.held_len)
+        yield cp, step, Inputs(machine, case, step.tensor_len)
 
 
 def taken(step: Step) -> str:

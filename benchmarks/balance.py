@@ -16,8 +16,10 @@ from typing import TypeVar
 import numpy as np
 
 from lightning_cp.attn.plan import build_plan
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Bounds, IntArray, Mask
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import IntArray
 
 T = TypeVar("T")
 LAYOUTS = ("contiguous", "zigzag", "balanced")

@@ -78,7 +78,7 @@ def main() -> None:
     with cp.step(batch) as local:
         logits = model(local["input_ids"], cp.block_mask(mask_mod))
         loss = token_mean(logits, local["labels"], shift=False)
-    shared = {name: cp.averaged(x) for name, x in gradients(model, loss).items()}
+    shared = {name: cp.groups.mean(x) for name, x in gradients(model, loss).items()}
 
     # One device: whole rows, no step. On a CPU torch's own has no backward; ours has.
     model.attend = lightning_cp.flex_attention
@@ -92,7 +92,7 @@ def main() -> None:
 
     worst = {name: float((shared[name] - x).norm() / x.norm()) for name, x in alone.items()}
     if cp.cp_rank == 0:
-        print(f"{cp.cp_size} ranks on {device.type}, {LENGTH} tokens, {cp.layout} layout")
+        print(f"{cp.cp_size} ranks on {device.type}, {LENGTH} tokens, {cp.options.layout} layout")
         for name, error in worst.items():
             print(f"{name:15} {error:.1e}")
     limit = 1e-4 if on_gpu else 1e-12

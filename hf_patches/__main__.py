@@ -24,9 +24,8 @@ from hf_patches.enable import enable
 from hf_patches.export import export, read_config
 from hf_patches.positions import position_rule
 from hf_patches.verify import verify
-from lightning_cp.attn.plan import AlgorithmName
-from lightning_cp.geometry.layout import LayoutName
 from lightning_cp.geometry.mask import NO_DOCUMENT
+from lightning_cp.options import AlgorithmName, LayoutName
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
 

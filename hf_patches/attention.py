@@ -140,10 +140,10 @@ def _check(
             "output_attentions=True inside a step: no rank sees the attention weights of a whole "
             "row. Leave it out, or look at them on whole rows: `with cp.paused():`."
         )
-    if query.shape[2] != key.shape[2] or query.shape[2] != step.held_len:
+    if query.shape[2] != key.shape[2] or query.shape[2] != step.tensor_len:
         raise ValueError(
             f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} keys "
-            f"inside a step whose ranks hold {step.held_len} tokens per row each. Give the "
+            f"inside a step whose ranks hold {step.tensor_len} tokens per row each. Give the "
             "model what cp.step(...) yields, without past_key_values; generate(), images and "
             "cross-attention go under `with cp.paused():`."
         )
@@ -161,16 +161,16 @@ def _mask(module: nn.Module, given: object, step: Step) -> tuple[Mask, Tensor | 
         # The layer asked for no mask: then it means all tokens, or all before it.
         causal = bool(getattr(module, "is_causal", True))
         return StepMask(causal=causal, step=step), None
-    held_len, seq_len = step.held_len, step.layout.seq_len
-    if not isinstance(given, Tensor) or given.shape[-2:] != (held_len, seq_len):
+    tensor_len, seq_len = step.tensor_len, step.layout.seq_len
+    if not isinstance(given, Tensor) or given.shape[-2:] != (tensor_len, seq_len):
         what = (
             f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         )
         raise ValueError(
             f"{type(module).__name__} got an attention mask {what} inside a step whose ranks hold "
-            f"{held_len} of {seq_len} tokens. A ready mask has this rank's queries and the keys of "
-            f"the whole row: [batch, 1, {held_len}, {seq_len}]; put it into the batch whole, as "
-            "`attention_mask`, and cp.step(...) cuts it so."
+            f"{tensor_len} of {seq_len} tokens. A ready mask has this rank's queries and the keys "
+            f"of the whole row: [batch, 1, {tensor_len}, {seq_len}]; put it into the batch whole, "
+            "as `attention_mask`, and cp.step(...) cuts it so."
         )
     if given.dtype == torch.bool:
         bias = torch.zeros(given.shape, dtype=torch.float32, device=given.device)

@@ -308,7 +308,7 @@ def whole_rows(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | No
     if step is None:
         return None
     layout, transport, x = step.layout, step.groups.context, args[0]
-    if x.dim() == 3 and x.shape[1] == step.held_len:
+    if x.dim() == 3 and x.shape[1] == step.tensor_len:
         return (unshard(x, 1, layout=layout, transport=transport, uid=step.uid), *args[1:])
     if x.dim() == 2 and isinstance(pooler, nn.Linear):
         # The model has taken the first token itself (ALBERT): that of the rank that holds it.
@@ -318,7 +318,7 @@ def whole_rows(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | No
         return (firsts[:, owner], *args[1:])
     raise ValueError(
         f"{type(pooler).__name__} got a tensor of shape {tuple(x.shape)} to pool inside a step "
-        f"whose ranks hold {step.held_len} tokens per row: what it makes of this rank's tokens "
+        f"whose ranks hold {step.tensor_len} tokens per row: what it makes of this rank's tokens "
         "is not known. Build the model without it (add_pooling_layer=False), or use "
         "`with cp.paused():`."
     )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_patches.names import is_ours
 from hf_patches.positions import FILLED
+from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data.sharding import shard
 from lightning_cp.step import IGNORED_LABEL, Step
 
@@ -66,10 +67,10 @@ def check_call(model: PreTrainedModel, given: Mapping[str, Any], step: Step) -> 
             )
     for name in ("input_ids", "inputs_embeds"):
         x = given.get(name)
-        if isinstance(x, Tensor) and x.shape[1] != step.held_len:
+        if isinstance(x, Tensor) and x.shape[1] != step.tensor_len:
             raise ValueError(
                 f"The model got {x.shape[1]} tokens per row (`{name}`) inside a step whose ranks "
-                f"hold {step.held_len} each. Give it what cp.step(...) yields; whole rows "
+                f"hold {step.tensor_len} each. Give it what cp.step(...) yields; whole rows "
                 "(generate(), another batch) go under `with cp.paused():`."
             )
 
@@ -98,9 +99,8 @@ def check_agreed(
         problems += [(bad, name) for name, bad in _ids_out_of_range(model, given, scores_words)]
     if not problems:
         return
-    flags = torch.tensor([float(bad) for bad, _ in problems], device=step.groups.context.device)
-    step.groups.context.all_reduce(flags)
-    for flag, (_, name) in zip(flags.tolist(), problems, strict=True):
+    flags = any_rank([bad for bad, _ in problems], step.groups.context)
+    for flag, (_, name) in zip(flags, problems, strict=True):
         if not flag:
             continue
         if name in _ID_NAMES:
@@ -131,7 +131,7 @@ def _is_real(step: Step, x: Tensor) -> Tensor:
 
 
 def _differs(mask: Tensor, whole: Tensor, step: Step) -> bool:
-    if mask.shape[1] != step.held_len:
+    if mask.shape[1] != step.tensor_len:
         return True
     known = shard(whole, 1, layout=step.layout, rank=step.cp_rank).to(mask.device)
     return bool(((mask != known) & _is_real(step, mask)).any())

@@ -90,7 +90,7 @@ def _spans(blocks: Tensor, inner: float, step: Step, config: PreTrainedConfig) -
     A rank numbers the blocks that it holds, and has seen only a part of some. In the models that
     we know a block is a run of marked tokens, so the marks are enough.
     """
-    local = (blocks[:, : step.held_len] >= 0).to(torch.int64)
+    local = (blocks[:, : step.tensor_len] >= 0).to(torch.int64)
     marked = unshard(local, 1, layout=step.layout, transport=step.groups.context).cpu()
     if not marked.any():
         return None

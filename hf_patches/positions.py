@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_patches.names import active
 from lightning_cp import active_step
+from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import count_positions
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.guards import check_recompute
@@ -182,10 +183,7 @@ def _append_longest(
         return None
     given = name_arguments(module, args, kwargs)
     positions = given["position_ids"]
-    own = positions.max().reshape(1)
-    every = own.new_empty(step.cp_size, 1)
-    step.groups.context.all_gather(every, own)()
-    longest = every.max().expand(*positions.shape[:-1], 1)
+    longest = gather(positions.max(), step.groups.context).max().expand(*positions.shape[:-1], 1)
     given["position_ids"] = torch.cat([positions, longest], -1)
     return (), given
 

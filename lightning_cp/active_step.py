@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one variable that holds the active step, and the context managers that set it."""
+"""The module variable that holds the active step, and the context managers that set it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from lightning_cp.step import HandedOver, Step, not_sharded
+from lightning_cp.step import Step, UnshardedStep, not_sharded
 
 
 class _Paused:
-    """Stands for: context parallelism is off, on purpose."""
+    """Stands for context parallelism being switched off."""
 
 
 PAUSED: Final = _Paused()
@@ -21,38 +21,38 @@ _ever_active = False
 
 
 def current() -> Step | None:
-    """Return the active step; None when there is none, or when it is paused.
+    """Return the active step; None if there is none, or if it is paused.
 
-    Whoever asks needs rows: a batch that was handed over whole has none, and is refused.
+    Callers need a sequence: raise if the batch of the step was not sharded.
     """
-    if isinstance(_current, HandedOver):
+    if isinstance(_current, UnshardedStep):
         raise not_sharded()
     return _current if isinstance(_current, Step) else None
 
 
 def opened() -> Step | None:
-    """Return the active step, also one that handed its batch over; None as in `current`."""
+    """Return the active step, also one whose batch was not sharded; None as in `current`."""
     return _current if isinstance(_current, Step) else None
 
 
 def is_paused() -> bool:
-    """Say whether context parallelism is off, on purpose."""
+    """Return whether context parallelism is switched off."""
     return _current is PAUSED
 
 
-# How many declarations say that attention calls are left alone; each step begins with none.
+# Number of enclosing declarations that leave attention calls unchanged; each step starts at 0.
 _num_unsharded = 0
 
 
 class activate:
-    """Make ``step`` the one that attention and loss see, and restore the former on exit.
+    """Make ``step`` the one that attention and loss see, and restore the previous one on exit.
 
-    A class, since checkpointing enters the same one again when a graph is kept for a second
+    A class, since checkpointing enters the same object again when a graph is kept for a second
     backward.
 
     Args:
         step: the step, or `PAUSED`.
-        num_unsharded: how many declarations of unsharded attention hold from the start.
+        num_unsharded: the initial number of declarations of unsharded attention.
     """
 
     def __init__(self, step: Step | _Paused, *, num_unsharded: int = 0) -> None:
@@ -70,19 +70,19 @@ class activate:
 
 
 def declare_unsharded(change: int) -> None:
-    """Enter (1) or leave (-1) a place whose attention calls are left alone."""
+    """Enter (1) or leave (-1) a declaration that leaves attention calls unchanged."""
     global _num_unsharded
     _num_unsharded += change
 
 
 def num_unsharded() -> int:
-    """Return in how many such places we are."""
+    """Return the number of enclosing declarations of unsharded attention."""
     return _num_unsharded
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Switch context parallelism off: whole rows, on this rank alone."""
+    """Switch context parallelism off: full sequences, on this rank only."""
     global _current
     previous, _current = _current, PAUSED
     try:
@@ -93,7 +93,7 @@ def paused() -> Iterator[None]:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Leave the active step for a while, as if none had been opened."""
+    """Suspend the active step, as if none had been opened."""
     global _current, _num_unsharded
     previous = _current, _num_unsharded
     _current, _num_unsharded = None, 0

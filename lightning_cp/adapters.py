@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: they prepare models of other libraries for context parallelism.
+"""Adapters that prepare models of other libraries, which this package does not know.
 
-A package registers an adapter for a library in the entry-point group `lightning_cp.adapters`, under
-the library's name: it is loaded only in jobs that have imported the library.
+A package that knows a library registers an adapter in the entry-point group
+`lightning_cp.adapters`, under the library's name: it is loaded only in jobs that have imported it.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torch import nn
@@ -15,54 +19,60 @@ from torch import nn
 ADAPTERS: Final = "lightning_cp.adapters"
 """The entry-point group."""
 
-
 NOTES: Final = "lightning_cp"
-"""The key of a checkpoint under which adapters describe models."""
-
-
-# Our own adapter, so that it works in a checkout that is not installed.
-_OURS: Final = EntryPoint("transformers", "hf_patches.adapter:adapter", ADAPTERS)
+"""The key under which a checkpoint holds the notes of adapters about models."""
 
 
 class Handle(Protocol):
-    """Undoes what an adapter did to a model."""
+    """The changes that an adapter has made to a model."""
 
     def undo(self) -> None:
         """Restore the model."""
 
 
 class Adapter(Protocol):
-    """Prepares models of another library."""
+    """Prepares the models of another library."""
 
     def matches(self, module: nn.Module) -> bool:
-        """Return whether a module is a model of the library."""
+        """Return whether a module is one of its models."""
 
     def enable(self, module: nn.Module) -> Handle:
-        """Let a model run inside steps."""
+        """Make a model run inside steps."""
 
     def output_dims(self, output: object) -> Mapping[str, int]:
-        """Return the sequence dims of a model's output, by key; empty for other outputs."""
+        """Return the sequence dims of a model's output, by key; empty for other objects."""
+
+
+@lru_cache(maxsize=1)
+def entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group: installed ones, and those of a checkout."""
+    points = {point.value: point for point in metadata.entry_points(group=group)}
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    if project.is_file():  # a checkout, which need not be installed
+        tables = tomllib.loads(project.read_text()).get("project", {}).get("entry-points", {})
+        for name, value in tables.get(group, {}).items():
+            points.setdefault(value, EntryPoint(name, value, group))
+    return tuple(points.values())
 
 
 def load_adapters() -> list[Adapter]:
     """Return the adapters of the libraries that are in use.
 
-    Once loaded, an adapter also raises for its library's models in steps if they are not enabled.
+    Once loaded, an adapter also makes its library's models raise in steps if they are not prepared.
     """
-    points = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
-    return [point.load() for point in points.values() if point.name in sys.modules]
+    return [point.load() for point in entry_points(ADAPTERS) if point.name in sys.modules]
 
 
-def output_dims(adapters: Iterable[Adapter], output: object) -> Mapping[str, int]:
-    """Return the sequence dims of the output of an adapter's model, by key."""
-    for adapter in adapters:
+def output_dims(output: object) -> Mapping[str, int]:
+    """Return the sequence dims of the output of a model that an adapter knows, by key."""
+    for adapter in load_adapters():
         if dims := adapter.output_dims(output):
             return dims
     return {}
 
 
 def enable_models(owner: nn.Module) -> list[Handle]:
-    """Enable the models inside a module by adapters; raise for models that need one and lack it."""
+    """Let adapters prepare the models inside a module; raise if a model has no adapter."""
     adapters = load_adapters()
     handles: list[Handle] = []
 
@@ -74,8 +84,8 @@ def enable_models(owner: nn.Module) -> list[Handle]:
         if hasattr(module, "set_attn_implementation"):
             raise ValueError(
                 f"{type(module).__name__} chooses its attention by set_attn_implementation(), and "
-                "no installed adapter supports it: its masks would be ignored. Install a package "
-                f"with an adapter for it (entry-point group '{ADAPTERS}')."
+                "no adapter that is installed knows it: its masks would be lost. Install a package "
+                f"that registers one in the entry-point group '{ADAPTERS}'."
             )
         for child in module.children():
             visit(child)
@@ -85,9 +95,9 @@ def enable_models(owner: nn.Module) -> list[Handle]:
 
 
 def describe_models(owner: nn.Module) -> dict[str, Any]:
-    """Return the adapters' descriptions of models for checkpoints, by the names in ``owner``.
+    """Return the notes of adapters about models, by the models' names in ``owner``.
 
-    Numbers, strings, lists and dicts only. ``describe`` is an optional method of an adapter.
+    Numbers, strings, lists and dicts only. An adapter without notes needs no ``describe``.
     """
     notes = {}
     for adapter in load_adapters():

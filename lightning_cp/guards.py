@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of attention and loss calls: recomputed in the right step, on this rank's tokens."""
+"""Checks of attention and loss calls: in the step that they belong to, on this rank's tokens."""
 
 import sys
 
@@ -10,14 +10,14 @@ from lightning_cp import active_step
 from lightning_cp.step import Step
 from lightning_cp.torch_private import in_backward
 
-_CURE = "Use checkpoint(..., use_reentrant=False)"
+_FIX = "Use checkpoint(..., use_reentrant=False)"
 
 
 def check_recompute(step: Step | None) -> None:
-    """Refuse to run again in backward what first ran in a step that has ended.
+    """Raise if backward recomputes what first ran in a step that has ended.
 
-    Activation checkpointing would run it on this rank's tokens alone, or under the documents of
-    another batch, and nobody would notice.
+    Activation checkpointing would silently run it on this rank's tokens only, or with the documents
+    of another batch.
 
     Args:
         step: the active step, which the caller is about to use.
@@ -27,18 +27,18 @@ def check_recompute(step: Step | None) -> None:
     if step is None and not active_step.is_paused() and active_step.was_ever_active():
         raise RuntimeError(
             "Attention or loss runs again in backward (activation checkpointing), but its step has "
-            f"ended. {_CURE}, or take the mask from cp.mask(...), which carries its step, or call "
-            "backward inside `with cp.step(...)`. For whole rows use `with cp.paused():`."
+            f"ended. {_FIX}, or take the mask from cp.mask(...), which holds its step, or call "
+            "backward inside `with cp.step(...)`. For full sequences use `with cp.paused():`."
         )
     if step is not None and _backward_of not in (None, step.uid):
         raise _recomputed_elsewhere()
 
 
 def check_recomputable(name: str, step: Step) -> None:
-    """Refuse torch's attention under reentrant checkpointing: recomputed, nobody would route it.
+    """Raise if torch's attention runs under reentrant checkpointing: recomputed, it is not routed.
 
     Args:
-        name: the function that was called.
+        name: the called function.
         step: the active step.
     """
     if torch.is_grad_enabled() or not step.training:
@@ -56,15 +56,15 @@ def check_recomputable(name: str, step: Step) -> None:
 
 
 def check_lengths(name: str, query: Tensor, key: Tensor, step: Step) -> None:
-    """Refuse queries or keys that are not this rank's tokens.
+    """Raise if queries or keys are not this rank's tokens.
 
     Args:
-        name: the function that was called.
+        name: the called function.
         query: [..., tokens, head dim].
         key: [..., tokens, head dim].
         step: the active step.
     """
-    local_len = step.held_len
+    local_len = step.tensor_len
     if query.shape[-2] == key.shape[-2] == local_len:
         return
     tokens = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
@@ -72,18 +72,18 @@ def check_lengths(name: str, query: Tensor, key: Tensor, step: Step) -> None:
     if query.shape[-2] == local_len:
         raise ValueError(
             f"{name}() got {tokens} inside a step {held}. If the keys are the same on every rank "
-            "(cross-attention), say so: `with cp.unsharded():` around the call, or "
+            "(cross-attention), declare it: `with cp.unsharded():` around the call, or "
             "cp.unsharded(module) once."
         )
     raise ValueError(
-        f"{name}() got {tokens} inside a step {held}. Feed the model what cp.step(...) yields. "
-        "Whole rows (generate(), a second model) go under `with cp.paused():`; a module that "
-        "attends over something else than the sequence is declared with cp.unsharded(module)."
+        f"{name}() got {tokens} inside a step {held}. Give the model what cp.step(...) yields. "
+        "Use `with cp.paused():` for full sequences (generate(), a second model), and "
+        "cp.unsharded(module) for a module that attends over something other than the sequence."
     )
 
 
 def check_mark(mark: Tensor, uid: int) -> None:
-    """Refuse a backward whose saved tensors were recomputed under another step.
+    """Raise if the saved tensors of a backward were recomputed under another step.
 
     Checkpointing replaces saved tensors by recomputed ones: ``mark`` is the step of the recompute,
     ``uid`` that of the forward.
@@ -94,18 +94,18 @@ def check_mark(mark: Tensor, uid: int) -> None:
 
 def _recomputed_elsewhere() -> RuntimeError:
     return RuntimeError(
-        "Attention or loss was recomputed under another step than the one it first ran in "
-        f"(activation checkpointing, and backward inside or after a later step). {_CURE}."
+        "Attention or loss was recomputed under another step, not the one it first ran in "
+        f"(activation checkpointing, and backward inside or after a later step). {_FIX}."
     )
 
 
-# The step whose loss backward came through last. A reentrant recompute keeps no trace of the step
-# that it first ran in; this tells when it cannot be the active one.
+# The step whose loss backward passed last. A reentrant recompute does not know the step that it
+# first ran in; this shows when that cannot be the active one.
 _backward_of: int | None = None
 
 
 def refuse_second_derivative() -> None:
-    """Refuse a backward that is itself to be differentiated."""
+    """Raise if a backward is itself to be differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "Context-parallel attention has no second derivative: call backward() or "
@@ -114,12 +114,12 @@ def refuse_second_derivative() -> None:
 
 
 def enter_backward_of(uid: int) -> None:
-    """Note that backward is going through the loss of a step."""
+    """Record that backward passes the loss of a step."""
     global _backward_of
     _backward_of = uid
 
 
 def forget_backward() -> None:
-    """Start anew: a step was opened."""
+    """Reset the record: a step was opened."""
     global _backward_of
     _backward_of = None

@@ -183,10 +183,10 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
     if step is None:
         return shift_labels(labels, None) if shift else labels
     layout = step.layout
-    if labels.shape[1] != step.held_len:
+    if labels.shape[1] != step.tensor_len:
         raise ValueError(
             f"The loss got {labels.shape[1]} tokens per sample inside a step whose ranks hold "
-            f"{step.held_len} each. For full sequences, use `with cp.paused():`."
+            f"{step.tensor_len} each. For full sequences, use `with cp.paused():`."
         )
     if not shift:
         appended = ~layout.is_real(step.cp_rank).to(labels.device)

@@ -1,11 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that take one of a few names: one way of refusing the others."""
+"""The options of context parallelism: their names, their defaults, and their checks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]
+AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
+KernelName = Literal["auto", "cpu", "cudnn", "flash", "flex", "reference"]
+GradientWire = Literal["float32", "model"]
+"""The precision in which gradients travel that are summed on the way: at least the model's."""
+
+SequenceDims = Mapping[str, int | None]
+"""Name or path of a tensor of the batch to its sequence dim; None keeps it full."""
 
 
-def check_choice(option: str, given: object, known: Iterable[str]) -> None:
-    """Refuse a value that an option does not have, and say which it has.
+@dataclass(frozen=True)
+class Options:
+    """How sequences are sharded and attention is computed. Checked once, here.
+
+    The arguments of the same names of `ContextParallel` describe them.
+
+    Args:
+        layout: which rank owns which tokens.
+        algorithm: how keys and values reach the queries.
+        kernel: what computes attention.
+        attention_memory: GiB that an attention call may allocate on a GPU; None for a default.
+        gradient_wire: precision of gradients of keys and values that collectives sum.
+        ulysses_size: the number of neighbouring ranks that exchange tokens for heads.
+        sequence_dims: the sequence dims of tensors whose names are not known.
+        check_batches: for how many batches the ranks compare contents.
+        position_edges: where buckets of global positions begin, for losses by position.
+
+    Example:
+        >>> Options(gradient_wire="bf16")
+        Traceback (most recent call last):
+        ...
+        ValueError: gradient_wire='bf16' is unknown. Use one of 'float32', 'model'.
+    """
+
+    layout: LayoutName = "auto"
+    algorithm: AlgorithmName = "auto"
+    kernel: KernelName = "auto"
+    attention_memory: float | None = None
+    gradient_wire: GradientWire = "float32"
+    ulysses_size: int | None = None
+    sequence_dims: SequenceDims = field(default_factory=dict)
+    check_batches: int = 8
+    position_edges: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_choice("layout", self.layout, get_args(LayoutName))
+        check_choice("algorithm", self.algorithm, get_args(AlgorithmName))
+        check_choice("kernel", self.kernel, get_args(KernelName))
+        check_choice("gradient_wire", self.gradient_wire, get_args(GradientWire))
+        if self.kernel == "flex" and self.algorithm == "ring":
+            raise ValueError(
+                "kernel='flex' computes full sequences in one call, and algorithm='ring' delivers "
+                "keys block by block. Use algorithm='gather' or 'ulysses' with it, or another "
+                "kernel."
+            )
+        if self.attention_memory is not None and not self.attention_memory > 0:
+            raise ValueError(
+                f"attention_memory={self.attention_memory}: give the GiB that an attention call "
+                "may allocate, above 0, or None for the default."
+            )
+        if self.algorithm == "ulysses" and self.ulysses_size is not None:
+            raise ValueError(
+                f"algorithm='ulysses' exchanges tokens for heads among all ranks, but ulysses_size="
+                f"{self.ulysses_size} limits it to some. Leave it out; or choose the algorithm "
+                "between Ulysses groups: algorithm='gather' or 'ring'."
+            )
+
+
+def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
+    """Raise if an option does not have this value; name the values that it has.
 
     Example:
         >>> check_choice("kernel", "fast", ["auto", "cpu"])
@@ -13,7 +83,7 @@ def check_choice(option: str, given: object, known: Iterable[str]) -> None:
         ...
         ValueError: kernel='fast' is unknown. Use one of 'auto', 'cpu'.
     """
-    known = tuple(known)
-    if given not in known:
-        names = ", ".join(repr(name) for name in known)
-        raise ValueError(f"{option}={given!r} is unknown. Use one of {names}.")
+    choices = tuple(choices)
+    if value not in choices:
+        names = ", ".join(repr(name) for name in choices)
+        raise ValueError(f"{option}={value!r} is unknown. Use one of {names}.")

@@ -24,7 +24,7 @@ from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.precision import as_autocast
-from lightning_cp.step import HandedOver, Step
+from lightning_cp.step import Step, UnshardedStep
 from lightning_cp.torch_private import (
     Detour,
     constant_in_graphs,
@@ -150,12 +150,12 @@ _MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
 def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise for convolutions and recurrences along this rank's tokens, and statistics over them."""
     step = active_step.opened()
-    if step is None or step.cp_size == 1 or isinstance(step, HandedOver):
+    if step is None or step.cp_size == 1 or isinstance(step, UnshardedStep):
         return
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):
         return
-    local_len, mixes = step.held_len, False
+    local_len, mixes = step.tensor_len, False
     if name == "conv1d":
         width = kwargs.get("weight", args[1] if len(args) > 1 else x).shape[-1]
         mixes = width > 1 and 0 <= x.shape[-1] - local_len <= 2 * width
@@ -215,7 +215,6 @@ def _attend(
         return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    step.learn(query.shape[-2])
     guards.check_recomputable("scaled_dot_product_attention", step)
     if dropout_p:
         raise ValueError(
@@ -253,7 +252,7 @@ def _four_dims(x: Tensor) -> Tensor:
 
 def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     """Return an attn_mask as a bias on the scores of this rank's queries and all keys."""
-    layout, local_len = step.layout, step.held_len
+    layout, local_len = step.layout, step.tensor_len
     if type(mask) not in (Tensor, nn.Parameter):
         raise TypeError(
             f"attn_mask is a {type(mask).__name__}, whose meaning is not in its values. Pass a "
@@ -265,7 +264,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
             "it is not trained; a trained position bias is not supported inside a step."
         )
     num_queries, num_keys = mask.shape[-2:]
-    lengths = {layout.held_len(rank) for rank in range(layout.cp_size)}
+    lengths = {layout.tensor_len(rank) for rank in range(layout.cp_size)}
     # Ranks that hold different numbers of tokens must not read one mask in two ways.
     if layout.cp_size > 1 and (layout.seq_len in lengths or (len(lengths) > 1 and 1 in lengths)):
         raise ValueError(
@@ -297,7 +296,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
 
 
 def _mask_shape_error(mask: Tensor, step: Step) -> ValueError:
-    local_len, seq_len = step.held_len, step.layout.seq_len
+    local_len, seq_len = step.tensor_len, step.layout.seq_len
     return ValueError(
         f"attn_mask has shape {tuple(mask.shape)} inside a step whose ranks hold {local_len} of "
         f"{seq_len} tokens. A mask of this rank's queries needs the keys of the full sequence: "

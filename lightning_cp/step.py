@@ -1,35 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step holds: layout, documents, padding, this rank's position ids, and process groups.
+"""`Step`: one batch under context parallelism: layout, documents, padding, options and groups.
 
-Attention, loss and unshard read it; they add what they computed for it and which losses there were.
+Attention, loss and unshard read it; they add cached values and the losses that were computed in it.
 """
 
 import itertools
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor
 
-from lightning_cp.comm.mesh import Groups
-from lightning_cp.comm.transport import GradientWire, Transport
+from lightning_cp.comm.mesh import Gpu, Groups
+from lightning_cp.comm.transport import Transport
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import BoolArray, Bounds, IntArray, Mask
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import BoolArray, IntArray
+from lightning_cp.options import AlgorithmName, GradientWire, KernelName, Options
 
 IGNORED_LABEL: Final = -100
-"""The label of a token that counts for no loss."""
+"""The label of a token that no loss counts."""
 
 _uids = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossMark:
-    """A loss of a step that is a mean over the tokens of all ranks.
+    """A loss of a step that is a token mean.
 
     Args:
         value: the loss, detached.
-        num_tokens: over how many tokens of all ranks it is the mean.
-        by_position: [2, buckets], sums and numbers of this rank's tokens by their place in the row;
-            None where nobody has asked.
+        num_tokens: the number of tokens of all ranks over which it is the mean.
+        by_position: [2, buckets], sums and numbers of this rank's tokens by global position; None
+            unless the step has ``position_edges``.
     """
 
     value: Tensor
@@ -37,16 +41,33 @@ class LossMark:
     by_position: Tensor | None = None
 
 
-class Gpu(NamedTuple):
-    """What the GPUs of all ranks that share a row can do: what travels depends on it.
+class StepCache(MutableMapping[object, Any]):
+    """Values that are computed once per step; layers share them.
 
-    Args:
-        capability: the least compute capability.
-        compiles: whether kernels can be compiled on all of them.
+    Bounds of masks, and what other modules store under keys of their own: attention calls, block
+    masks, positions. Not a dict: FSDP2 walks the dicts of what a module returns, masks with their
+    steps too.
     """
 
-    capability: tuple[int, int]
-    compiles: bool
+    def __init__(self) -> None:
+        # By the key of the mask, which holds ids of tensors: kept alive, so that no id is reused.
+        self.bounds: dict[object, tuple[Bounds, object]] = {}
+        self._values: dict[object, Any] = {}
+
+    def __getitem__(self, key: object) -> Any:
+        return self._values[key]
+
+    def __setitem__(self, key: object, value: Any) -> None:
+        self._values[key] = value
+
+    def __delitem__(self, key: object) -> None:
+        del self._values[key]
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,121 +75,136 @@ class Step:
     """One batch under context parallelism, as this rank sees it.
 
     Args:
-        layout: who owns which position.
-        groups: whom this rank works with.
-        batch_size: rows in the batch.
-        documents: int64 [B, S] on the host, None where each row is one document.
+        layout: which rank owns which position.
+        groups: the ranks that this rank works with.
+        options: how attention is computed.
+        batch_size: the number of samples.
+        documents: int64 [B, S] on the host, None where each sequence is one document.
         padding: bool [B, S] on the host, true where the user's batch is padded; None for nowhere.
-        position_ids: int64 [B, L], this rank's part.
+        position_ids: int64 [B, L], this rank's shard.
         training: whether the loss is averaged over the data axis too.
-        algorithm: how keys travel: ``auto`` or a name.
-        kernel: what computes a block: ``auto`` or a name.
-        attention_memory: GiB that attention may take on a GPU beside what it is given; None to
-            leave it open.
-        gradient_wire: how precise gradients of keys and values are that collectives add up.
-        gpu: what the GPUs of all ranks can do; None where nobody asked.
-        has_position_ids: whether the batch brought them, or we counted.
+        has_position_ids: whether the batch contains position ids; else they were counted.
         is_checked: whether the ranks compare what they hold in this step.
-        is_stock: on whole rows, with models as they are without us: what others are compared with.
-        position_edges: where buckets of positions begin, for losses by position; () for none.
+        is_stock: on full sequences, with models of other libraries unchanged: the reference of a
+            comparison.
     """
 
     layout: Layout
     groups: Groups
+    options: Options
     batch_size: int
     documents: IntArray | None
     padding: BoolArray | None
     position_ids: Tensor
     training: bool
-    algorithm: str
-    kernel: str
-    attention_memory: float | None = None
-    gradient_wire: GradientWire = "float32"
-    gpu: Gpu | None = None
     has_position_ids: bool = False
     is_checked: bool = False
     is_stock: bool = False
-    position_edges: tuple[int, ...] = ()
     uid: int = field(default_factory=lambda: next(_uids))
-    # What attention worked out for a mask, by the mask's key; layers share it.
-    cache: dict[object, Any] = field(default_factory=dict, repr=False)
-    # What the step gave to its user, by name; several tensors of a batch may have the same.
+    cache: StepCache = field(default_factory=StepCache, repr=False)
+    # The values that the user received, by name; several tensors of a batch may have the same.
     yielded: dict[str | None, list[Any]] = field(default_factory=dict, repr=False)
-    # Those of them that are cut, each with its dim.
-    cut: list[tuple[Tensor, int]] = field(default_factory=list, repr=False)
-    # What token_mean() computed in this step. A step without any has a loss that we did not make.
+    # Those of them that are shards, each with its sequence dim.
+    shards: list[tuple[Tensor, int]] = field(default_factory=list, repr=False)
+    # Token means that were computed in this step. A step without any has a loss of unknown kind.
     losses: list[LossMark] = field(default_factory=list, repr=False)
-    # The losses of the step that handed its batch over, of which this one works on a part. Not that
-    # step itself: FSDP2 goes through what modules return, masks with their steps too, and must not
-    # go in a circle.
+    # The losses of the step that yielded its batch unsharded, if this one works on a part of it.
+    # Not that step itself: FSDP2 walks what modules return, masks with their steps too, and must
+    # not follow a cycle.
     outer_losses: list[LossMark] | None = field(default=None, repr=False)
 
     @property
+    def algorithm(self) -> AlgorithmName:
+        """Return how keys and values reach the queries."""
+        return self.options.algorithm
+
+    @property
+    def kernel(self) -> KernelName:
+        """Return what computes attention."""
+        return self.options.kernel
+
+    @property
+    def attention_memory(self) -> float | None:
+        """Return the GiB that an attention call may allocate; None for the default."""
+        return self.options.attention_memory
+
+    @property
+    def gradient_wire(self) -> GradientWire:
+        """Return the precision of gradients of keys and values that collectives sum."""
+        return self.options.gradient_wire
+
+    @property
+    def position_edges(self) -> tuple[int, ...]:
+        """Return where buckets of global positions begin, for losses by position."""
+        return self.options.position_edges
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Return what the GPUs of all context ranks can do."""
+        return self.groups.gpu
+
+    @property
     def cp_rank(self) -> int:
-        """Return this rank's place among those that share the row."""
+        """Return this rank's index among the context ranks."""
         return self.groups.context.rank
 
     @property
     def cp_size(self) -> int:
-        """Return how many ranks share the row."""
+        """Return the number of context ranks."""
         return self.layout.cp_size
 
     @property
-    def held_len(self) -> int:
-        """Return how many tokens per row this rank's tensors have."""
-        return self.layout.held_len(self.cp_rank)
+    def tensor_len(self) -> int:
+        """Return the number of tokens per sequence in this rank's tensors."""
+        return self.layout.tensor_len(self.cp_rank)
 
     def note_loss(self, mark: LossMark) -> None:
-        """Keep what token_mean() computed, also for the step that this one is a part of."""
+        """Record a token mean, also in the step that this one is a part of."""
         self.losses.append(mark)
         if self.outer_losses is not None:
             self.outer_losses.append(mark)
-
-    def learn(self, held_len: int) -> None:
-        """Hear how many tokens an attention call has, before it is looked at."""
 
     @property
     def loss_groups(self) -> tuple[Transport, ...]:
         """Return the groups over which the loss is one mean.
 
         In training also the data axis, whose ranks take the same number of steps. In evaluation
-        their loaders may be uneven, and waiting for a rank that has finished would be for ever.
+        their loaders may have different lengths, and a rank would wait forever for one that has
+        finished.
         """
         groups = self.groups
         return (groups.context, groups.data) if self.training else (groups.context,)
 
     def bounds(self, mask: Mask) -> Bounds:
-        """Work a mask out for this step's rows; documents and padding come from the step."""
-        key = ("bounds", mask.key())
-        if key not in self.cache:
+        """Return the bounds of a mask, with the documents and padding of this step."""
+        key = mask.key()
+        if key not in self.cache.bounds:
             bounds = mask.bounds(
                 self.layout.seq_len,
                 padded_len=self.layout.padded_len,
                 documents=self.documents,
                 padding=self.padding,
             )
-            # The tensors stay with it: the key holds their ids, which must not be reused.
-            self.cache[key] = (bounds, mask.tensors())
-        found: Bounds = self.cache[key][0]
-        return found
+            self.cache.bounds[key] = bounds, mask.tensors()
+        return self.cache.bounds[key][0]
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens the rows have, padding left out."""
+        """Return the number of tokens of the full batch, without padding."""
         padding = 0 if self.padding is None else int(self.padding.sum())
         return self.batch_size * self.layout.seq_len - padding
 
     def work_by_rank(self) -> list[int]:
-        """Return how many pairs each rank's tokens see, over the masks that attention has met."""
-        met = [self.layout.work(kept[0]) for key, kept in self.cache.items() if _is_bounds(key)]
-        work = [sum(one[rank] for one in met) for rank in range(self.cp_size)]
-        size = self.groups.inside.size  # neighbours that swap tokens for heads share their work
+        """Return each rank's visible pairs, summed over the masks of all attention calls."""
+        works = [self.layout.work(bounds) for bounds, _ in self.cache.bounds.values()]
+        work = [sum(one[rank] for one in works) for rank in range(self.cp_size)]
+        size = self.groups.inside.size  # the ranks of a Ulysses group share their work
         groups = [work[at : at + size] for at in range(0, self.cp_size, size)]
         return [sum(group) // size for group in groups for _ in group]
 
 
-class _NoRows:
-    """Stands for the layout of a step that has no rows of its own."""
+class _Unavailable:
+    """Stands for the layout of a step whose batch was not sharded: any use raises."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -177,60 +213,61 @@ class _NoRows:
 
 
 @dataclass(frozen=True, eq=False)
-class HandedOver(Step):
-    """A batch that was handed over whole: its user opens a step for each part of it.
+class UnshardedStep(Step):
+    """The step of a batch that was yielded unsharded: its user opens a step for each part of it.
 
-    It keeps the losses of those steps. Nothing that needs rows works in it: see `current`.
+    It collects the losses of those steps. Nothing that needs a sequence works in it: see `current`.
     """
 
     parts: list[Step] = field(default_factory=list, repr=False)
 
     @property
     def cp_size(self) -> int:
-        """Return how many ranks share the rows of its parts."""
+        """Return the number of context ranks."""
         return self.groups.context.size
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens its parts have, padding left out."""
+        """Return the number of tokens of its parts, without padding."""
         return sum(part.num_tokens for part in self.parts)
 
     def work_by_rank(self) -> list[int]:
-        """Return how many pairs each rank's tokens see, over all parts."""
+        """Return each rank's visible pairs, over all parts."""
         works = [part.work_by_rank() for part in self.parts]
         return [sum(work[rank] for work in works) for rank in range(self.cp_size)]
 
 
-def hand_over(groups: Groups, **options: Any) -> HandedOver:
-    """Build the step of a batch that is not cut."""
-    none: Any = _NoRows()
-    return HandedOver(
-        layout=none,
+def unsharded_step(
+    groups: Groups, options: Options, *, training: bool, is_checked: bool, is_stock: bool
+) -> UnshardedStep:
+    """Build the step of a batch that is not sharded."""
+    unavailable: Any = _Unavailable()
+    return UnshardedStep(
+        layout=unavailable,
         groups=groups,
+        options=options,
         batch_size=0,
         documents=None,
         padding=None,
-        position_ids=none,
-        **options,
+        position_ids=unavailable,
+        training=training,
+        is_checked=is_checked,
+        is_stock=is_stock,
     )
 
 
 def not_sharded() -> RuntimeError:
     """Return the error of a call that needs a sharded batch."""
     return RuntimeError(
-        "Attention, a loss or a helper of the step was called on a batch that was handed over "
-        "whole, as sequence_dims says: each rank would work on all of it by itself. Open a step "
-        "for each part: `with cp.step(batch['a']) as a:`, with cp = "
-        "self.trainer.strategy.context_parallel; or `with cp.paused():` for whole rows."
+        "Attention, a loss or a helper of the step was called on a batch that was not sharded, as "
+        "sequence_dims requests: each rank would compute all of it. Open a step for each part: "
+        "`with cp.step(batch['a']) as a:`, with cp = self.trainer.strategy.context_parallel; or "
+        "`with cp.paused():` for full sequences."
     )
-
-
-def _is_bounds(key: object) -> bool:
-    return isinstance(key, tuple) and key[:1] == ("bounds",)
 
 
 @dataclass(frozen=True, eq=False)
 class StepMask(Mask):
-    """A mask that carries its step: attention needs no active step where it is used."""
+    """A mask that holds its step: attention with it needs no active step."""
 
     step: Step | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data import batch as batches
 from lightning_cp.data.structure import rebuild
 from lightning_cp.parallel import ContextParallel
@@ -196,7 +197,7 @@ def compare(
         hint: another possible reason for a difference, for the report.
     """
     compute = loss_fn or (lambda local: model(**local).loss)
-    part = cut_rows(cp.same_rows(batch), cp=cp, max_len=max_len)
+    part = cut_rows(cp.groups.data.first(batch), cp=cp, max_len=max_len)
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
@@ -223,7 +224,7 @@ def compare(
         float(full_loss),
         dict(zip(full, errors.tolist(), strict=True)),
         allowed,
-        batches.read_batch(part, sequence_dims=cp.sequence_dims, decided={}).seq_len,
+        batches.read_batch(part, sequence_dims=cp.options.sequence_dims).seq_len,
         cp_size=cp.cp_size,
         earned=earned,
         precision=str(dtype).removeprefix("torch."),
@@ -233,8 +234,8 @@ def compare(
 
 def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
-    full = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
-    if max_len is None or full.seq_len <= max_len or full.is_handed_over:
+    full = batches.read_batch(batch, sequence_dims=cp.options.sequence_dims)
+    if max_len is None or full.seq_len <= max_len or full.is_unsharded:
         return batch
     if type(batch) is not dict or full.names.keys() != batch.keys():
         return _truncate_nested(batch, full, max_len)
@@ -255,9 +256,12 @@ def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     }
 
 
-def _truncate_nested(batch: Any, full: batches.WholeBatch, max_len: int) -> Any:
+def _truncate_nested(batch: Any, full: batches.FullBatch, max_len: int) -> Any:
     """Return the first tokens of a batch that is not a plain dict of tensors."""
-    if full.told.get("cu_seq_lens_q") is not None or full.told.get("cu_seq_lens_k") is not None:
+    if (
+        full.metadata.get("cu_seq_lens_q") is not None
+        or full.metadata.get("cu_seq_lens_k") is not None
+    ):
         raise ValueError(
             f"Sequences of {full.seq_len} tokens cannot be truncated to max_len={max_len}: "
             "`cu_seq_lens_q` is inside a nested batch. Use `document_ids`, or a larger max_len."
@@ -314,7 +318,7 @@ def _averaged(
     """Average the gradients of plain parameters over the ranks."""
     parameters = dict(model.named_parameters())
     return {
-        name: x if isinstance(parameters[name], DTensor) else cp.averaged(x)
+        name: x if isinstance(parameters[name], DTensor) else cp.groups.mean(x)
         for name, x in by_name.items()
     }
 
@@ -331,11 +335,10 @@ def _on_all_ranks(run: Callable[[], Gradients], model: nn.Module, cp: ContextPar
         result = run()
     except Exception as error:  # noqa: BLE001  raised below, after all ranks know
         problem = error
-    device = next(model.parameters()).device
-    failed = cp.summed(torch.tensor([float(problem is not None)], device=device))
+    (failed,) = any_rank([problem is not None], cp.groups.context, cp.groups.data)
     if problem is not None:
         raise problem
-    if float(failed) or result is None:
+    if failed or result is None:
         raise RuntimeError(
             "Another rank failed on full sequences; see its error. If they do not fit into its "
             "memory, compare shorter ones: max_len=..."
@@ -360,7 +363,7 @@ def _distances(
     squares = torch.stack(
         [torch.stack([(c - e).square().sum(), e.square().sum()]) for c, e in pairs]
     )
-    differences, norms = cp.summed(squares).sqrt().unbind(1)
+    differences, norms = cp.groups.sum(squares).sqrt().unbind(1)
     return differences, norms
 
 

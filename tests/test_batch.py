@@ -12,7 +12,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 
 def read(batch, sequence_dims=None, **more):
-    return read_batch(batch, sequence_dims={**(sequence_dims or {}), **more}, decided={})
+    return read_batch(batch, sequence_dims={**(sequence_dims or {}), **more})
 
 
 def test_a_step_yields_exactly_the_users_keys():
@@ -183,7 +183,7 @@ def test_positions_that_jump_ahead_beside_a_mask_are_ambiguous():
     batch = {"input_ids": TOKENS, "position_ids": ahead}
     assert read(batch).documents[0].tolist() == [0, 0, 0, 1, 1, 1]
     masked = {**batch, "attention_mask": torch.ones(2, 6)}
-    with pytest.raises(ValueError, match=r"jump ahead in row 0 at position 3: .*`document_ids`"):
+    with pytest.raises(ValueError, match=r"jump ahead in sample 0 at position 3: .*`document_ids`"):
         read(masked)
     assert read({**masked, "document_ids": (ahead > 20).long()}).documents is not None
 
@@ -274,18 +274,18 @@ def test_tensors_without_names_are_not_filled_up():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(2, 6), r"shapes do not tell.*`batch` \(2, 6\).*sequence_dims=\{'batch': 1\}"),
+        (torch.zeros(2, 6), r"shapes do not show.*`batch` \(2, 6\).*sequence_dims=\{'batch': 1\}"),
         ((torch.zeros(2, 6), torch.arange(2)), r"sequence_dims=\{'0': 1\}"),
         ((TOKENS, TOKENS[:, :4]), r"'0': 1, '1': 1"),
         (
             (TOKENS, torch.zeros(2, 3)),
             r"`1` of shape \(2, 3\).*sequence_dims=\{'1': None\} to keep",
         ),
-        ((TOKENS, torch.zeros(2, 6, 6)), r"`1` .*sequence_dims=\{'1': 1\} to cut it"),
+        ((TOKENS, torch.zeros(2, 6, 6)), r"`1` .*sequence_dims=\{'1': 1\} to shard it"),
         ((TOKENS, torch.zeros(6)), r"`1` of shape \(6,\).*sequence_dims=\{'1': 0\}"),
         (
             {"input_ids": TOKENS, "x": {"y": TOKENS}},
-            r"`x.y`.*sequence_dims=\{'x.y': 1\} to cut it, \{'x.y': None\}",
+            r"`x.y`.*sequence_dims=\{'x.y': 1\} to shard it, \{'x.y': None\}",
         ),
         ({"input_ids": TOKENS, "labels": [TOKENS[0], TOKENS[1]]}, "`labels.0`.*Stack them"),
         (
@@ -294,7 +294,7 @@ def test_tensors_without_names_are_not_filled_up():
         ),
         (
             {"a": {"input_ids": TOKENS}, "b": {"input_ids": TOKENS[:1]}},
-            r"`b.input_ids` .* other rows than the batch, whose number is 2",
+            r"`b.input_ids` .* another batch size than the batch, 2",
         ),
         (
             [{"input_ids": TOKENS}, {"input_ids": TOKENS, "attention_mask": (TOKENS > 0).long()}],
@@ -305,7 +305,7 @@ def test_tensors_without_names_are_not_filled_up():
                 "a": {"input_ids": TOKENS, "document_ids": (TOKENS > 3).long()},
                 "b": {"input_ids": TOKENS, "document_ids": (TOKENS > 2).long()},
             },
-            "`a` and `b` lie in one batch, and have different documents",
+            "`a` and `b` are in one batch, and have different documents",
         ),
         (
             {
@@ -349,7 +349,7 @@ def test_a_batch_that_is_kept_whole_is_handed_over():
             ),
             cp.position_ids,
         ):
-            with pytest.raises(RuntimeError, match="handed over whole.*Open a step for each part"):
+            with pytest.raises(RuntimeError, match="was not sharded.*Open a step for each part"):
                 call()
         with cp.paused():
             token_mean(torch.zeros(2, 6, 12), TOKENS)

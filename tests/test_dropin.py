@@ -24,9 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import (
-    Mask,
     active_step,
-    attention,
     context_parallel,
     context_parallel_unshard,
     set_rotate_method,
@@ -328,7 +326,7 @@ def test_buffers_are_put_back_after_an_error():
     with pytest.raises(RuntimeError), context_parallel(None, buffers=[x], buffer_seq_dims=[0]):
         x.zero_().add_(torch.ones(2))
     assert torch.equal(x, whole)
-    assert torch_prototype._cut_now == set()
+    assert torch_prototype._sharded == set()
 
 
 def test_what_the_caller_has_put_on_a_tensor_stays_there():
@@ -446,7 +444,7 @@ def step_shared(length, embed, backward_inside, compiled=False):
     if not backward_inside:
         loss.backward()
     for parameter in model.parameters():
-        cp.averaged(parameter.grad)
+        cp.groups.mean(parameter.grad)
     torch.compiler.reset()
     return gradients(model, loss)
 
@@ -511,7 +509,7 @@ def hugging_face(lengths):
             loss = model(tokens, position_ids=places, labels=labels).loss
         loss.backward()
         for parameter in model.parameters():
-            cp.averaged(parameter.grad)
+            cp.groups.mean(parameter.grad)
         worst.append(max(errors(gradients(model, loss), exact).values()))
         handle.undo()
     return worst
@@ -523,47 +521,13 @@ def test_hugging_face_models_run_once_they_are_enabled(ranks):
         assert max(worst) < 1e-4, worst
 
 
-# ---------------------------------------------------------------- without buffers
-
-
-def no_buffers(length):
-    mesh, job = world(), Job(length)
-    leaves = [x.requires_grad_() for x in qkv(job)]
-    slope = draw(7, 2, 4, length, 8)
-    with context_parallel(mesh, buffers=[*leaves, slope], buffer_seq_dims=[2] * 4):
-        parts = [x.detach().clone().requires_grad_() for x in leaves]
-        slope = slope.clone()
-    found = []
-    for buffers in (None, []):
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=buffers):
-            with pytest.raises(RuntimeError, match="without buffers knows no more of the rows"):
-                token_mean(torch.zeros(1, 2, 3), torch.zeros(1, 2).long())
-            out = sdpa(*parts, is_causal=True, enable_gqa=True)
-            again = attention(*parts, mask=Mask(causal=True))
-            assert torch.equal(out, again)
-        grads = torch.autograd.grad(out, parts, slope)
-        found.append(context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4))
-    return [dict(zip(("out", "dq", "dk", "dv"), x, strict=True)) for x in found]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("length", [24, 18, 11])
-def test_without_buffers_tensors_are_shards_already(ranks, cp_size, length):
-    for found in ranks(cp_size).run(no_buffers, length):
-        for part in found:
-            assert max(errors(part, attend_whole(Job(length))).values()) < 1e-10
-
-
 def uneven_parts():
-    q = torch.randn(1, 1, 2 + 3 * dist.get_rank(), 4)
-    with context_parallel(world()):
-        sdpa(q, q, q)
+    context_parallel_unshard(world(), [torch.randn(1, 1, 2 + 3 * dist.get_rank(), 4)], [2])
 
 
 @pytest.mark.ranks
 def test_parts_that_fit_no_row_are_refused_on_all_ranks():
-    check_refused(uneven_parts, r"hold \[2, 5\] tokens, 7 in all, which .* cut into \[3, 4\]")
+    check_refused(uneven_parts, r"hold \[2, 5\] tokens, 7 in all, which .* sharded into \[3, 4\]")
 
 
 # ---------------------------------------------------------------- groups
@@ -613,6 +577,7 @@ def join_again(folder):
     after = attend_shared(Job())
     (new,) = torch_prototype._parallels.values()
     assert new is not old
+    assert new.groups.attend is not old.groups.attend
     return before, after
 
 
@@ -630,7 +595,7 @@ def test_groups_that_were_destroyed_are_not_used_again():
 
 def test_nothing_is_left_active():
     depth = torch._C._len_torch_function_stack()
-    with context_parallel(None):
+    with context_parallel(None, buffers=[torch.arange(4)], buffer_seq_dims=[0]):
         assert active_step.current() is not None
     assert torch._C._len_torch_function_stack() == depth
     assert active_step.current() is None
@@ -670,6 +635,7 @@ REFUSED = {
         {"buffers": [TOKENS, TABLE], "buffer_seq_dims": [1]},
         r"context_parallel\(\) got 2 buffers and 1 buffer_seq_dims: give one dim for each",
     ),
+    "no buffers": ({}, r"got no buffers.*buffers=\[tokens\], buffer_seq_dims=\[1\]"),
     "no dims": ({"buffers": [TOKENS]}, "got 1 buffers and 0 buffer_seq_dims"),
     "a tensor for a list": (
         {"buffers": TOKENS, "buffer_seq_dims": 1},
@@ -685,7 +651,7 @@ REFUSED = {
     ),
     "no such dim": (
         {"buffers": [TOKENS], "buffer_seq_dims": [2]},
-        r"buffers\[0\] has shape \(2, 6\), and no dim 2, which buffer_seq_dims names",
+        r"buffers\[0\] has shape \(2, 6\), but buffer_seq_dims gives dim 2",
     ),
     "kept, and not given": (
         {"buffers": [TOKENS], "buffer_seq_dims": [1], "no_restore_buffers": {TOKENS.clone()}},
@@ -693,20 +659,20 @@ REFUSED = {
     ),
     "cut in two ways": (
         {"buffers": [TABLE, TABLE], "buffer_seq_dims": [0, 1]},
-        r"buffers\[0\] and buffers\[1\] are one tensor, to be cut along dim 0 and along dim 1",
+        r"buffers\[0\] and buffers\[1\] are the same tensor, with the sequence dims 0 and 1",
     ),
     "no tokens": (
         {"buffers": [TOKENS[:, :0]], "buffer_seq_dims": [1]},
-        "rows of length 0: there is nothing to attend to",
+        "sequences of length 0: there is nothing to attend to",
     ),
     "shorter than the first": (
         {"buffers": [TOKENS, TOKENS[:, 1:]], "buffer_seq_dims": [1, 1]},
-        r"buffers\[0\] of shape \(2, 6\) tells that rows have 6 tokens, but buffers\[1\] of shape "
+        r"buffers\[0\] of shape \(2, 6\) gives a sequence length of 6, but buffers\[1\] of shape "
         r"\(2, 5\) has only 5. Put a buffer of the sequence first",
     ),
     "another sequence": (
         {"buffers": [TOKENS, torch.randn(2, 9, 4)], "buffer_seq_dims": [1, 1]},
-        r"rows have 6 tokens, but buffers\[1\] of shape \(2, 9, 4\) has 9. Only a table of "
+        r"length of 6, but buffers\[1\] of shape \(2, 9, 4\) has 9. Only a table of "
         r"positions may be longer.*x.narrow\(1, 0, 6\)",
     ),
     "one token more": (
@@ -740,14 +706,14 @@ def test_a_buffer_is_cut_once():
     x = torch.arange(6)
     with (
         context_parallel(None, buffers=[x], buffer_seq_dims=[0]),
-        pytest.raises(ValueError, match=r"buffers\[0\] of shape \(6,\) has been cut already"),
+        pytest.raises(ValueError, match=r"buffers\[0\] of shape \(6,\) is already sharded"),
         context_parallel(None, buffers=[x], buffer_seq_dims=[0]),
     ):
         pass
 
 
 def test_a_longer_buffer_beside_a_single_row_is_said_to_be_a_table(caplog):
-    torch_prototype._say_table.cache_clear()
+    torch_prototype._warn_table.cache_clear()
     given = {"buffers": [TOKENS[:1], torch.randn(1, 9, 4)], "buffer_seq_dims": [1, 1]}
     with caplog.at_level(logging.WARNING, logger="lightning_cp"):
         for _ in range(2):
@@ -756,14 +722,14 @@ def test_a_longer_buffer_beside_a_single_row_is_said_to_be_a_table(caplog):
         with context_parallel(None, buffers=[TOKENS[:1], TABLE], buffer_seq_dims=[1, 0]):
             pass
     (record,) = caplog.records
-    assert "taken for a table of positions: the last 3 of it are left out" in record.getMessage()
+    assert "taken for a table of positions: its last 3 entries are not used" in record.getMessage()
 
 
 @pytest.mark.parametrize(
     ("buffers", "dims", "message"),
     [
         ([TABLE], [], r"context_parallel_unshard\(\) got 1 buffers and 0 seq_dims"),
-        ([TABLE], [3], r"buffers\[0\] has shape \(6, 3\), and no dim 3, which seq_dims names"),
+        ([TABLE], [3], r"buffers\[0\] has shape \(6, 3\), but seq_dims gives dim 3"),
         ([TABLE[:0]], [0], r"hold \[0\] tokens, 0 in all"),
     ],
 )
@@ -800,7 +766,7 @@ def different_buffers(kind):
     [
         ("values", "must hold the same batch, but rank 1 and rank 0 differ in their values"),
         ("shapes", r"differ in their shapes; this is rank \d, with buffers\[0\] \(2, [56]\) int64"),
-        ("dims", r"buffers\[0\] has shape \(2, 5\), and no dim 2"),
+        ("dims", r"buffers\[0\] has shape \(2, 5\), but buffer_seq_dims gives dim 2"),
     ],
 )
 def test_buffers_that_differ_between_ranks_are_refused_on_all(kind, message):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
 from tests.strategies import masks
 
 SIZES = [1, 2, 3, 5, 6, 8, 64]
@@ -52,11 +53,11 @@ def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
     for rank in range(layout.cp_size):
         real = shard(row, 0, layout=hiding, rank=rank)
         padded = shard(row, 0, layout=layout, rank=rank, fill=-1)
-        assert len(real) == hiding.held_len(rank) == int(layout.is_real(rank).sum())
+        assert len(real) == hiding.tensor_len(rank) == int(layout.is_real(rank).sum())
         assert torch.equal(real, padded[: len(real)])
         assert (padded[len(real) :] == -1).all()
         assert hiding.is_real(rank).all()
-        assert layout.held_len(rank) == layout.local_len
+        assert layout.tensor_len(rank) == layout.local_len
 
 
 @given(layouts)
@@ -210,8 +211,8 @@ def test_zigzag_of_64_ranks_and_one_token():
     ("name", "seq_len", "cp_size", "message"),
     [
         ("spiral", 8, 2, "layout='spiral' is unknown. Use one of 'auto', 'balanced', 'contiguous'"),
-        ("zigzag", 0, 2, "rows of length 0: there is nothing to attend to"),
-        ("zigzag", 8, 0, "cp_size=0: a row needs at least 1 rank"),
+        ("zigzag", 0, 2, "sequences of length 0: there is nothing to attend to"),
+        ("zigzag", 8, 0, "cp_size=0: a sequence needs at least 1 rank"),
     ],
 )
 def test_bad_layouts_are_refused(name, seq_len, cp_size, message):

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.geometry.mask import Bounds, Mask, Range, union
+from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range, union
 from tests import oracle
 from tests.strategies import masks
 
@@ -42,10 +44,8 @@ def test_bounds_are_the_mask(drawn):
 def test_work_and_class_of_any_block_are_exact(drawn, data):
     bounds, table = drawn
     query, keys = data.draw(blocks(bounds.length))
-    part = table[: bounds.num_rows, query.start : query.stop, keys.start : keys.stop]
+    part = table[: bounds.num_samples, query.start : query.stop, keys.start : keys.stop]
     assert bounds.work(query, keys) == part.sum()
-    expected = "empty" if not part.any() else "full" if part.all() else "partial"
-    assert bounds.classify(query, keys) == expected
 
 
 @settings(max_examples=300)
@@ -56,7 +56,7 @@ def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
     covered = np.zeros(table.shape[1:], int)
     for tile in bounds.tiles(query, keys, size=data.draw(st.sampled_from([1, 2, 4, 8]))):
         rows, columns = slice(*tile.query), slice(*tile.keys)
-        part = table[: bounds.num_rows, rows, columns]
+        part = table[: bounds.num_samples, rows, columns]
         assert part.any(), "an empty tile"
         if tile.kind == "full":
             assert part.all()
@@ -66,7 +66,7 @@ def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
     block = np.zeros_like(covered, dtype=bool)
     block[query.start : query.stop, keys.start : keys.stop] = True
     assert covered.max(initial=0) <= 1
-    assert (covered[block & table[: bounds.num_rows].any(0)] == 1).all()
+    assert (covered[block & table[: bounds.num_samples].any(0)] == 1).all()
     assert not covered[~block].any()
 
 
@@ -93,7 +93,7 @@ def test_bounds_end_at_the_last_real_key(drawn):
 def test_hull_holds_all_keys_that_a_range_of_queries_sees(drawn, data):
     bounds, table = drawn
     query, _ = data.draw(blocks(bounds.length))
-    seen = table[: bounds.num_rows, query.start : query.stop].any((0, 1))
+    seen = table[: bounds.num_samples, query.start : query.stop].any((0, 1))
     inside = np.zeros_like(seen)
     for part in bounds.hull(query):
         inside[part.start : part.stop] = True
@@ -108,7 +108,7 @@ def test_memory_is_linear_in_the_row():
 
 def test_rows_that_are_alike_are_kept_once():
     documents = torch.tensor([[0, 0, 1, 1]] * 8)
-    assert Mask(causal=True, documents=documents).bounds(4).num_rows == 1
+    assert Mask(causal=True, documents=documents).bounds(4).num_samples == 1
 
 
 def test_long_packed_rows_need_few_tiles():
@@ -166,12 +166,12 @@ def test_bounds_refuse_nothing_that_hull_asks_for_an_empty_range():
         (
             lambda: Mask(documents=torch.tensor([0, 0, 1])).bounds(4),
             ValueError,
-            r"shape \(3,\), but the whole row has 4 tokens.*global positions",
+            r"shape \(3,\), but the full sequence has 4 tokens.*global positions",
         ),
         (
             lambda: Mask(documents=torch.tensor([0, 1, 1, 0])).bounds(4),
             ValueError,
-            "Row 0 of `documents` uses id 0 again at position 3.*must be neighbours",
+            "Sample 0 of `documents` uses id 0 again at position 3.*must be consecutive",
         ),
     ],
 )

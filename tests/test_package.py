@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import lightning_cp
+from lightning_cp import adapters
 
 
 def test_public_names_are_there():
@@ -27,3 +28,11 @@ def test_the_package_its_engine_and_its_adapters_load_neither_lightning_nor_tran
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )
     assert out.stdout.strip() == "[]"
+
+
+def test_adapters_of_a_checkout_need_no_installation(monkeypatch):
+    monkeypatch.setattr(adapters.metadata, "entry_points", lambda group: [])
+    points = adapters.entry_points.__wrapped__(adapters.ADAPTERS)
+    assert [(point.name, point.value) for point in points] == [
+        ("transformers", "hf_patches.adapter:adapter")
+    ]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_cp.attn import triton_ops
-from lightning_cp.comm.transport import GradientWire
-from lightning_cp.geometry.mask import Range
+from lightning_cp.geometry.ranges import Range
+from lightning_cp.options import GradientWire
 
 NEVER = float("-inf")
 """The lse of a query that has seen no key: its sum is empty."""

@@ -29,13 +29,14 @@ from lightning_cp.attn.flex.from_mask import RowCall, attend_row, build_row_call
 from lightning_cp.attn.flex.mods import Place
 from lightning_cp.attn.plan import Plan, build_plan, resolve_algorithm
 from lightning_cp.attn.ulysses import SwappedCall
-from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import pad_end
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.geometry.mask import Bounds, Mask
+from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
-from lightning_cp.step import Gpu, Step, StepMask
+from lightning_cp.step import Step, StepMask
 from lightning_cp.torch_private import outside_graphs
 
 _logger = logging.getLogger(__name__)
@@ -95,8 +96,6 @@ def attention(
             "several ranks. Set it to 0 (attention_dropout=0.0 in most model configs); dropout on "
             "activations is fine."
         )
-    if step is not None:
-        step.learn(q.shape[-2])
     if bias is not None:
         _check_bias(bias, q, q.shape[2] if step is None else step.layout.seq_len)
     if alibi is not None:
@@ -153,11 +152,11 @@ def _attend_padded(
     short: int,
 ) -> Tensor:
     """Add the padding that this rank's tensors do not show: all ranks move as many tokens."""
-    held_len = q.shape[2]
+    tensor_len = q.shape[2]
     q, k, v = (pad_end(x, 2, short) for x in (q, k, v))
-    if bias is not None and bias.dim() == 4 and bias.shape[2] == held_len > 1:
+    if bias is not None and bias.dim() == 4 and bias.shape[2] == tensor_len > 1:
         bias = pad_end(bias, 2, short)
-    return _attend(q, k, v, sinks, bias, call).narrow(2, 0, held_len)
+    return _attend(q, k, v, sinks, bias, call).narrow(2, 0, tensor_len)
 
 
 def _request(q: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Request:
@@ -222,23 +221,27 @@ def _call(
 def _plan(
     algorithm: str, bounds: Bounds, place: Place, num_kv_heads: int, groups: tuple[int, int]
 ) -> Plan:
-    """Plan a call; under bounds that last longer than a batch, once."""
-    kept = {} if bounds.kept is None else bounds.kept.plans
-    key = (algorithm, place, num_kv_heads, groups)
-    if key not in kept:
-        forward, backward = groups
-        kept[key] = build_plan(
-            algorithm,
-            layout=place.layout,
-            bounds=bounds,
-            rank=place.rank,
-            num_kv_heads=num_kv_heads,
-            num_groups=forward,
-            num_backward_groups=backward,
-        )
-    plan = kept[key]
-    assert isinstance(plan, Plan)  # noqa: S101  for the types
-    return plan
+    """Plan a call; under bounds that later batches share, once."""
+    build = _shared_plan if bounds.is_shared else _build_plan
+    return build(algorithm, bounds, place, num_kv_heads, groups)
+
+
+def _build_plan(
+    algorithm: str, bounds: Bounds, place: Place, num_kv_heads: int, groups: tuple[int, int]
+) -> Plan:
+    forward, backward = groups
+    return build_plan(
+        algorithm,
+        layout=place.layout,
+        bounds=bounds,
+        rank=place.rank,
+        num_kv_heads=num_kv_heads,
+        num_groups=forward,
+        num_backward_groups=backward,
+    )
+
+
+_shared_plan = lru_cache(maxsize=16)(_build_plan)
 
 
 def _choose_way(
@@ -347,10 +350,10 @@ def _whole_row_call(
 
 
 def _check_rows(bounds: Bounds, q: Tensor) -> None:
-    if bounds.num_rows not in (1, q.shape[0]):
+    if bounds.num_samples not in (1, q.shape[0]):
         raise ValueError(
-            f"attention(): the mask has {bounds.num_rows} rows (documents, spans or padding), but "
-            f"the tensors have a batch of {q.shape[0]}."
+            f"attention(): the mask has {bounds.num_samples} rows (documents, spans or padding), "
+            f"but the tensors have a batch of {q.shape[0]}."
         )
 
 
@@ -450,11 +453,11 @@ def _check_slopes(alibi: Tensor, bias: Tensor | None, q: Tensor) -> None:
 
 def _check_length(q: Tensor, step: Step) -> None:
     layout = step.layout
-    if q.shape[2] != step.held_len:
+    if q.shape[2] != step.tensor_len:
         whole = " That is the whole row." if q.shape[2] == layout.seq_len else ""
         raise ValueError(
             f"attention() got {q.shape[2]} tokens inside a step whose ranks hold "
-            f"{step.held_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
+            f"{step.tensor_len} each ({layout.seq_len} over {layout.cp_size} ranks).{whole} Feed "
             "the model what cp.step(...) yields; for whole rows (generate(), a second model) use "
             "`with cp.paused():`."
         )

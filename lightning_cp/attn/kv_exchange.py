@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lightning_cp.attn.accumulators import Sum, Where, sum_into, wire_dtype
 from lightning_cp.attn.plan import Parcel, Run, Stage, cut
-from lightning_cp.comm.transport import GradientWire, Transport, nothing
+from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Range, union
+from lightning_cp.geometry.ranges import Range, union
+from lightning_cp.options import GradientWire
 
 
 class KeyValues(NamedTuple):

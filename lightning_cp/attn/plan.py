@@ -13,14 +13,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
+from lightning_cp.geometry.bounds import Bounds, Tile
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Bounds, Range, Tile, union
-from lightning_cp.options import check_choice
+from lightning_cp.geometry.ranges import Range, union
+from lightning_cp.options import AlgorithmName, check_choice
 
 # More pieces cost more than an accumulator.
 _FEW_RUNS = 4
-
-AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
 
 
 class Piece(NamedTuple):
@@ -113,9 +112,9 @@ class Block:
         for query, keys in self._meeting():
             parts = [(slice(None), self.bounds)]
             # Rows that differ have little in common in a large block: each is cut by itself.
-            if self.bounds.num_rows > 1 and query.where.size * keys.where.size > size * size:
-                each = range(self.bounds.num_rows)
-                parts = [(slice(row, row + 1), self.bounds.row(row)) for row in each]
+            if self.bounds.num_samples > 1 and query.where.size * keys.where.size > size * size:
+                each = range(self.bounds.num_samples)
+                parts = [(slice(row, row + 1), self.bounds.sample(row)) for row in each]
             for batch, bounds in parts:
                 for tile in bounds.tiles(query.where, keys.where, size=size):
                     yield _place(tile, batch, query, keys)

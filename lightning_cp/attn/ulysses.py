@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_cp.attn.accumulators import accumulation_dtype
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Range, union
+from lightning_cp.geometry.ranges import Range, union
 from lightning_cp.torch_private import plain_functions
 
 

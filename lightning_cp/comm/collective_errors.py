@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that succeed or fail together."""
+"""Errors that all ranks raise together, and the small collectives that this needs.
 
-from collections.abc import Callable
+A rank that raises alone leaves the others waiting in their next collective. Functions that take
+transports work on their groups; the others on all processes of the job.
+"""
+
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_cp.comm.transport import Transport, gather
 from lightning_cp.torch_private import default_store
 
 T = TypeVar("T")
@@ -15,7 +21,39 @@ T = TypeVar("T")
 PATIENCE = timedelta(seconds=60)
 """How long ranks wait for each other before something that all of them must call."""
 
+_MESSAGE_BYTES = 2048
+
 _num_meetings = 0
+
+
+# ---------------------------------------------------------------- ranks of some groups
+
+
+def any_rank(flags: Sequence[bool], *groups: Transport) -> list[bool]:
+    """Return, for each flag, whether it is set on any rank of the groups, one after the other.
+
+    Example:
+        >>> from lightning_cp.comm.transport import LoneTransport
+        >>> any_rank([True, False], LoneTransport())
+        [True, False]
+    """
+    for group in groups:
+        if group.size == 1:
+            continue
+        counts = torch.tensor([float(flag) for flag in flags], device=group.device)
+        group.all_reduce(counts)
+        flags = [count > 0 for count in counts.tolist()]
+    return list(flags)
+
+
+def gather_texts(text: str, group: Transport) -> list[str]:
+    """Return the texts of all ranks, on every rank; long ones are truncated."""
+    data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    texts = gather(torch.tensor(list(data), dtype=torch.uint8, device=group.device), group)
+    return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in texts.tolist()]
+
+
+# ---------------------------------------------------------------- all processes of the job
 
 
 def rank() -> int:
@@ -45,11 +83,11 @@ def from_rank_0(value: T) -> T:
 
 
 def meet(what: str, cure: str) -> None:
-    """Wait for all ranks to call the same; raise where some do not, which would wait for ever.
+    """Wait until all ranks call this function; raise if some do not, instead of waiting forever.
 
     Args:
-        what: that all must call.
-        cure: what to do instead.
+        what: the call that all ranks must make, for the message.
+        cure: what to do instead, for the message.
     """
     global _num_meetings
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -76,25 +114,25 @@ def together(action: Callable[[], T], failure: str, keep: tuple[type[Exception],
     """Run ``action`` on all ranks; if it fails on one, raise on all, naming the rank and the cause.
 
     Args:
-        action: what to do.
-        failure: what to say besides.
-        keep: errors that are raised as they are where they arose.
+        action: the function to run.
+        failure: what to add to the message.
+        keep: errors that are raised unchanged on the ranks where they arose.
     """
-    own: BaseException | None = None
+    local_error: BaseException | None = None
     causes: dict[int, str] = {}
     try:
         result = action()
-    except CheckpointException as error:  # no Exception, and the same on all ranks
-        own = error
+    except CheckpointException as error:  # a BaseException, and the same on all ranks
+        local_error = error
         causes = {r: f"{type(e).__name__}: {e}" for r, (e, _) in error.failures.items()}
-    except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it
-        own = error
+    except Exception as error:  # noqa: BLE001  raised below, on all ranks
+        local_error = error
         causes = {rank(): f"{type(error).__name__}: {error}"}
     causes = {r: cause for known in from_all(causes) for r, cause in known.items()}
     if not causes:
         return result
-    if isinstance(own, keep):
-        raise own
+    if isinstance(local_error, keep):
+        raise local_error
     failed, cause = min(causes.items())
     others = f" (and {len(causes) - 1} other ranks)" if len(causes) > 1 else ""
-    raise RuntimeError(f"Rank {failed}{others} failed: {cause}. {failure}") from own
+    raise RuntimeError(f"Rank {failed}{others} failed: {cause}. {failure}") from local_error

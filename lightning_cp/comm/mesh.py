@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks work together, and for what.
+"""Meshes and process groups: which ranks work together, and for what.
 
-Turns sizes that a user asks for into a mesh, and what a user has (a 1-D device mesh, a process
-group, or nothing) into groups named by use. The only module that asks `torch.distributed` how many
-ranks there are.
+Turns requested sizes into a mesh, and a user's 1-D device mesh or process group into `Groups`.
+The only module that asks `torch.distributed` for the number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_cp.comm.transport import GroupTransport, LoneTransport, Transport
-from lightning_cp.torch_private import flatten, num_process_groups, set_timeout
+from lightning_cp.comm.transport import GroupTransport, LoneTransport, Transport, gather
+from lightning_cp.torch_private import flatten, is_alive, num_process_groups, set_timeout
 
 T = TypeVar("T")
 
 DATA_AXIS: Final = "data_parallel"
-"""Mesh axis along which ranks hold different rows."""
+"""Mesh axis along which ranks hold different samples."""
 CONTEXT_AXIS: Final = "context_parallel"
-"""Mesh axis along which ranks hold different tokens of the same rows."""
+"""Mesh axis along which ranks hold different tokens of the same samples."""
 TENSOR_AXIS: Final = "tensor_parallel"
-"""Mesh axis along which ranks would share a layer; of size 1 so far."""
+"""Mesh axis along which ranks would share a layer; its size is 1."""
 SHARD_AXIS: Final = "dp_cp"
-"""Data and context as one axis: all ranks over which gradients are averaged, parameters cut."""
+"""Data x context as one axis: gradients are averaged and parameters sharded over it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks lie along each axis.
+    """Number of ranks along each axis.
 
     Args:
-        data: ranks that hold different rows.
-        context: ranks that share a row.
-        ulysses: how many of those, neighbours, swap tokens for heads.
+        data: ranks that hold different samples.
+        context: ranks that share each sequence.
+        ulysses: the size of a Ulysses group, neighbours among the context ranks.
     """
 
     data: int
@@ -46,7 +46,7 @@ class Sizes:
 
 
 ContextSize = int | tuple[int, int] | Literal["auto"]
-"""How many ranks share a row: a number, or (inside a node, between nodes)."""
+"""How many ranks share each sequence: a number, or (inside a node, between nodes)."""
 
 
 def resolve_sizes(
@@ -56,9 +56,9 @@ def resolve_sizes(
     world_size: int,
     ranks_per_node: int,
 ) -> Sizes:
-    """Turn what was asked for into sizes that use every process.
+    """Turn requested sizes into sizes that use every process.
 
-    ``auto`` for both shares rows inside a node and puts different rows on different nodes.
+    ``auto`` for both shares sequences inside a node; different nodes hold different samples.
 
     Example:
         >>> resolve_sizes("auto", "auto", world_size=16, ranks_per_node=8)
@@ -98,8 +98,8 @@ def _pair(sizes: Sequence[int]) -> tuple[int, int]:
     good = len(sizes) == 2 and all(isinstance(n, int) and n >= 1 for n in sizes)
     if not good:
         raise ValueError(
-            f"context_parallel_size={tuple(sizes)}: give two whole numbers of at least 1, how "
-            "many ranks share a row inside a node, and how many nodes share it: (8, 4)."
+            f"context_parallel_size={tuple(sizes)}: give two whole numbers of at least 1, the "
+            "number of ranks that share a sequence inside a node, and of such nodes: (8, 4)."
         )
     return sizes[0], sizes[1]
 
@@ -122,8 +122,7 @@ def build_mesh(
 ) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh (data, context, tensor), and data x context as one axis.
 
-    Ranks that share a row are neighbours, so that they lie in one node where nodes are numbered in
-    blocks.
+    Context ranks are neighbours, so that they are in one node if ranks are numbered node by node.
     """
     mesh = init_device_mesh(
         device_type,
@@ -132,41 +131,85 @@ def build_mesh(
     )
     shard_mesh = flatten(mesh[DATA_AXIS, CONTEXT_AXIS], SHARD_AXIS)
     if timeout is not None:
-        for one in (mesh[DATA_AXIS], mesh[CONTEXT_AXIS], mesh[TENSOR_AXIS], shard_mesh):
-            set_timeout(one.get_group(), timeout)
+        for axis in (mesh[DATA_AXIS], mesh[CONTEXT_AXIS], mesh[TENSOR_AXIS], shard_mesh):
+            set_timeout(axis.get_group(), timeout)
     return mesh, shard_mesh
 
 
-def gather_objects(mesh: DeviceMesh, mine: T) -> list[T]:
-    """Return what each rank of a 1-D mesh has, given one's own; anything that pickles."""
-    every = [mine] * mesh.size()
-    dist.all_gather_object(every, mine, group=mesh.get_group())
-    return every
+def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
+    """Return the value of each rank of a 1-D mesh; anything that pickles."""
+    values = [value] * mesh.size()
+    dist.all_gather_object(values, value, group=mesh.get_group())
+    return values
+
+
+class Gpu(NamedTuple):
+    """What the GPUs of all context ranks can do: all ranks must choose the same kernels.
+
+    Args:
+        capability: the lowest compute capability.
+        compiles: whether kernels can be compiled on all of them.
+    """
+
+    capability: tuple[int, int]
+    compiles: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of one rank, named by what they are for.
+    """The groups of one rank, named by their purpose.
 
     Args:
-        attend: moves keys, values and their gradients; a communicator of its own, used by nothing
-            else, so that attention never waits behind another collective.
-        inside: neighbours that first swap tokens for heads (Ulysses); each of them then attends
-            with its peers of other neighbourhoods. Alone where nobody does.
-        context: all ranks that share rows, for everything else that they do together: checks, loss,
-            unshard.
-        data: ranks that hold the same tokens of other rows; alone where there is no such axis.
+        attend: moves keys, values and their gradients; a communicator of its own, so that attention
+            never waits for another collective.
+        inside: the Ulysses group: neighbouring ranks that exchange tokens for heads. Each of them
+            then attends with its peers of other Ulysses groups. A group of one if not used.
+        context: all context ranks, for everything else: checks, loss, unshard.
+        data: ranks that hold the same positions of other samples; a group of one without such an
+            axis.
+        gpu: what the GPUs of the context ranks can do; None on CPUs and for one rank.
     """
 
     attend: Transport
     inside: Transport
     context: Transport
     data: Transport
+    gpu: Gpu | None = None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Replace ``x`` by its sum over data x context, and return it."""
+        self.context.all_reduce(x)
+        self.data.all_reduce(x)
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Replace ``x`` by its mean over data x context, as DDP does with gradients; return it."""
+        return self.sum(x).div_(self.context.size * self.data.size)
 
 
 def lone_groups() -> Groups:
-    """Return the groups of a process that shares with nobody."""
+    """Return the groups of a single process."""
     return Groups(LoneTransport(), LoneTransport(), LoneTransport(), LoneTransport())
+
+
+@dataclass(frozen=True, slots=True)
+class _Communicators:
+    """What several objects over the same ranks share: communicators for attention only."""
+
+    attend: GroupTransport | LoneTransport
+    inside: GroupTransport | LoneTransport
+    gpu: Gpu | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether no process group of it has been destroyed."""
+        both = (self.attend, self.inside)
+        return all(is_alive(x.group) for x in both if isinstance(x, GroupTransport))
+
+
+# By (ranks, backend, size of a Ulysses group, timeout). All ranks of a context group build its
+# communicators together, so that all of them find them here, or none does.
+_communicators: dict[tuple[object, ...], _Communicators] = {}
 
 
 def build_groups(
@@ -175,46 +218,55 @@ def build_groups(
     data: DeviceMesh | dist.ProcessGroup | None = None,
     ulysses_size: int | Literal["all"] | None = None,
     timeout: timedelta | None = None,
+    compiles: Callable[[torch.device], bool] | None = None,
 ) -> Groups:
     """Build the groups of this rank. Every rank of ``mesh`` must call it, in the same order.
 
+    Calls for the same ranks share their communicators until the process groups are destroyed.
+
     Args:
-        mesh: the ranks that share rows; of two axes the second has the neighbours.
-        data: ranks that hold other rows.
-        ulysses_size: how many neighbours swap tokens for heads, or ``all``; None: as the mesh says,
-            or 1.
+        mesh: the context ranks; of two axes, the second is the Ulysses group.
+        data: ranks that hold other samples.
+        ulysses_size: the size of a Ulysses group, or ``all``; None: the mesh's second axis, or 1.
         timeout: of the groups that attention uses.
+        compiles: tells whether kernels can be compiled on a GPU.
     """
-    given, num_inside = neighbours(mesh, ulysses_size)
-    context_group = group_of(given, "mesh")
+    one_axis, num_inside = neighbours(mesh, ulysses_size)
+    context_group = group_of(one_axis, "mesh")
     data_group = group_of(data, "data")
-    beside = LoneTransport() if data_group is None else GroupTransport(data_group)
+    data_ranks = LoneTransport() if data_group is None else GroupTransport(data_group)
     context = LoneTransport() if context_group is None else GroupTransport(context_group)
     num_inside = num_inside or context.size
     if num_inside < 1 or context.size % num_inside:
         raise ValueError(
-            f"ulysses_size={num_inside} does not divide the {context.size} ranks that share a row. "
-            f"Use one of {_divisors(context.size)}."
+            f"ulysses_size={num_inside} does not divide the {context.size} ranks that share a "
+            f"sequence. Use one of {_divisors(context.size)}."
         )
     if context_group is None or context.size == 1:
-        return Groups(LoneTransport(), LoneTransport(), context, beside)
-    _check_group_counts(context)
-    ranks = dist.get_process_group_ranks(context_group)
-    start = context.rank - context.rank % num_inside
-    inside = ranks[start : start + num_inside]
-    between = ranks[context.rank % num_inside :: num_inside]
-    attend, swap = (_own_group(part, context_group, timeout) for part in (between, inside))
-    return Groups(attend, swap, context, beside)
+        return Groups(LoneTransport(), LoneTransport(), context, data_ranks)
+    ranks = tuple(dist.get_process_group_ranks(context_group))
+    key = ranks, dist.get_backend(context_group), num_inside, timeout
+    for dead in [k for k, communicators in _communicators.items() if not communicators.is_alive]:
+        del _communicators[dead]
+    if key not in _communicators:
+        _check_group_counts(context)
+        start = context.rank - context.rank % num_inside
+        inside = ranks[start : start + num_inside]
+        between = ranks[context.rank % num_inside :: num_inside]
+        attend, swap = (_new_group(part, context_group, timeout) for part in (between, inside))
+        _communicators[key] = _Communicators(attend, swap, _common_gpu(context, compiles))
+    shared = _communicators[key]
+    return Groups(shared.attend, shared.inside, context, data_ranks, shared.gpu)
 
 
-def _own_group(
-    ranks: list[int], like: dist.ProcessGroup, timeout: timedelta | None
+def _new_group(
+    ranks: Sequence[int], like: dist.ProcessGroup, timeout: timedelta | None
 ) -> GroupTransport | LoneTransport:
     """Make a communicator that only attention uses."""
     if len(ranks) == 1:
         return LoneTransport()
     group = dist.new_group(
-        ranks, timeout=timeout, backend=dist.get_backend(like), use_local_synchronization=True
+        list(ranks), timeout=timeout, backend=dist.get_backend(like), use_local_synchronization=True
     )
     transport = GroupTransport(group)
     # The first collective of an NCCL group builds the communicator, which all of its ranks must do
@@ -223,56 +275,64 @@ def _own_group(
     return transport
 
 
+def _common_gpu(context: Transport, compiles: Callable[[torch.device], bool] | None) -> Gpu | None:
+    """Return what the GPUs of all ranks can do; a rank that chose another kernel would hang."""
+    device = context.device
+    if compiles is None or device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    local = torch.tensor([*capability, int(compiles(device))], dtype=torch.int64, device=device)
+    values = gather(local, context).tolist()
+    return Gpu(min((a, b) for a, b, _ in values), all(works for *_, works in values))
+
+
 def neighbours(
     mesh: DeviceMesh | dist.ProcessGroup | None, ulysses_size: int | Literal["all"] | None
 ) -> tuple[DeviceMesh | dist.ProcessGroup | None, int]:
-    """Return the ranks as one axis, and how many neighbours swap tokens for heads; 0 is all."""
-    if not isinstance(mesh, DeviceMesh) or not _shares_rows_twice(mesh):
+    """Return the ranks as one axis, and the size of a Ulysses group; 0 is all ranks."""
+    if not isinstance(mesh, DeviceMesh) or not _has_two_context_axes(mesh):
         return mesh, 0 if ulysses_size == "all" else 1 if ulysses_size is None else ulysses_size
     inside = int(mesh.shape[1])
     if ulysses_size not in (None, inside):
         raise ValueError(
-            f"The mesh {mesh.mesh_dim_names} says that {inside} ranks swap tokens for heads: those "
-            f"along its second axis. But {ulysses_size} are asked for. Give one axis, or choose "
-            "algorithm='gather' or 'ring' for what keys do along the first."
+            f"The second axis of the mesh {mesh.mesh_dim_names} is a Ulysses group of {inside} "
+            f"ranks, but {ulysses_size} are requested. Give one axis, or choose "
+            "algorithm='gather' or 'ring' for the first axis."
         )
     return flatten(mesh, "_".join(mesh.mesh_dim_names or ())), inside
 
 
-def _shares_rows_twice(mesh: DeviceMesh) -> bool:
-    """Say whether both axes of a mesh are for sharing rows; given by mistake, one is for data."""
+def _has_two_context_axes(mesh: DeviceMesh) -> bool:
+    """Return whether both axes of a mesh are context axes by their names; else one is for data."""
     names = mesh.mesh_dim_names or ()
     return len(names) == 2 and all("context" in name or "cp" in name for name in names)
 
 
 def _check_group_counts(context: Transport) -> None:
-    """Refuse to make a group where its ranks would look for it under different names, and wait."""
-    mine = torch.tensor([num_process_groups()], device=context.device)
-    counts = mine.new_empty(context.size, 1)
-    context.all_gather(counts, mine)()
-    found = counts.flatten().tolist()
-    if len(set(found)) > 1:
+    """Raise if ranks would name a new group differently, and wait for each other forever."""
+    local = torch.tensor(num_process_groups(), device=context.device)
+    counts = gather(local, context).tolist()
+    if len(set(counts)) > 1:
         raise RuntimeError(
             "The ranks of the context-parallel group have made different numbers of process groups "
-            f"({found}), so that they cannot make one together. Create ContextParallel before "
+            f"({counts}), so that they cannot make one together. Create ContextParallel before "
             "groups that only some ranks make, or call dist.new_group(...) on all ranks."
         )
 
 
-def group_of(given: DeviceMesh | dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
-    """Return the process group of what a user gives as argument ``name``."""
-    if given is None or isinstance(given, dist.ProcessGroup):
-        return given
-    if not isinstance(given, DeviceMesh):
+def group_of(mesh: DeviceMesh | dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
+    """Return the process group of the argument ``name``."""
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"ContextParallel({name}=...) got a {type(given).__name__}. Give a 1-D DeviceMesh such "
+            f"ContextParallel({name}=...) got a {type(mesh).__name__}. Give a 1-D DeviceMesh such "
             f'as device_mesh["{CONTEXT_AXIS}"], or a ProcessGroup.'
         )
-    if given.ndim != 1:
+    if mesh.ndim != 1:
         raise ValueError(
-            f"ContextParallel({name}=...) got a mesh with the axes {given.mesh_dim_names}, but "
-            f'needs exactly one. Choose it by name: device_mesh["{CONTEXT_AXIS}"]. (Two axes of '
-            "ranks that share rows, between and inside nodes, have 'context' or 'cp' in their "
-            "names.)"
+            f"ContextParallel({name}=...) got a mesh with the axes {mesh.mesh_dim_names}, but "
+            f'needs exactly one. Choose it by name: device_mesh["{CONTEXT_AXIS}"]. (Two context '
+            "axes, between and inside nodes, have 'context' or 'cp' in their names.)"
         )
-    return given.get_group()
+    return mesh.get_group()

@@ -1,40 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes move between ranks: one small interface, and its two implementations.
+"""Communication between ranks: one small interface, and its two implementations.
 
-Everything above speaks to a `Transport`, never to `torch.distributed`, so that one process, a real
-process group and the threads of a test are the same to it. Calls are issued by all ranks in the
-same order; sizes are known beforehand on both sides.
+The modules above use a `Transport`, never `torch.distributed`, so that one process, a process group
+and the threads of a test run the same code. All ranks issue calls in the same order; both sides
+know the sizes beforehand.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import torch_private
-from lightning_cp.options import check_choice
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]
-"""A peer's rank in the group, and the contiguous tensor that goes to it or comes from it."""
-
-GradientWire = Literal["float32", "model"]
-"""In which precision gradients travel that are added up on the way: at least that of the model."""
-
-
-def check_gradient_wire(name: str) -> None:
-    """Refuse a precision that gradients cannot travel in."""
-    check_choice("gradient_wire", name, get_args(GradientWire))
+"""A peer's rank in the group, and the contiguous tensor that is sent to it or received from it."""
 
 
 class Transport(Protocol):
-    """What a group of ranks can do together. Each call returns what waits for it to finish."""
+    """A group of ranks. Each call starts a transfer and returns a function that waits for it."""
 
     @property
     def rank(self) -> int:
-        """Return this rank's place in the group."""
+        """Return this process's rank in the group."""
 
     @property
     def size(self) -> int:
@@ -42,10 +33,10 @@ class Transport(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Return where tensors must lie to travel, for callers who have the choice."""
+        """Return the device of tensors that can be sent."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        """Start sending and receiving, peer to peer; peers without a message take no part."""
+        """Start sending and receiving, peer to peer; ranks without a message need not call it."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start filling ``out`` [size, *x.shape] with every rank's ``x``."""
@@ -56,23 +47,23 @@ class Transport(Protocol):
     def all_to_all(
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Callable[[], None]:
-        """Start sending the r-th part of ``x`` to rank r; the r-th part of ``out`` is what it sent.
+        """Start sending the r-th part of ``x`` to rank r, and receiving the r-th part of ``out``.
 
         Both are flat; the sizes of their parts may differ, and may be 0.
         """
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace ``x`` by its sum over the ranks, and wait."""
+        """Replace ``x`` by its sum over the ranks; blocking."""
 
     def first(self, x: T) -> T:
-        """Return what the first rank of the group has; anything that pickles."""
+        """Return the first rank's value on all ranks; anything that pickles."""
 
 
 class GroupTransport:
     """A transport over a torch process group.
 
     Args:
-        group: the process group; its backend decides where tensors lie.
+        group: the process group; its backend decides the device of tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -89,7 +80,7 @@ class GroupTransport:
         return torch.device("cpu")
 
     def covered_by(self, group: dist.ProcessGroup) -> bool:
-        """Say whether all ranks of this group are in another one."""
+        """Return whether another group contains all ranks of this one."""
         return set(self._global_ranks) <= set(dist.get_process_group_ranks(group))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
@@ -101,17 +92,18 @@ class GroupTransport:
         ]
         if not calls:
             return nothing
-        return _Waiting(dist.batch_isend_irecv(calls), [call.tensor for call in calls])
+        return _Pending(dist.batch_isend_irecv(calls), [call.tensor for call in calls])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start an all-gather."""
-        # As bytes: not every backend knows every dtype.
-        flat, mine = (t.view(-1).view(torch.uint8) for t in (out, x))
-        return _Waiting([torch_private.all_gather_single(flat, mine, self.group)], [out, x])
+        # As bytes: not every backend supports every dtype.
+        out_bytes, x_bytes = (t.view(-1).view(torch.uint8) for t in (out, x))
+        work = torch_private.all_gather_single(out_bytes, x_bytes, self.group)
+        return _Pending([work], [out, x])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start a reduce-scatter."""
-        return _Waiting(
+        return _Pending(
             [torch_private.reduce_scatter_single(out.view(-1), x.view(-1), self.group)], [out, x]
         )
 
@@ -122,7 +114,7 @@ class GroupTransport:
         work = dist.all_to_all_single(
             out, x, list(out_sizes), list(sizes), group=self.group, async_op=True
         )
-        return _Waiting([work], [out, x])
+        return _Pending([work], [out, x])
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the group."""
@@ -136,14 +128,14 @@ class GroupTransport:
 
 
 class LoneTransport:
-    """The transport of one process that shares with nobody."""
+    """The transport of a group of one process."""
 
     rank = 0
     size = 1
     device = torch.device("cpu")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        """Do nothing: there is nobody to send to."""
+        """Do nothing: there is no other rank."""
         assert not [*sends, *receives]  # noqa: S101  a plan for one rank has no messages
         return nothing
 
@@ -165,7 +157,7 @@ class LoneTransport:
         return nothing
 
     def all_reduce(self, x: Tensor) -> None:
-        """Leave ``x`` as it is."""
+        """Do nothing: ``x`` is the sum."""
 
     def first(self, x: T) -> T:
         """Return ``x``."""
@@ -173,11 +165,23 @@ class LoneTransport:
 
 
 def nothing() -> None:
-    """Wait for nothing."""
+    """Do nothing: the transfer is complete."""
 
 
-class _Waiting:
-    """Holds the tensors of calls in flight: freed earlier, their memory would be reused."""
+def gather(x: Tensor, transport: Transport) -> Tensor:
+    """Return every rank's ``x``, [size, *x.shape]; blocking. For small tensors.
+
+    Example:
+        >>> gather(torch.tensor([3]), LoneTransport())
+        tensor([[3]])
+    """
+    values = x.new_empty(transport.size, *x.shape)
+    transport.all_gather(values, x)()
+    return values
+
+
+class _Pending:
+    """Waits for calls in flight, and keeps their tensors: memory freed earlier would be reused."""
 
     def __init__(self, works: Sequence[dist.Work | None], tensors: list[Tensor]) -> None:
         self._works = works

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch -> what this rank holds of it, and what the step must know about the whole.
+"""From a user's batch to its sequence dims, documents, padding and position ids; sharding it.
 
-Reads documents and padding in whatever way the batch tells them, and decides which tensors are cut.
-That all ranks hold the same batch is `agreement.py`'s business.
+Reads documents and padding from any of the tensors that may describe them. `consistency.py` checks
+that all ranks hold the same batch.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from lightning_cp.data.sharding import shard
 from lightning_cp.data.structure import Leaf, flatten, is_container, rebuild
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import NO_DOCUMENT, BoolArray, IntArray, check_runs
+from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
+from lightning_cp.geometry.ranges import BoolArray, IntArray
+from lightning_cp.options import SequenceDims
 from lightning_cp.step import IGNORED_LABEL
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
@@ -41,7 +43,7 @@ SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "max_length_q": None,
     "max_length_k": None,
 }
-"""Where the sequence lies in the tensors of a Hugging Face batch; None: kept whole."""
+"""The sequence dims of the tensors of a Hugging Face batch; None: not sharded."""
 
 _FILL: Final[Mapping[str, int]] = {
     "labels": IGNORED_LABEL,
@@ -51,22 +53,24 @@ _FILL: Final[Mapping[str, int]] = {
 
 
 _TOKENS: Final = ("input_ids", "inputs_embeds")
-"""What a model is given: the tensors beside it describe the same rows."""
+"""The inputs of a model: tensors of the same container describe the same sequences."""
 
 
 @dataclass(frozen=True, eq=False)
-class WholeBatch:
-    """What is known of a batch before it is cut.
+class FullBatch:
+    """A batch before it is sharded.
 
     Args:
         tensors: the values of the user's batch by path (`structure.flatten`).
-        dims: for each path that is cut, along which dim; none where the batch is handed over.
-        batch_size: number of rows.
-        seq_len: tokens per row; of the longest part where the batch is handed over.
-        documents: [B, S] or [1, S], None where each row is one document.
+        dims: the sequence dim of each path that is sharded; empty if the user keeps all tensors
+            full.
+        batch_size: the number of samples.
+        seq_len: tokens per sequence; of the longest part if ``dims`` is empty.
+        documents: [B, S] or [1, S], None where each sequence is one document.
         padding: [B, S], None where nothing is padding.
-        told: what describes the rows, by name: ``position_ids``, ``attention_mask``.
-        names: the name by which each path is known; None where it has none.
+        metadata: the values that describe the sequences, by name: ``position_ids``,
+            ``attention_mask``.
+        names: the name of each path; None where it has none.
     """
 
     tensors: Mapping[str, Any]
@@ -75,125 +79,127 @@ class WholeBatch:
     seq_len: int
     documents: IntArray | None
     padding: BoolArray | None
-    told: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     names: Mapping[str, str | None]
 
     @property
-    def is_handed_over(self) -> bool:
-        """Say whether nothing is cut, since the user said so of every tensor."""
+    def is_unsharded(self) -> bool:
+        """Return whether nothing is sharded, as the user requests for every tensor."""
         return not self.dims
 
     @property
     def shows_padding(self) -> bool:
-        """Say whether ranks may fill their part up: they know with what, by a tensor's name."""
+        """Return whether shards may be padded: the name of a tensor tells the fill value."""
         return all(self.names[path] is not None for path in self.dims)
 
 
 def read_batch(
     batch: Any,
     *,
-    sequence_dims: Mapping[str, int | None],
-    decided: MutableMapping[str, int | None],
-) -> WholeBatch:
-    """Read what a batch says about its rows.
+    sequence_dims: SequenceDims,
+    checked_paths: set[str] | None = None,
+) -> FullBatch:
+    """Find the sequence dims, documents and padding of a batch.
 
     Args:
         batch: the user's batch.
-        sequence_dims: the user's word on where the sequence lies, by name or by path.
-        decided: paths that nobody named, and what the first batch showed of them; added to.
+        sequence_dims: the user's sequence dims, by name or by path.
+        checked_paths: paths of unknown names that a former batch has shown to hold no sequence:
+            they are not checked again, whatever their length; new ones are added.
     """
     if not isinstance(batch, Tensor) and not is_container(batch):
         raise TypeError(
-            f"cp.step() needs tensors in a dict, tuple, list or data class, such as a Hugging Face "
-            f"batch; it got a {type(batch).__name__}. Name the tensors: "
+            f"cp.step() got a {type(batch).__name__}, but needs tensors in a dict, tuple, list or "
+            "data class, such as a Hugging Face batch. Name the tensors: "
             '{"input_ids": ..., "labels": ...}.'
         )
     leaves = flatten(batch)
     tensors = {path: leaf.value for path, leaf in leaves.items()}
-    words = {path: _word_of(path, leaf, sequence_dims) for path, leaf in leaves.items()}
-    named = {path for path, word in words.items() if word is not None}
-    known = _known(leaves, words)
+    chosen = {path: _user_dim(path, leaf, sequence_dims) for path, leaf in leaves.items()}
+    named = {path for path, choice in chosen.items() if choice is not None}
+    known = _known_dims(leaves, chosen)
     names = {path: leaf.name for path, leaf in leaves.items()}
-    if _is_handed_over(tensors, known, named):
+    if _is_unsharded(tensors, known, named):
         longest = max(x.shape[1] for x in tensors.values() if isinstance(x, Tensor) and x.dim() > 1)
-        return WholeBatch(tensors, {}, 0, longest, None, None, {}, names)
+        return FullBatch(tensors, {}, 0, longest, None, None, {}, names)
     anchor, seq_len = _sequence(leaves, known, sequence_dims)
     if seq_len < 1:
         raise ValueError(
-            f"`{anchor}` has shape {tuple(tensors[anchor].shape)}: rows of length 0, nothing to "
-            "attend to. Leave such batches out, in the data set or in the collate function."
+            f"`{anchor}` has shape {tuple(tensors[anchor].shape)}: sequences of length 0, nothing "
+            "to attend to. Leave such batches out, in the data set or in the collate function."
         )
-    if anchor not in known:  # nothing has a name that we know: what lies in a list has none
+    if anchor not in known:  # no name is known: values in a list have none
         names = {path: None if leaves[path].is_listed else name for path, name in names.items()}
-    dims = _dims(leaves, known, named, names, decided, anchor, seq_len)
+    checked_paths = set() if checked_paths is None else checked_paths
+    dims = _dims(leaves, known, named, names, checked_paths, anchor, seq_len)
     batch_size = tensors[anchor].shape[0]
-    told, (documents, padding) = _read_rows(
+    metadata, (documents, padding) = _read_metadata(
         {
             path: leaf
             for path, leaf in leaves.items()
-            if not (leaf.above and words[path] == (None,))
+            if not (leaf.above and chosen[path] == (None,))
         },
         names,
         dims,
         batch_size,
         seq_len,
     )
-    return WholeBatch(tensors, dims, batch_size, seq_len, documents, padding, told, names)
+    return FullBatch(tensors, dims, batch_size, seq_len, documents, padding, metadata, names)
 
 
-def _word_of(path: str, leaf: Leaf, words: Mapping[str, int | None]) -> tuple[int | None] | None:
-    """Return what the user said of a value, in a tuple; None where nothing was said.
+def _user_dim(path: str, leaf: Leaf, dims: SequenceDims) -> tuple[int | None] | None:
+    """Return the dim that the user gives for a value, in a tuple; None where none is given.
 
-    Its path goes before a container that is kept whole, and that before its name.
+    Its path takes precedence over a container that is kept full, and that over its name.
     """
-    if path in words:
-        return (words[path],)
+    if path in dims:
+        return (dims[path],)
     for above in (*leaf.above, *leaf.names[:-1], *(leaf.names[-1:] if leaf.is_listed else ())):
-        if above in words and words[above] is None:
+        if above in dims and dims[above] is None:
             return (None,)
-    return (words[leaf.name],) if leaf.name is not None and leaf.name in words else None
+    return (dims[leaf.name],) if leaf.name is not None and leaf.name in dims else None
 
 
-def _known(
-    leaves: Mapping[str, Leaf], words: Mapping[str, tuple[int | None] | None]
+def _known_dims(
+    leaves: Mapping[str, Leaf], chosen: Mapping[str, tuple[int | None] | None]
 ) -> dict[str, int | None]:
-    """Return, for each path that is known, along which dim it is cut."""
+    """Return the sequence dim of each path that is known."""
     known = {}
     for path, leaf in leaves.items():
-        word = words[path]
-        if word is not None:
-            known[path] = word[0]
+        choice = chosen[path]
+        if choice is not None:
+            known[path] = choice[0]
         elif leaf.name is not None and leaf.name in SEQUENCE_DIMS:
             known[path] = SEQUENCE_DIMS[leaf.name]
     return known
 
 
-def _is_handed_over(
+def _is_unsharded(
     tensors: Mapping[str, Any], known: Mapping[str, int | None], named: Collection[str]
 ) -> bool:
-    """Say whether the user keeps every tensor whole that could hold a sequence."""
-    could = [path for path, x in tensors.items() if isinstance(x, Tensor) and x.dim() > 1]
-    return bool(could) and all(path in named and known[path] is None for path in could)
+    """Return whether the user keeps every tensor full that could hold a sequence."""
+    paths = [path for path, x in tensors.items() if isinstance(x, Tensor) and x.dim() > 1]
+    return bool(paths) and all(path in named and known[path] is None for path in paths)
 
 
 def _sequence(
     leaves: Mapping[str, Leaf],
     known: Mapping[str, int | None],
-    sequence_dims: Mapping[str, int | None],
+    sequence_dims: SequenceDims,
 ) -> tuple[str, int]:
-    """Return the path that says how long rows are, and how long."""
+    """Return the path that determines the sequence length, and that length."""
     order = list(dict.fromkeys((*_TOKENS, *SEQUENCE_DIMS, *sequence_dims)))
-    places = {name: place for place, name in enumerate(order)}
-    last = len(places)
-    for path in sorted(known, key=lambda path: places.get(str(leaves[path].name), last)):
+    priority = {name: index for index, name in enumerate(order)}
+    last = len(priority)
+    for path in sorted(known, key=lambda path: priority.get(str(leaves[path].name), last)):
         dim, leaf = known[path], leaves[path]
         value = leaf.value
         if not isinstance(value, Tensor) or dim is None:
             continue
         if value.dim() < 2 and leaf.name in _TOKENS:
             raise ValueError(
-                f"`{path}` has shape {tuple(value.shape)}, but rows lie in a batch: give "
-                "[batch, tokens], for one row x.unsqueeze(0)."
+                f"`{path}` has shape {tuple(value.shape)}, but needs a batch dim: give "
+                "[batch, tokens], for one sample x.unsqueeze(0)."
             )
         if value.dim() > 1 and _has_dim(value, dim):
             return path, value.shape[dim]
@@ -203,29 +209,29 @@ def _sequence(
 def _unnamed_sequence(
     leaves: Mapping[str, Leaf], known: Mapping[str, int | None]
 ) -> tuple[str, int]:
-    """Find the length of rows in tensors that have a place and no name: [batch, tokens, ...]."""
-    placed = {
+    """Find the sequence length in tensors that have an index and no name: [batch, tokens, ...]."""
+    unnamed = {
         path: leaf.value
         for path, leaf in leaves.items()
         if path not in known and (leaf.is_listed or leaf.name is None)
         if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1
     }
-    if not placed:
+    if not unnamed:
         raise ValueError(
             f"The batch has the keys {sorted(leaves)}, and none of them is known to hold a "
-            "sequence. Say where it lies: sequence_dims={'my_tokens': 1}."
+            "sequence. Give its dim: sequence_dims={'my_tokens': 1}."
         )
-    # [batch, features] looks like [batch, tokens]: floating-point numbers alone do not tell.
-    sure = [path for path, x in placed.items() if x.dim() > 2 or not x.is_floating_point()]
-    if not sure or len({placed[path].shape[:2] for path in sure}) > 1:
-        shapes = ", ".join(f"`{path}` {tuple(x.shape)}" for path, x in placed.items())
-        entries = ", ".join(f"'{path}': 1" for path in placed)
+    # [batch, features] looks like [batch, tokens]: floating-point tensors are ambiguous.
+    sure = [path for path, x in unnamed.items() if x.dim() > 2 or not x.is_floating_point()]
+    if not sure or len({unnamed[path].shape[:2] for path in sure}) > 1:
+        shapes = ", ".join(f"`{path}` {tuple(x.shape)}" for path, x in unnamed.items())
+        entries = ", ".join(f"'{path}': 1" for path in unnamed)
         raise ValueError(
-            f"The batch holds tensors without names, and their shapes do not tell where the "
-            f"sequence lies: {shapes}. Say it of each: sequence_dims={{{entries}}}, the dim of the "
-            "tokens, or None to keep one whole; or give a dict."
+            f"The batch holds tensors without names, and their shapes do not show the sequence "
+            f"dim: {shapes}. Give it for each: sequence_dims={{{entries}}}, the dim of the tokens, "
+            "or None to keep one full; or give a dict."
         )
-    return sure[0], placed[sure[0]].shape[1]
+    return sure[0], unnamed[sure[0]].shape[1]
 
 
 def _has_dim(x: Tensor, dim: int) -> bool:
@@ -237,31 +243,31 @@ def _dims(
     known: Mapping[str, int | None],
     named: Collection[str],
     names: Mapping[str, str | None],
-    decided: MutableMapping[str, int | None],
+    checked_paths: set[str],
     anchor: str,
     seq_len: int,
 ) -> dict[str, int]:
-    """Return the dim along which each path is cut; those that are kept whole are left out."""
+    """Return the dim along which each path is sharded; those that are kept full are left out."""
     dims = {}
-    rows = leaves[anchor].value.shape[0]
+    batch_size = leaves[anchor].value.shape[0]
     for path, leaf in leaves.items():
         value = leaf.value
         if path not in known and names[path] is None and isinstance(value, Tensor):
-            if _is_cut_by_place(path, value, rows, seq_len):
+            if _is_unnamed_sequence(path, value, batch_size, seq_len):
                 dims[path] = 1
             continue
-        if path not in known and path not in decided and value is not None:
+        if path not in known and path not in checked_paths and value is not None:
             _check_unknown(path, value, seq_len)
-            decided[path] = None
+            checked_paths.add(path)
         dim = known.get(path)
         if path not in named and _is_ready_mask(leaf.name, value, seq_len):
-            dim = -2  # queries are cut, keys are not
+            dim = -2  # queries are sharded, keys are not
         if dim is None or value is None:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"`{path}` holds a sequence and would be cut along dim {dim}, but is a "
-                f"{type(value).__name__}. Give a tensor, or keep it whole: "
+                f"`{path}` holds a sequence and would be sharded along dim {dim}, but is a "
+                f"{type(value).__name__}. Give a tensor, or keep it full: "
                 f"sequence_dims={{'{path}': None}}."
             )
         if not _has_dim(value, dim):
@@ -272,48 +278,49 @@ def _dims(
                 )
             if leaf.is_listed:
                 raise ValueError(
-                    f"`{path}` has shape {tuple(value.shape)}: rows in a list cannot be cut. Stack "
-                    f"them, [batch, tokens], or keep it whole: sequence_dims={{'{path}': None}}."
+                    f"`{path}` has shape {tuple(value.shape)}: a list of samples cannot be "
+                    "sharded. Stack them, [batch, tokens], or keep it full: "
+                    f"sequence_dims={{'{path}': None}}."
                 )
-            continue  # labels of shape [batch] belong to rows, not to tokens
+            continue  # labels of shape [batch] belong to samples, not to tokens
         if value.shape[dim] != seq_len:
             raise ValueError(
                 f"The batch holds two sequence lengths: `{anchor}` has {seq_len} tokens, `{path}` "
                 f"of shape {tuple(value.shape)} has {value.shape[dim]}. "
-                f"{_cure(leaves, anchor, path)}"
+                f"{_fix(leaves, anchor, path)}"
             )
         dims[path] = dim
     return dims
 
 
-def _is_cut_by_place(path: str, x: Tensor, rows: int, seq_len: int) -> bool:
-    """Say whether a tensor without a name is [batch, tokens, ...]; refuse what may be either."""
-    if x.dim() < 2 and (x.dim() == 0 or x.shape[0] == rows or x.shape[0] != seq_len):
+def _is_unnamed_sequence(path: str, x: Tensor, batch_size: int, seq_len: int) -> bool:
+    """Return whether a tensor without a name is [batch, tokens, ...]; raise if it may be either."""
+    if x.dim() < 2 and (x.dim() == 0 or x.shape[0] == batch_size or x.shape[0] != seq_len):
         return False
-    if x.shape[:2] == (rows, seq_len) and seq_len not in x.shape[2:]:
+    if x.shape[:2] == (batch_size, seq_len) and seq_len not in x.shape[2:]:
         return True
     dim = x.shape.index(seq_len) if seq_len in x.shape else 1
-    cut = f"sequence_dims={{'{path}': {dim}}} to cut it, " if seq_len in x.shape else ""
+    sharded = f"sequence_dims={{'{path}': {dim}}} to shard it, " if seq_len in x.shape else ""
     raise ValueError(
-        f"The batch holds `{path}` of shape {tuple(x.shape)} without a name, beside rows of "
-        f"[{rows}, {seq_len}] tokens. Say whether it is sharded: {cut}"
-        f"sequence_dims={{'{path}': None}} to keep it whole."
+        f"The batch holds `{path}` of shape {tuple(x.shape)} without a name, and "
+        f"[{batch_size}, {seq_len}] tokens. Say whether it is sharded: {sharded}"
+        f"sequence_dims={{'{path}': None}} to keep it full."
     )
 
 
-def _cure(leaves: Mapping[str, Leaf], one: str, other: str) -> str:
-    """Say what to do about two sequences in one batch."""
+def _fix(leaves: Mapping[str, Leaf], one: str, other: str) -> str:
+    """Return how to fix two sequence lengths in one batch."""
     parents = [leaves[path].parent for path in (one, other)]
     if parents[0] == parents[1]:
         return (
             "Open one `cp.step` for each sequence (encoder and decoder, pairs), or keep this one "
-            f"whole: sequence_dims={{'{other}': None}}."
+            f"full: sequence_dims={{'{other}': None}}."
         )
-    return _apart(parents)
+    return _separate_steps(parents)
 
 
-def _apart(parents: Sequence[str]) -> str:
-    """Say how parts of a batch are worked on one after the other."""
+def _separate_steps(parents: Sequence[str]) -> str:
+    """Return how to open a step for each part of a batch."""
     paths = [path for path in dict.fromkeys(parents) if path]
     if not paths:
         return "Make them agree."
@@ -321,13 +328,13 @@ def _apart(parents: Sequence[str]) -> str:
     keys = (key if key.isdigit() else f"'{key}'" for key in paths[0].split("."))
     index = "".join(f"[{key}]" for key in keys)
     return (
-        f"Have them handed over whole, sequence_dims={{{entries}}}, and open a step for each: "
+        f"Keep them full, sequence_dims={{{entries}}}, and open a step for each: "
         f"`with cp.step(batch{index}) as part:`, with cp = self.trainer.strategy.context_parallel."
     )
 
 
 def _is_ready_mask(name: str | None, value: object, seq_len: int) -> bool:
-    """Say whether this is a mask of queries x keys, which tells all that a model needs."""
+    """Return whether this is a mask [batch, 1, queries, keys]."""
     return (
         name == "attention_mask"
         and isinstance(value, Tensor)
@@ -342,147 +349,158 @@ def _check_unknown(path: str, value: object, seq_len: int) -> None:
     dim = value.shape.index(seq_len)
     raise ValueError(
         f"The batch holds `{path}` of shape {tuple(value.shape)}, whose dim {dim} is as long as "
-        f"the sequence. Say whether it is sharded: sequence_dims={{'{path}': {dim}}} to cut it, "
-        f"{{'{path}': None}} to keep it whole."
+        f"the sequence. Say whether it is sharded: sequence_dims={{'{path}': {dim}}} to shard it, "
+        f"{{'{path}': None}} to keep it full."
     )
 
 
-_ROWS: Final = ("attention_mask", "document_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
-"""What tells documents, padding and positions."""
+_METADATA: Final = (
+    "attention_mask",
+    "document_ids",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+)
+"""The names of values that describe documents, padding and positions."""
 
-_Rows = tuple[IntArray | None, BoolArray | None]
+_Structure = tuple[IntArray | None, BoolArray | None]
 """Documents and padding."""
 
 
-def _read_rows(
+def _read_metadata(
     leaves: Mapping[str, Leaf],
     names: Mapping[str, str | None],
     dims: Mapping[str, int],
     batch_size: int,
     seq_len: int,
-) -> tuple[dict[str, Any], _Rows]:
-    """Return what is told of the rows, by name, and the documents and padding that it means.
+) -> tuple[dict[str, Any], _Structure]:
+    """Return the values that describe the sequences, by name, and their documents and padding.
 
-    Every container that has tokens tells of its own; they must agree. What lies beside no tokens is
-    told of all.
+    In a container with tokens they describe these tokens, and all such containers must agree. In
+    other containers they describe all tokens.
     """
     groups: dict[str, dict[str, Any]] = {}
     for path, leaf in leaves.items():
         name = names[path]
         if name in _TOKENS and path in dims and leaf.value.shape[0] != batch_size:
             raise ValueError(
-                f"`{path}` of shape {tuple(leaf.value.shape)} has other rows than the batch, whose "
-                f"number is {batch_size}. {_apart([at.parent for at in leaves.values()])}"
+                f"`{path}` of shape {tuple(leaf.value.shape)} has another batch size than the "
+                f"batch, {batch_size}. {_separate_steps([x.parent for x in leaves.values()])}"
             )
-        if name in _ROWS or name in _TOKENS:
-            _tell(groups.setdefault(leaf.parent, {}), str(name), path, leaf)
-    tokens = [at for at, told in groups.items() if not told.keys().isdisjoint(_TOKENS)]
+        if name in _METADATA or name in _TOKENS:
+            _add(groups.setdefault(leaf.parent, {}), str(name), path, leaf)
+    parents = [parent for parent, values in groups.items() if values.keys() & set(_TOKENS)]
     common: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        if names[path] in _ROWS and leaf.parent not in tokens:
-            _tell(common, str(names[path]), path, leaf)
-    views = {at: {**common, **groups[at]} for at in tokens} or {"": common}
-    (first, told), *others = views.items()
-    rows = _rows_of(told, batch_size, seq_len)
-    for at, other in others:
-        found = _rows_of(other, batch_size, seq_len)
-        positions = [_positions(x, y[0], seq_len) for x, y in ((told, rows), (other, found))]
+        if names[path] in _METADATA and leaf.parent not in parents:
+            _add(common, str(names[path]), path, leaf)
+    views = {parent: {**common, **groups[parent]} for parent in parents} or {"": common}
+    (first, metadata), *others = views.items()
+    documents, padding = _read_structure(metadata, batch_size, seq_len)
+    for parent, other in others:
+        other_documents, other_padding = _read_structure(other, batch_size, seq_len)
         pairs = {
-            "documents": (rows[0], found[0]),
-            "padding": (rows[1], found[1]),
-            "position ids": (positions[0], positions[1]),
+            "documents": (documents, other_documents),
+            "padding": (padding, other_padding),
+            "position ids": (
+                _positions(metadata, documents, seq_len),
+                _positions(other, other_documents, seq_len),
+            ),
         }
         for what, (one, another) in pairs.items():
             if (one is None) != (another is None) or not np.array_equal(one, another):  # type: ignore[arg-type]
                 raise ValueError(
-                    f"`{first}` and `{at}` lie in one batch, and have different {what}. "
-                    f"{_apart(list(views))}"
+                    f"`{first}` and `{parent}` are in one batch, and have different {what}. "
+                    f"{_separate_steps(list(views))}"
                 )
-        told = {**other, **told}
-    return told, rows
+        metadata = {**other, **metadata}
+    return metadata, (documents, padding)
 
 
-def _tell(told: dict[str, Any], name: str, path: str, leaf: Leaf) -> None:
-    """Note what is told; two tensors of one name must tell the same."""
-    known = told.get(name)
-    if name in _ROWS and known is not None:
+def _add(values: dict[str, Any], name: str, path: str, leaf: Leaf) -> None:
+    """Add a value to those of its container; metadata of one name must be equal."""
+    known = values.get(name)
+    if name in _METADATA and known is not None:
         same = torch.as_tensor(known).shape == torch.as_tensor(leaf.value).shape
         if not same or not bool((torch.as_tensor(known) == torch.as_tensor(leaf.value)).all()):
             raise ValueError(
                 f"The batch holds several `{name}`, and `{path}` differs from another. "
-                f"{_apart([leaf.parent or path])}"
+                f"{_separate_steps([leaf.parent or path])}"
             )
-    told[name] = leaf.value
+    values[name] = leaf.value
 
 
-def _rows_of(told: Mapping[str, Any], batch_size: int, seq_len: int) -> _Rows:
-    padding = _read_padding(told, seq_len)
-    return _read_documents(told, batch_size, seq_len, padding), padding
+def _read_structure(metadata: Mapping[str, Any], batch_size: int, seq_len: int) -> _Structure:
+    padding = _read_padding(metadata, seq_len)
+    return _read_documents(metadata, batch_size, seq_len, padding), padding
 
 
-def _positions(told: Mapping[str, Any], documents: IntArray | None, seq_len: int) -> IntArray:
-    given = told.get("position_ids")
-    found: IntArray = count_positions(documents, seq_len)
-    if isinstance(given, Tensor):
-        found = given.detach().cpu().numpy()
-    return found[:1] if (found == found[:1]).all() else found
+def _positions(metadata: Mapping[str, Any], documents: IntArray | None, seq_len: int) -> IntArray:
+    position_ids = metadata.get("position_ids")
+    positions: IntArray = count_positions(documents, seq_len)
+    if isinstance(position_ids, Tensor):
+        positions = position_ids.detach().cpu().numpy()
+    return positions[:1] if (positions == positions[:1]).all() else positions
 
 
-def _read_padding(batch: Mapping[str, Any], seq_len: int) -> BoolArray | None:
-    mask = batch.get("attention_mask")
+def _read_padding(metadata: Mapping[str, Any], seq_len: int) -> BoolArray | None:
+    mask = metadata.get("attention_mask")
     if mask is None or _is_ready_mask("attention_mask", mask, seq_len):
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"`attention_mask` of shape {shape} cannot be cut: give [batch, {seq_len}], 1 for "
-            "tokens and 0 for padding, and say the rest with Mask(...) in the model; or a ready "
-            f"mask [batch, 1, {seq_len}, {seq_len}]."
+            f"`attention_mask` of shape {shape} cannot be sharded: give [batch, {seq_len}], 1 for "
+            "tokens and 0 for padding, and describe the rest with Mask(...) in the model; or a "
+            f"4-D mask [batch, 1, {seq_len}, {seq_len}]."
         )
     padding = mask == 0
     if not (padding | (mask == 1)).all():
         raise ValueError(
-            f"`attention_mask` holds values from {mask.min()} to {mask.max()}, but knows only 1 "
-            "for tokens and 0 for padding. Packed documents are told by `document_ids`."
+            f"`attention_mask` holds values from {mask.min()} to {mask.max()}, but may only hold 1 "
+            "for tokens and 0 for padding. Describe packed documents with `document_ids`."
         )
-    found: BoolArray = padding.cpu().numpy()
-    return found if found.any() else None
+    is_padding: BoolArray = padding.cpu().numpy()
+    return is_padding if is_padding.any() else None
 
 
 def _read_documents(
-    batch: Mapping[str, Any], batch_size: int, seq_len: int, padding: BoolArray | None
+    metadata: Mapping[str, Any], batch_size: int, seq_len: int, padding: BoolArray | None
 ) -> IntArray | None:
-    """Return the documents, from whichever of the three ways the batch tells them."""
-    told = {
-        "document_ids": _documents_from_ids(batch.get("document_ids"), batch_size, seq_len),
-        "cu_seq_lens_q": _documents_from_lengths(batch, batch_size, seq_len),
+    """Return the documents, from any of the three values that may describe them."""
+    sources = {
+        "document_ids": _documents_from_ids(metadata.get("document_ids"), batch_size, seq_len),
+        "cu_seq_lens_q": _documents_from_lengths(metadata, batch_size, seq_len),
     }
-    elsewhere = any(x is not None for x in told.values())
-    told["position_ids"] = _documents_from_jumps(
-        batch.get("position_ids"),
+    has_documents = any(x is not None for x in sources.values())
+    sources["position_ids"] = _documents_from_jumps(
+        metadata.get("position_ids"),
         padding,
-        told_elsewhere=elsewhere,
-        has_mask=batch.get("attention_mask") is not None,
+        has_documents=has_documents,
+        has_mask=metadata.get("attention_mask") is not None,
     )
-    found = {name: _numbered(name, ids, padding) for name, ids in told.items() if ids is not None}
-    if not found:
+    numbered = {
+        name: _numbered(name, ids, padding) for name, ids in sources.items() if ids is not None
+    }
+    if not numbered:
         return None
-    (first, ids), *others = found.items()
+    (first, ids), *others = numbered.items()
     for name, other in others:
-        differ = np.argwhere(ids != other)
-        if len(differ):
-            row, at = differ[0].tolist()
+        differing = np.argwhere(ids != other)
+        if len(differing):
+            sample, position = differing[0].tolist()
             raise ValueError(
-                f"The batch tells its documents in two ways that disagree: `{first}` and `{name}` "
-                f"differ in row {row} at position {at}. Drop one of them, or make them agree."
+                f"The batch describes its documents in two ways that disagree: `{first}` and "
+                f"`{name}` differ in sample {sample} at position {position}. Drop one of them, or "
+                "make them agree."
             )
     return ids if (ids != ids[:, :1]).any() or (ids == NO_DOCUMENT).any() else None
 
 
-def _documents_from_ids(given: object, batch_size: int, seq_len: int) -> IntArray | None:
-    if given is None:
+def _documents_from_ids(value: object, batch_size: int, seq_len: int) -> IntArray | None:
+    if value is None:
         return None
-    ids = torch.as_tensor(given)
+    ids = torch.as_tensor(value)
     if ids.is_floating_point() or ids.dim() != 2 or ids.shape[0] not in (1, batch_size):
         raise ValueError(
             f"`document_ids` must be integers of shape [{batch_size}, {seq_len}], but are "
@@ -492,79 +510,81 @@ def _documents_from_ids(given: object, batch_size: int, seq_len: int) -> IntArra
 
 
 def _documents_from_lengths(
-    batch: Mapping[str, Any], batch_size: int, seq_len: int
+    metadata: Mapping[str, Any], batch_size: int, seq_len: int
 ) -> IntArray | None:
-    both = [batch[k] for k in ("cu_seq_lens_q", "cu_seq_lens_k") if batch.get(k) is not None]
-    if not both:
+    lengths = [metadata.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    lengths = [x for x in lengths if x is not None]
+    if not lengths:
         return None
-    ends, *others = (torch.as_tensor(x).detach().cpu().numpy().astype(np.int64) for x in both)
+    ends, *others = (torch.as_tensor(x).detach().cpu().numpy().astype(np.int64) for x in lengths)
     if others and not np.array_equal(ends, others[0]):
         raise ValueError(
             "`cu_seq_lens_q` and `cu_seq_lens_k` differ, but queries and keys are the same tokens."
         )
     if batch_size != 1:
         raise ValueError(
-            f"`cu_seq_lens_q` describes one row, but the batch has {batch_size}. Use "
-            f"`document_ids` of shape [{batch_size}, {seq_len}], or one row."
+            f"`cu_seq_lens_q` describes one sample, but the batch has {batch_size}. Use "
+            f"`document_ids` of shape [{batch_size}, {seq_len}], or one sample."
         )
-    good = ends.ndim == 1 and ends.size and ends[0] == 0
-    if not good or (np.diff(ends) < 0).any() or ends[-1] > seq_len:
+    starts_at_0 = ends.ndim == 1 and ends.size and ends[0] == 0
+    if not starts_at_0 or (np.diff(ends) < 0).any() or ends[-1] > seq_len:
         raise ValueError(
-            f"`cu_seq_lens_q` must rise from 0 to at most the row's {seq_len} tokens, but is "
-            f"{ends.tolist()[:8]}{'...' if ends.size > 8 else ''}."
+            f"`cu_seq_lens_q` must increase from 0 to at most the sequence length {seq_len}, but "
+            f"is {ends.tolist()[:8]}{'...' if ends.size > 8 else ''}."
         )
     ids = np.searchsorted(ends[1:], np.arange(seq_len), side="right")
     return np.where(np.arange(seq_len) < ends[-1], ids, NO_DOCUMENT)[None]
 
 
 def _documents_from_jumps(
-    given: object, padding: BoolArray | None, *, told_elsewhere: bool, has_mask: bool
+    position_ids: object, padding: BoolArray | None, *, has_documents: bool, has_mask: bool
 ) -> IntArray | None:
-    """Start a document wherever position ids do not go on by one; None where they always do.
+    """Start a document wherever position ids do not increase by one; None where they always do.
 
-    A token is compared with the last one before it that is no padding: positions may go on over
-    padding, or count it.
+    A token is compared with the last one before it that is not padding: positions may skip padding,
+    or count it.
     """
-    if not isinstance(given, Tensor):
+    if not isinstance(position_ids, Tensor):
         return None
-    if given.dim() > 2 or given.is_floating_point():
-        if not told_elsewhere and bool(((given[..., 1:] <= 0) & (given[..., :-1] > 0)).any()):
+    if position_ids.dim() > 2 or position_ids.is_floating_point():
+        restarts = (position_ids[..., 1:] <= 0) & (position_ids[..., :-1] > 0)
+        if not has_documents and bool(restarts.any()):
             raise ValueError(
-                f"`position_ids` of shape {tuple(given.shape)} and dtype {given.dtype} start again "
-                "at 0, as if the rows were packed, but documents can only be read from integers of "
-                "shape [batch, tokens]. Say which tokens belong together with `document_ids`."
+                f"`position_ids` of shape {tuple(position_ids.shape)} and dtype "
+                f"{position_ids.dtype} start again at 0, as in packed sequences, but documents can "
+                "only be read from integers of shape [batch, tokens]. Describe documents with "
+                "`document_ids`."
             )
         return None
-    positions = given.detach().cpu().numpy().reshape(-1, given.shape[-1])
+    positions = position_ids.detach().cpu().numpy().reshape(-1, position_ids.shape[-1])
     if padding is not None:
         positions = np.broadcast_to(positions, padding.shape)
     real = np.ones(positions.shape, np.bool_) if padding is None else ~padding
-    place = np.arange(positions.shape[1])
-    before = np.maximum.accumulate(np.where(real, place, -1), 1)[:, :-1]
+    index = np.arange(positions.shape[1])
+    before = np.maximum.accumulate(np.where(real, index, -1), 1)[:, :-1]
     step = positions[:, 1:] - np.take_along_axis(positions, np.maximum(before, 0), 1)
-    starts = (step != 1) & (step != place[1:] - before) & real[:, 1:] & (before >= 0)
+    starts = (step != 1) & (step != index[1:] - before) & real[:, 1:] & (before >= 0)
     if not starts.any():
         return None
-    if has_mask and not told_elsewhere and (step[starts] > 0).any():
-        row, at = np.argwhere(starts & (step > 0))[0].tolist()
+    if has_mask and not has_documents and (step[starts] > 0).any():
+        sample, at = np.argwhere(starts & (step > 0))[0].tolist()
         raise ValueError(
-            f"`position_ids` jump ahead in row {row} at position {at + 1}: a new document, or one "
-            "document whose positions have a hole? Beside an `attention_mask` models take it for "
-            "the latter. Say which with `document_ids`."
+            f"`position_ids` jump ahead in sample {sample} at position {at + 1}: a new document, "
+            "or one document whose positions have a gap? Given an `attention_mask`, models assume "
+            "the latter. Specify it with `document_ids`."
         )
     return np.pad(np.cumsum(starts, 1), ((0, 0), (1, 0)))
 
 
 def _numbered(name: str, ids: IntArray, padding: BoolArray | None) -> IntArray:
-    """Number documents 0, 1, ... along each row, so that two ways of telling can be compared.
+    """Number documents 0, 1, ... along each sequence, so that two descriptions can be compared.
 
-    Padding belongs to the document before it (at the row's start, to the one after it): whatever
-    id it was given tells nothing, and a hole must not cut a document in two.
+    Padding belongs to the document before it (at the start of the sequence, to the one after it):
+    its ids are ignored, and padding inside a document does not split it.
     """
     if padding is not None:
         ids = np.broadcast_to(ids, (max(len(ids), len(padding)), ids.shape[1]))
-        place = np.arange(ids.shape[1])
-        before = np.maximum.accumulate(np.where(padding, -1, place), 1)
+        before = np.maximum.accumulate(np.where(padding, -1, np.arange(ids.shape[1])), 1)
         first = np.argmin(padding, 1)[:, None]
         ids = np.take_along_axis(ids, np.where(before < 0, first, before), 1)
     check_runs(name, ids)
@@ -572,17 +592,17 @@ def _numbered(name: str, ids: IntArray, padding: BoolArray | None) -> IntArray:
     return np.where(ids == NO_DOCUMENT, NO_DOCUMENT, numbers)
 
 
-def build_position_ids(whole: WholeBatch, device: torch.device) -> Tensor:
-    """Return [B, S] position ids: the batch's own, else counted from each document's start."""
-    given = whole.told.get("position_ids")
-    if isinstance(given, Tensor):
-        return given.expand(whole.batch_size, -1) if given.dim() <= 2 else given
-    positions = count_positions(whole.documents, whole.seq_len)
-    return torch.from_numpy(positions).to(device).expand(whole.batch_size, -1)
+def build_position_ids(full: FullBatch, device: torch.device) -> Tensor:
+    """Return [B, S] position ids: those of the batch, else counted from each document's start."""
+    ids = full.metadata.get("position_ids")
+    if isinstance(ids, Tensor):
+        return ids.expand(full.batch_size, -1) if ids.dim() <= 2 else ids
+    positions = count_positions(full.documents, full.seq_len)
+    return torch.from_numpy(positions).to(device).expand(full.batch_size, -1)
 
 
 def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
-    """Return [B or 1, S]: the place of each token in its document, or in the row.
+    """Return [B or 1, S]: the index of each token in its document, or in the sequence.
 
     Example:
         >>> count_positions(np.array([[0, 0, 0, 1, 1]]), 5).tolist()
@@ -595,22 +615,22 @@ def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
     return positions - np.maximum.accumulate(np.where(change, positions, 0), 1)
 
 
-def shard_batch(whole: WholeBatch, *, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the values by path, each cut to what ``rank`` holds."""
+def shard_batch(full: FullBatch, *, layout: Layout, rank: int) -> dict[str, Any]:
+    """Return the values by path, those with a sequence dim sharded to what ``rank`` owns."""
     return {
-        path: shard(x, whole.dims[path], layout=layout, rank=rank, fill=_fill(whole, path))
-        if path in whole.dims
+        path: shard(x, full.dims[path], layout=layout, rank=rank, fill=_fill(full, path))
+        if path in full.dims
         else x
-        for path, x in whole.tensors.items()
+        for path, x in full.tensors.items()
     }
 
 
-def _fill(whole: WholeBatch, path: str) -> int:
-    return _FILL.get(whole.names[path] or "", 0)
+def _fill(full: FullBatch, path: str) -> int:
+    return _FILL.get(full.names[path] or "", 0)
 
 
 def named_values(batch: Any, name: str) -> list[Any]:
-    """Return all values of a batch that are known by a name.
+    """Return all values of a batch that have a name.
 
     Example:
         >>> named_values({"text": {"labels": 1, "input_ids": torch.zeros(1, 2)}}, "labels")
@@ -619,54 +639,54 @@ def named_values(batch: Any, name: str) -> list[Any]:
     return [leaf.value for leaf in flatten(batch).values() if leaf.name == name]
 
 
-def unpack_documents(batch: Any, whole: WholeBatch) -> Any:
-    """Return the batch with every document as a row of its own, padded at its end.
+def unpack_documents(batch: Any, full: FullBatch) -> Any:
+    """Return the batch with every document as a sample of its own, padded at its end.
 
-    What a model computes then that knows nothing of documents is what it should compute for packed
-    ones. Position ids stay if the batch has some.
+    A model that ignores documents then computes what it should compute for packed ones. Position
+    ids are kept if the batch has some.
     """
-    if whole.documents is None:
+    if full.documents is None:
         return batch
-    places = [
-        (row, int(start), int(stop))
-        for row in range(whole.batch_size)
-        for start, stop in _intervals(whole.documents[min(row, len(whole.documents) - 1)])
+    intervals = [
+        (sample, int(start), int(stop))
+        for sample in range(full.batch_size)
+        for start, stop in _intervals(full.documents[min(sample, len(full.documents) - 1)])
     ]
-    longest = max(stop - start for _, start, stop in places)
-    told = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    longest = max(stop - start for _, start, stop in intervals)
+    packing = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     unpacked = {
-        path: _unpacked(whole, x, whole.dims.get(path), _fill(whole, path), places, longest)
-        for path, x in whole.tensors.items()
-        if whole.names[path] not in told
+        path: _unpacked(full, x, full.dims.get(path), _fill(full, path), intervals, longest)
+        for path, x in full.tensors.items()
+        if full.names[path] not in packing
     }
     added: dict[str, dict[str, Any]] = {}
-    if whole.told.get("attention_mask") is None:
+    if full.metadata.get("attention_mask") is None:
         leaves = flatten(batch)
-        for path in whole.dims:
-            if whole.names[path] in _TOKENS:
-                some = whole.tensors[path]
-                ones = some.new_ones(whole.batch_size, whole.seq_len, dtype=torch.int64)
-                mask = _unpacked(whole, ones, 1, 0, places, longest)
+        for path in full.dims:
+            if full.names[path] in _TOKENS:
+                tokens = full.tensors[path]
+                ones = tokens.new_ones(full.batch_size, full.seq_len, dtype=torch.int64)
+                mask = _unpacked(full, ones, 1, 0, intervals, longest)
                 added[leaves[path].parent] = {"attention_mask": mask}
     return rebuild(batch, unpacked, added=added)
 
 
 def _unpacked(
-    whole: WholeBatch,
+    full: FullBatch,
     x: Any,
     dim: int | None,
     fill: int,
-    places: Sequence[tuple[int, int, int]],
+    intervals: Sequence[tuple[int, int, int]],
     longest: int,
 ) -> Any:
-    """Return one value of the batch with a row for each of ``places``."""
+    """Return one value of the batch with a sample for each of ``intervals``."""
     if dim is None:
-        has_rows = isinstance(x, Tensor) and x.dim() > 0 and len(x) == whole.batch_size
-        return x[[row for row, _, _ in places]] if has_rows else x
+        has_samples = isinstance(x, Tensor) and x.dim() > 0 and len(x) == full.batch_size
+        return x[[sample for sample, _, _ in intervals]] if has_samples else x
     parts = []
-    for row, start, stop in places:
-        own = x[row : row + 1] if x.shape[0] == whole.batch_size else x[:1]
-        part = own.narrow(dim, start, stop - start)
+    for sample, start, stop in intervals:
+        source = x[sample : sample + 1] if x.shape[0] == full.batch_size else x[:1]
+        part = source.narrow(dim, start, stop - start)
         shape = list(part.shape)
         shape[dim] = longest - (stop - start)
         parts.append(torch.cat([part, part.new_full((1,), fill).expand(shape)], dim))
@@ -674,9 +694,9 @@ def _unpacked(
 
 
 def pad_samples(batch: Any) -> Any:
-    """Return a batch in which every sample has some padding, if it says which tokens are padding.
+    """Return a batch in which every sample has some padding, if it has an attention mask.
 
-    Each sample has a different number of tokens that are no padding. Labels of padding are ignored.
+    Samples have different numbers of tokens that are not padding. Labels of padding are ignored.
 
     Example:
         >>> pad_samples({"attention_mask": torch.ones(2, 8, dtype=torch.int64)})["attention_mask"]
@@ -684,25 +704,25 @@ def pad_samples(batch: Any) -> Any:
                 [1, 1, 1, 1, 1, 1, 0, 0]])
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:  # or it lies inside a nested batch
+    if not isinstance(mask, Tensor) or mask.dim() != 2:  # or it is inside a nested batch
         return batch
     num_samples, length = mask.shape
-    place = torch.arange(length, device=mask.device)
+    position = torch.arange(length, device=mask.device)
     sizes = 1 + torch.arange(num_samples, device=mask.device) % max(1, length // 2)
     if bool((mask[:, 0] == 0).any()):  # this batch is padded at its start
-        hidden = place < sizes[:, None]
+        padding = position < sizes[:, None]
     else:
-        hidden = place >= length - sizes[:, None]
-    padded = {**batch, "attention_mask": mask.masked_fill(hidden, 0)}
+        padding = position >= length - sizes[:, None]
+    padded = {**batch, "attention_mask": mask.masked_fill(padding, 0)}
     for key in ("labels", "shift_labels"):
         labels = batch.get(key)
         if isinstance(labels, Tensor) and labels.shape == mask.shape:
-            padded[key] = labels.masked_fill(hidden, IGNORED_LABEL)
+            padded[key] = labels.masked_fill(padding, IGNORED_LABEL)
     return padded
 
 
 def _intervals(ids: IntArray) -> list[tuple[int, int]]:
-    """Return where each document starts and stops; tokens of no document are left out."""
+    """Return the start and stop of each document; tokens of no document are left out."""
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
     pairs = itertools.pairwise(edges)
     return [(start, stop) for start, stop in pairs if ids[start] != NO_DOCUMENT]

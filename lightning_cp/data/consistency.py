@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks of a group hold the same batch, and what all of them raise if not.
+"""Checks that context ranks hold the same batch, loss and logged values.
 
-A batch is described by a few integers, which ranks gather; whatever is wrong on one rank is raised
-on all, so that nobody waits.
+Ranks gather a few integers that describe what they hold; whatever is wrong on one rank is raised
+on all of them, so that no rank waits for another.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,20 +12,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.transport import Transport
-from lightning_cp.data.outputs import checksum
+from lightning_cp.comm.collective_errors import any_rank, gather_texts
+from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.transport import Transport, gather
+from lightning_cp.data.outputs import Leaf, checksum, checksums, digest, form
 from lightning_cp.data.structure import flatten
-
-_MESSAGE_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What ranks compare to know that they hold the same batch.
+    """A description of a batch that ranks compare.
 
     Args:
-        text: names, shapes and dtypes in words.
-        shapes: a digest of those.
+        text: names, shapes and dtypes.
+        shapes: a digest of the text.
         contents: a checksum of the values; 0 where they are not compared.
     """
 
@@ -35,8 +34,23 @@ class Fingerprint:
     contents: int = 0
 
 
+def build_fingerprint(batch: Any, *, values: bool) -> Fingerprint:
+    """Describe a batch in two integers."""
+    leaves = flatten(batch)
+    # Sorted: the order of keys does not matter.
+    tensors = {x: leaves[x].value for x in sorted(leaves) if isinstance(leaves[x].value, Tensor)}
+    text = ", ".join(
+        f"{path} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        for path, x in tensors.items()
+    )
+    contents = 0
+    for x in tensors.values() if values else ():
+        contents = (contents * 31 + int(checksum(x, x.device))) % (1 << 56)
+    return Fingerprint(text, digest(text), contents)
+
+
 class Released:
-    """Values that have left steps, and that the ranks of a group have not compared yet.
+    """Values that have left steps, and that the context ranks have not compared yet.
 
     They are compared together with the next batch: nothing waits for them before.
     """
@@ -52,64 +66,157 @@ class Released:
         self.names.append(name)
 
     def take(self, device: torch.device) -> tuple[Tensor, list[str]]:
-        """Return what stands for the values, int64 [1], and their names; start anew."""
-        digest, names = self._digest, self.names
+        """Return a digest of the values, int64 [1], and their names; forget them."""
+        total, names = self._digest, self.names
         self._digest, self.names = None, []
         none = torch.zeros(1, dtype=torch.int64, device=device)
-        return (none if digest is None else digest.reshape(1) + len(names)), names
+        return (none if total is None else total.reshape(1) + len(names)), names
 
 
-def build_fingerprint(batch: Any, *, values: bool) -> Fingerprint:
-    """Describe a batch in two integers."""
-    text = _describe(batch)
-    return Fingerprint(text, _digest(text), _checksum(batch) if values else 0)
+class BatchChecks:
+    """What one `ContextParallel` compares between ranks, and how often.
+
+    Args:
+        groups: the ranks that compare.
+        num_batches: for how many batches contents are compared, in training and in evaluation.
+    """
+
+    def __init__(self, groups: Groups, num_batches: int) -> None:
+        self.released = Released()
+        self._groups = groups
+        self._num_batches = num_batches
+        self._counts = {True: 0, False: 0}  # in training, in evaluation
+
+    def count_batch(self, training: bool) -> bool:
+        """Count a batch, and return whether the ranks compare its contents."""
+        self._counts[training] += 1
+        return self._counts[training] <= self._num_batches
+
+    def check_batch(
+        self, batch: Any, problem: Exception | None, *, training: bool, values: bool
+    ) -> None:
+        """Raise on all ranks if one refuses its batch, or if context ranks differ. Collective.
+
+        Args:
+            batch: the full batch.
+            problem: why this rank refuses it, if it does.
+            training: whether the data ranks take part.
+            values: whether to compare contents too.
+        """
+        context, fingerprint = self._groups.context, Fingerprint()
+        try:
+            if problem is None:
+                fingerprint = build_fingerprint(batch, values=values)
+        except Exception as error:  # noqa: BLE001  raised below, on all ranks
+            problem = error
+        problem = compare_batches(fingerprint, problem, context, self.released)
+        if training and self._groups.data.size > 1:
+            (failed,) = any_rank([problem is not None], self._groups.data)
+            # That group would not take part in the loss, and this one would wait for it.
+            if failed and problem is None:
+                problem = ValueError(
+                    "Another context-parallel group of this job (other samples of the data axis) "
+                    "refused its batch; see the errors of its ranks."
+                )
+        if problem is not None:
+            raise problem
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise if ranks disagree about a loss, while batches are still compared. Collective."""
+        if self._counts[True] > self._num_batches:
+            return
+        extremes = loss.detach().double().reshape(1).to(self._groups.context.device)
+        for group in (self._groups.context, self._groups.data):
+            extremes = torch.stack(gather(extremes, group).nan_to_num().aminmax())
+        lowest, highest = extremes.tolist()
+        if lowest != highest:
+            raise ValueError(
+                f"The loss is not the same on all ranks, but between {lowest} and {highest}: a "
+                "part of it is computed from this rank's tokens only. Use token_mean() for cross "
+                "entropy, and global_mean(total, count) from lightning_cp.loss for other terms."
+            )
+
+    def check_released(self) -> None:
+        """Raise on all ranks if values that left former steps differ. Collective."""
+        context = self._groups.context
+        total, names = self.released.take(context.device)
+        totals = gather(total, context)
+        if bool((totals != totals[0]).any()):
+            raise _differing(names)
 
 
-def agree(
-    mine: Fingerprint,
+def compare_batches(
+    fingerprint: Fingerprint,
     problem: Exception | None,
     context: Transport,
     released: Released | None = None,
 ) -> Exception | None:
-    """Return what all ranks of the group must raise: one refuses its batch, or they differ.
+    """Return the error that all context ranks must raise: one refuses its batch, or they differ.
 
     Args:
-        mine: this rank's batch.
+        fingerprint: this rank's batch.
         problem: why this rank refuses it, if it does.
         context: the ranks that must hold the same batch.
-        released: what has left former steps.
+        released: values that have left former steps.
     """
-    digest, names = (released or Released()).take(context.device)
-    state = torch.tensor(
-        [int(problem is not None), mine.shapes, mine.contents], device=context.device
-    )
-    state = torch.cat([state, digest])
-    states = state.new_empty(context.size, 4)
-    context.all_gather(states, state)()
-    every = states.tolist()
-    table = [row[:3] for row in every]
-    if any(row[3] != every[0][3] for row in every):
-        return differing(names)
-    refused = next((rank for rank, (bad, *_) in enumerate(table) if bad), None)
+    total, names = (released or Released()).take(context.device)
+    numbers = [int(problem is not None), fingerprint.shapes, fingerprint.contents]
+    state = torch.cat([torch.tensor(numbers, device=context.device), total])
+    states = gather(state, context).tolist()
+    if any(values != states[0][3] for *_, values in states):
+        return _differing(names)
+    refused = next((rank for rank, (failed, *_) in enumerate(states) if failed), None)
     if refused is not None:
-        text = share_texts(str(problem or ""), context)[refused]
+        text = gather_texts(str(problem or ""), context)[refused]
         return problem or ValueError(
             f"Rank {refused} of the context-parallel group refused its batch: {text}"
         )
-    odd = next((rank for rank, state in enumerate(table) if state != table[0]), None)
+    odd = next((rank for rank, values in enumerate(states) if values != states[0]), None)
     if odd is None:
         return None
-    what = "shapes" if table[odd][1] != table[0][1] else "values"
+    what = "shapes" if states[odd][1] != states[0][1] else "values"
     return ValueError(
         f"All ranks of a context-parallel group must hold the same batch, but rank {odd} and rank "
-        f"0 differ in their {what}; this is rank {context.rank}, with {mine.text}. Usual causes: a "
-        "sampler or an iterable data set that is split by the global rank instead of the "
+        f"0 differ in their {what}; this is rank {context.rank}, with {fingerprint.text}. Usual "
+        "causes: a sampler or an iterable data set that is split by the global rank instead of the "
         "data-parallel rank, shuffling or augmentation without a common seed, worker seeds that "
-        "follow the global rank."
+        "depend on the global rank."
     )
 
 
-def differing(names: Sequence[str]) -> ValueError:
+def find_differing(values: Sequence[Any], context: Transport) -> list[int]:
+    """Return the indices of values that the ranks disagree about. Collective.
+
+    Ranks may hold different numbers of values: then all of them differ.
+    """
+    return compare_values(values, context)[0]
+
+
+def compare_values(
+    values: Sequence[Any], context: Transport, flag: bool = False
+) -> tuple[list[int], bool]:
+    """Return what `find_differing` returns, and whether any rank has set the flag. Collective."""
+    if context.size == 1:
+        return [], flag
+    device = context.device
+    forms = digest("\n".join(form(Leaf("", x)) for x in values))
+    sums = checksums(values, device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for number in sums:
+        total = total * 31 + number
+    state = torch.stack([torch.tensor(x, device=device) for x in (forms, int(flag))] + [total])
+    states = gather(state, context).tolist()
+    any_flag = any(flagged for _, flagged, _ in states)
+    if any(other != forms for other, _, _ in states):
+        return list(range(len(values))), any_flag
+    if all(other == states[0][2] for *_, other in states):
+        return [], any_flag
+    each = gather(sums, context)
+    differs = (each != each[0]).any(0).tolist()
+    return [index for index, differ in enumerate(differs) if differ], any_flag
+
+
+def _differing(names: Sequence[str]) -> ValueError:
     """Return the error for values that left former steps and differ between ranks."""
     listed = ", ".join(dict.fromkeys(names)) or "nothing on this rank"
     return ValueError(
@@ -120,62 +227,13 @@ def differing(names: Sequence[str]) -> ValueError:
 
 
 CURE: Final = (
-    "Compute it from whole sequences, which are the same on every rank:\n"
+    "Compute it from full sequences, which are the same on every rank:\n"
     "    cp = self.trainer.strategy.context_parallel\n"
     "    x = cp.unshard(x, 1)  # [batch, tokens, ...]; one token or the mean: cp.pool(x, 'last')\n"
     "or over the tokens of all ranks: token_mean(logits, labels) or global_mean(total, count) from "
     "lightning_cp. For a metric, update it with this rank's tokens and log the object with "
     "on_step=False, on_epoch=True (or build it with dist_sync_on_step=True); targets of the next "
-    "token are cp.shift_labels(labels), with the logits as they are. A measurement of one "
-    "process (time, memory) is logged with rank_zero_only=True."
+    "token are cp.shift_labels(labels), with the logits unchanged. Log a measurement of one "
+    "process (time, memory) with rank_zero_only=True."
 )
-"""How a value becomes one that may leave a step."""
-
-
-def agree_beside(problem: Exception | None, data: Transport) -> Exception | None:
-    """Return what to raise if a group that holds other rows has refused its batch.
-
-    It would not take part in the loss, and the others would wait for it.
-    """
-    failed = torch.tensor([int(problem is not None)], device=data.device)
-    data.all_reduce(failed)
-    if problem is None and int(failed):
-        return ValueError(
-            "Another context-parallel group of this job (other rows of the data axis) refused its "
-            "batch; its ranks say why."
-        )
-    return problem
-
-
-def _describe(batch: Any) -> str:
-    return ", ".join(
-        f"{path} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        for path, x in _tensors(batch)
-    )
-
-
-def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a batch with their paths, in an order that keys do not change."""
-    leaves = flatten(batch)
-    return [(at, leaves[at].value) for at in sorted(leaves) if isinstance(leaves[at].value, Tensor)]
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _checksum(batch: Any) -> int:
-    """Return an integer that tells contents apart: exact sums over bits, position by position."""
-    total = 0
-    for _, x in _tensors(batch):
-        total = (total * 31 + int(checksum(x, x.device))) % (1 << 56)
-    return total
-
-
-def share_texts(text: str, context: Transport) -> list[str]:
-    """Return the texts of all ranks, on every rank."""
-    data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    mine = torch.tensor(list(data), dtype=torch.uint8, device=context.device)
-    all_ = mine.new_empty(context.size, _MESSAGE_BYTES)
-    context.all_gather(all_, mine)()
-    return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in all_.tolist()]
+"""How to make a value that may leave a step."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves a step: which values are per token, and which are the same on all ranks of a group.
+"""Values that leave a step: their paths, their checksums, and whether two runs computed the same.
 
-Takes what a step returned apart, says whether two ranks hold the same, and whether two runs have
-computed the same. Knows tensors and containers; nothing about steps, models or Lightning.
+Knows tensors and containers; nothing about steps, models or Lightning.
 """
 
 import copy
@@ -21,12 +20,12 @@ _SAMPLED: Final = 1 << 20
 
 _LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
-# Largest difference of two runs that rounding explains, relative to the size of the values: of one
-# number, which is mostly a mean, and of each number of a tensor.
+# Largest difference of two runs that rounding explains, relative to the values: of a scalar, which
+# is mostly a mean, and of each element of a tensor.
 _SCALAR: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _ELEMENT: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-8, torch.float32: 1e-2}
 _LOW_SCALAR, _LOW_ELEMENT, _LOW_SHARE = 2e-2, 0.3, 3e-2
-# In low precision, choices among nearly equal scores may go the other way, but few of them.
+# In low precision, a few choices among nearly equal scores may differ.
 _LOW_EQUAL: Final = 0.95
 
 
@@ -34,10 +33,10 @@ class Leaf(NamedTuple):
     """One value of an output.
 
     Args:
-        path: how to get there from the output, such as ``['logits']``; empty for the output itself.
+        path: its path in the output, such as ``['logits']``; empty for the output itself.
         value: a tensor, an array, or anything without tensors inside.
-        key: the last name on the path; empty if there is none.
-        dim: the sequence dim, where the kind of output tells it.
+        key: the last name of the path; empty if there is none.
+        dim: the sequence dim, if the type of the output determines it.
     """
 
     path: str
@@ -47,7 +46,7 @@ class Leaf(NamedTuple):
 
 
 OutputDims = Callable[[Any], Mapping[str, int]]
-"""Says of a model's output where the sequence lies in its tensors, by key; empty if not known."""
+"""Returns the sequence dims of a model's output, by key; empty if not known."""
 
 
 def _no_dims(_: Any) -> Mapping[str, int]:
@@ -71,8 +70,8 @@ def leaves(
     known = dims(output)
     for name, part in parts.items():
         inner = f"{path}[{name!r}]"
-        at = known.get(name, dim) if isinstance(name, str) else dim
-        yield from leaves(part, dims, inner, name if isinstance(name, str) else key, at)
+        inner_dim = known.get(name, dim) if isinstance(name, str) else dim
+        yield from leaves(part, dims, inner, name if isinstance(name, str) else key, inner_dim)
 
 
 def rebuild(output: Any, changed: Mapping[str, Any], path: str = "") -> Any:
@@ -103,7 +102,7 @@ def rebuild(output: Any, changed: Mapping[str, Any], path: str = "") -> Any:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return what a container holds, by key, place or field; None if it is no container."""
+    """Return the values of a container, by key, index or field; None for other objects."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple):
@@ -132,7 +131,7 @@ def as_tensor(value: Any) -> Tensor | None:
 
 
 def describe(value: Any) -> str:
-    """Say in a few words what a value is.
+    """Return a short description of a value.
 
     Example:
         >>> describe(torch.zeros(2, 3)), describe(0.25), describe(["a"])
@@ -152,7 +151,7 @@ def describe(value: Any) -> str:
 
 
 def form(leaf: Leaf) -> str:
-    """Return the place, kind and shape of a value: what ranks must agree on first."""
+    """Return the path, type and shape of a value: ranks compare these first."""
     value = leaf.value
     if isinstance(value, Tensor | np.ndarray):
         return f"{leaf.path} {value.dtype} {tuple(value.shape)}"
@@ -160,29 +159,29 @@ def form(leaf: Leaf) -> str:
 
 
 def digest(text: str) -> int:
-    """Return an integer that stands for a text."""
+    """Return an integer hash of a text, the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def checksum(value: Any, device: torch.device) -> Tensor:
-    """Return an integer that stands for the bits of a value, as a tensor: nothing waits for it."""
+    """Return an integer hash of the bits of a value, as a tensor: nothing waits for the GPU."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, Tensor):
         flat = value.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // _SAMPLED)]
-        # Not contiguous(), which leaves a single number with the stride that it has.
+        # Not contiguous(), which keeps the stride of a single element.
         flat = flat.clone(memory_format=torch.contiguous_format)
         bits = flat.view(torch.uint8).to(torch.int64)
         weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
         return (bits * weights).sum().to(device)
     if isinstance(value, float):
         return torch.tensor(struct.unpack("q", struct.pack("d", value))[0], device=device)
-    if isinstance(value, set | frozenset):  # whose order follows the process
+    if isinstance(value, set | frozenset):  # its order depends on the process
         value = sorted(value, key=repr)
     try:
         data = pickle.dumps(value)
-    except Exception as error:  # whatever a class of the user's raises
+    except Exception as error:  # whatever a class of the user raises
         raise TypeError(
             f"a {type(value).__name__} cannot be compared between ranks ({error}). Return or log "
             "tensors, numbers, strings, and dicts and lists of them."
@@ -198,20 +197,20 @@ def checksums(values: Sequence[Any], device: torch.device) -> Tensor:
     return torch.stack([checksum(value, device) for value in values])
 
 
-def is_close(found: Any, whole: Any, precision: torch.dtype) -> bool:
-    """Say whether two runs computed the same value, but for rounding.
+def is_close(value: Any, reference: Any, precision: torch.dtype) -> bool:
+    """Return whether two runs computed the same value, except for rounding.
 
     Args:
-        found: under context parallelism.
-        whole: on whole sequences.
-        precision: the lowest that takes part in the computation.
+        value: the value under context parallelism.
+        reference: the value on full sequences.
+        precision: the lowest precision of the computation.
     """
-    a, b = as_tensor(found), as_tensor(whole)
+    a, b = as_tensor(value), as_tensor(reference)
     if a is None or b is None:
-        return _is_equal(found, whole, precision)
+        return _is_equal(value, reference, precision)
     if a.shape != b.shape:
         return False
-    # Means are often taken in float32, whatever the model computes in.
+    # Means are often computed in float32, whatever the precision of the model.
     types = {precision, a.dtype, b.dtype}
     low = any(dtype in _LOW_PRECISION for dtype in types)
     dtype = torch.float32 if torch.float32 in types else torch.float64
@@ -234,7 +233,7 @@ def is_close(found: Any, whole: Any, precision: torch.dtype) -> bool:
 
 
 def is_uniform(value: Any) -> bool:
-    """Say whether a value is 0 or holds one value only, which many computations would give.
+    """Return whether a value is 0 or constant: many wrong computations would give the same.
 
     Example:
         >>> is_uniform(torch.ones(3)), is_uniform(0.0), is_uniform(0.5), is_uniform(["a", "b"])
@@ -249,10 +248,11 @@ def is_uniform(value: Any) -> bool:
     return bool((x == x.reshape(-1)[0]).all())
 
 
-def _is_equal(found: Any, whole: Any, precision: torch.dtype) -> bool:
-    a, b = _parts(found), _parts(whole)
+def _is_equal(value: Any, reference: Any, precision: torch.dtype) -> bool:
+    a, b = _parts(value), _parts(reference)
     if a is None or b is None:
-        return type(found) is type(whole) and pickle.dumps(found) == pickle.dumps(whole)
+        same_type = type(value) is type(reference)
+        return same_type and pickle.dumps(value) == pickle.dumps(reference)
     return a.keys() == b.keys() and all(_is_plain_close(a[k], b[k], precision) for k in a)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of dicts, lists, tuples and data classes <-> its tensors, each with a path.
+"""Flattening of nested batches (dicts, lists, tuples, data classes) to paths, and rebuilding them.
 
-Knows containers, and nothing about what the tensors mean: that is `batch.py`'s business.
+Knows containers only; `batch.py` knows what the tensors mean.
 """
 
 import copy
@@ -17,13 +17,13 @@ BARE: Final = "batch"
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One value of a batch that holds no further tensors: a tensor, or anything else.
+    """One value of a batch: a tensor, or anything without tensors inside.
 
     Args:
         value: the value.
-        names: the keys and field names on the way to it, outermost first; list indices are none.
-        above: the paths of the containers that it lies in, outermost first, without the batch.
-        is_listed: whether it lies in a list or tuple itself.
+        names: the keys and field names of its path, outermost first, without list indices.
+        above: the paths of its containers, outermost first, without the batch itself.
+        is_listed: whether it is an element of a list or tuple.
     """
 
     value: Any
@@ -33,12 +33,12 @@ class Leaf:
 
     @property
     def name(self) -> str | None:
-        """Return the last name on the path, by which a tensor is known; None for no name."""
+        """Return the last name of the path; None if there is none."""
         return self.names[-1] if self.names else None
 
     @property
     def parent(self) -> str:
-        """Return the path of the container that it lies in; '' is the batch itself."""
+        """Return the path of its container; '' is the batch itself."""
         return self.above[-1] if self.above else ""
 
 
@@ -67,12 +67,12 @@ def flatten(batch: Any) -> dict[str, Leaf]:
 
 
 def is_container(x: Any) -> bool:
-    """Say whether a batch of this type can be gone through."""
+    """Return whether this is a container whose values can be found."""
     return _parts(x) is not None
 
 
 def holds_tensors(x: Any) -> bool:
-    """Say whether this is a tensor, or a container with one in it."""
+    """Return whether this is a tensor, or a container with one in it."""
     return isinstance(x, Tensor) or any(holds_tensors(part) for _, _, part in _parts(x) or ())
 
 
@@ -82,8 +82,8 @@ def rebuild(
     """Return a batch of the same structure with other values.
 
     Args:
-        batch: the batch that was flattened; it stays as it is.
-        values: the values by path. A key that is not there is left out; elsewhere it becomes None.
+        batch: the batch that was flattened; it is not changed.
+        values: the values by path. Without a value, a key is left out; other places become None.
         added: keys and values for dicts, by the path of the dict.
     """
     if isinstance(batch, Tensor):
@@ -92,7 +92,7 @@ def rebuild(
 
 
 def _parts(x: Any) -> list[tuple[str, bool, Any]] | None:
-    """Return what a container holds as (key, whether that is a name, value); None for others."""
+    """Return the (key, whether that is a name, value) of a container; None for other objects."""
     if isinstance(x, Mapping):
         return [(str(key), True, value) for key, value in x.items()]
     if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -106,13 +106,13 @@ def _parts(x: Any) -> list[tuple[str, bool, Any]] | None:
 
 def _walk(x: Any, path: str, above: Leaf) -> Iterator[tuple[str, Leaf]]:
     for key, is_name, value in _parts(x) or ():
-        at = f"{path}.{key}" if path else key
+        inner = f"{path}.{key}" if path else key
         names = (*above.names, key) if is_name else above.names
         leaf = Leaf(value, names, above.above, is_listed=not is_name)
         if not isinstance(value, Tensor) and holds_tensors(value):
-            yield from _walk(value, at, Leaf(None, names, (*above.above, at)))
+            yield from _walk(value, inner, Leaf(None, names, (*above.above, inner)))
         else:
-            yield at, leaf
+            yield inner, leaf
 
 
 def _rebuilt(
@@ -120,14 +120,14 @@ def _rebuilt(
 ) -> Any:
     parts = {}
     for key, _, value in _parts(x) or ():
-        at = f"{path}.{key}" if path else key
+        inner = f"{path}.{key}" if path else key
         if not isinstance(value, Tensor) and holds_tensors(value):
-            parts[key] = _rebuilt(value, at, values, added)
-        elif at in values:
-            parts[key] = values[at]
+            parts[key] = _rebuilt(value, inner, values, added)
+        elif inner in values:
+            parts[key] = values[inner]
     if isinstance(x, Mapping):
-        kept = {key: parts[str(key)] for key in x if str(key) in parts}
-        return _like(x, {**kept, **added.get(path, {})})
+        items = {key: parts[str(key)] for key in x if str(key) in parts}
+        return _like(x, {**items, **added.get(path, {})})
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         fields_: list[Any] = [parts.get(name) for name in x._fields]
         return type(x)(*fields_)
@@ -138,7 +138,7 @@ def _rebuilt(
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type, where that can be had."""
+    """Return a mapping of the same type if possible, else a dict."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     copied = copy.copy(mapping)

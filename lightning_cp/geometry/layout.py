@@ -1,42 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which position of a row.
+"""Layouts: which rank owns which global positions.
 
-A layout is data: for each rank, the ranges of global positions that it holds, in the order in which
-it holds them. Everything else is derived from those ranges, and nothing may ask which builder made
-them. Pure integers, no process group: any rank can answer for any other.
+A layout is data: for each rank, the ranges of global positions that it owns, in the order in which
+it holds them. Everything else is derived from those ranges; no code may depend on which builder
+made them. Pure integers, no process group: every rank knows the layout of all ranks.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_cp.geometry.balance import TOLERABLE, imbalance, split_evenly
-from lightning_cp.geometry.mask import Bounds, IntArray, Mask, Range
-from lightning_cp.options import check_choice
-
-LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]
+from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import IntArray, Range
+from lightning_cp.options import LayoutName, check_choice
 
 
 @dataclass(frozen=True)
 class Layout:
     """The positions of every rank.
 
-    All ranks hold the same number of tokens. A row of ``seq_len`` tokens is padded at its end to
-    ``padded_len``; the padding is owned like any token.
+    All ranks own the same number of tokens. A sequence of ``seq_len`` tokens is padded at its end
+    to ``padded_len``; the padding is owned like any token.
 
     Args:
-        name: what it is called.
-        seq_len: tokens of a row, without padding.
-        owned: for each rank, the ranges that it holds.
-        work_imbalance: work of the busiest rank over the mean, under the mask for which the layout
-            was balanced; None for one that does not look at work.
+        name: the name of the layout.
+        seq_len: tokens of a sequence, without padding.
+        owned: for each rank, the ranges that it owns.
+        work_imbalance: visible pairs of the busiest rank over the mean, under the mask for which
+            the layout was balanced; None for a layout that does not depend on a mask.
         shows_padding: whether shards contain the padding. If not, the tensors of some ranks are
-            shorter, and attention adds it for itself.
+            shorter, and attention adds the padding internally.
 
     Example:
         >>> layout = build_layout("zigzag", seq_len=7, cp_size=2)
@@ -52,66 +52,66 @@ class Layout:
 
     @property
     def cp_size(self) -> int:
-        """Return the number of ranks that share a row."""
+        """Return the number of context ranks."""
         return len(self.owned)
 
     @cached_property
     def local_len(self) -> int:
-        """Return the number of tokens that each rank holds."""
+        """Return the number of tokens that each rank owns, padding included."""
         return sum(part.size for part in self.owned[0])
 
     @property
     def padded_len(self) -> int:
-        """Return the length of a row with its padding."""
+        """Return the length of a sequence with its padding."""
         return self.local_len * self.cp_size
 
-    def held_len(self, rank: int) -> int:
-        """Return how many tokens per row the tensors of ``rank`` have.
+    def tensor_len(self, rank: int) -> int:
+        """Return the number of tokens per sequence in the tensors of ``rank``.
 
         Example:
             >>> layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
-            >>> layout.local_len, layout.held_len(0), layout.held_len(1)
+            >>> layout.local_len, layout.tensor_len(0), layout.tensor_len(1)
             (4, 3, 4)
         """
         if self.shows_padding:
             return self.local_len
-        row = Range(0, self.seq_len)
-        return sum(part.meet(row).size for part in self.owned[rank])
+        sequence = Range(0, self.seq_len)
+        return sum(part.meet(sequence).size for part in self.owned[rank])
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """Return what ``rank`` owns, in the order in which it holds it."""
+        """Return the ranges of ``rank``, in the order in which it holds them."""
         return self.owned[rank]
 
     def positions(self, rank: int) -> Tensor:
-        """Return the global position of every token that ``rank`` holds, int64 [L]."""
+        """Return the global position of every token that ``rank`` owns, int64 [L]."""
         return torch.cat([torch.arange(part.start, part.stop) for part in self.owned[rank]])
 
     def is_real(self, rank: int) -> Tensor:
-        """Return which tokens in tensors of ``rank`` are the row's, not our padding, bool [L]."""
-        return self.positions(rank)[: self.held_len(rank)] < self.seq_len
+        """Return which tokens in tensors of ``rank`` are not our padding, bool [L]."""
+        return self.positions(rank)[: self.tensor_len(rank)] < self.seq_len
 
     @cached_property
     def order(self) -> Tensor:
-        """Return where each position of a row lies once all shards are laid end to end, int64 [S].
+        """Return the index of each global position in the concatenated shards, int64 [S].
 
-        Indexing the shards, rank after rank, with it gives the row without its padding.
+        Indexing the shards, rank after rank, with it gives the sequence without its padding.
         """
         order = torch.empty(self.padded_len, dtype=torch.int64)
-        at = 0
+        start = 0
         for part in (part for parts in self.owned for part in parts):
-            order[part.start : part.stop] = torch.arange(at, at + part.size)
-            at += part.size
+            order[part.start : part.stop] = torch.arange(start, start + part.size)
+            start += part.size
         return order[: self.seq_len]
 
     def work(self, bounds: Bounds) -> list[int]:
-        """Return how many visible (query, key) pairs each rank's queries have."""
-        row = Range(0, self.padded_len)
-        return [sum(bounds.work(part, row) for part in parts) for parts in self.owned]
+        """Return the number of visible (query, key) pairs of each rank's queries."""
+        keys = Range(0, self.padded_len)
+        return [sum(bounds.work(part, keys) for part in parts) for parts in self.owned]
 
 
 @lru_cache(maxsize=8)
 def _contiguous(seq_len: int, cp_size: int) -> Layout:
-    """Give rank r the r-th of cp_size equal pieces."""
+    """Give rank r the r-th of cp_size equal ranges."""
     size = -(-seq_len // cp_size)
     owned = tuple((Range(r * size, (r + 1) * size),) for r in range(cp_size))
     return Layout("contiguous", seq_len, owned)
@@ -121,9 +121,10 @@ def _contiguous(seq_len: int, cp_size: int) -> Layout:
 def _zigzag(seq_len: int, cp_size: int) -> Layout:
     """Give rank r chunk r and its mirror.
 
-    Under a causal mask an early chunk is cheap and a late one dear; each pair costs the same.
+    Under a causal mask an early chunk has few visible pairs and a late one many; each rank's two
+    chunks together have the same number.
     """
-    if cp_size == 1:  # one owner of everything, and nothing to pad
+    if cp_size == 1:  # one owner, and no padding
         return Layout("zigzag", seq_len, ((Range(0, seq_len),),))
     size = -(-seq_len // (2 * cp_size))
     chunks = [Range(c * size, (c + 1) * size) for c in range(2 * cp_size)]
@@ -132,15 +133,10 @@ def _zigzag(seq_len: int, cp_size: int) -> Layout:
 
 
 def _balanced(seq_len: int, cp_size: int, work_before: IntArray) -> Layout:
-    """Give every rank as many tokens and as much work as any other, whatever the mask."""
+    """Give every rank the same number of tokens and of visible pairs, for any mask."""
     padding = np.repeat(work_before[-1:], -seq_len % cp_size)
     owned = split_evenly(np.append(work_before, padding), cp_size)
     return Layout("balanced", seq_len, owned, imbalance(owned, work_before))
-
-
-def check_layout(name: str) -> None:
-    """Refuse a layout that does not exist."""
-    check_choice("layout", name, get_args(LayoutName))
 
 
 def build_layout(
@@ -151,16 +147,16 @@ def build_layout(
     bounds: Callable[[], Bounds] | None = None,
     shows_padding: bool = True,
 ) -> Layout:
-    """Lay a row of ``seq_len`` tokens out over ``cp_size`` ranks.
+    """Distribute a sequence of ``seq_len`` tokens over ``cp_size`` ranks.
 
     ``auto`` is ``contiguous`` or ``zigzag`` where that is balanced well enough, else ``balanced``.
 
     Args:
-        name: which layout.
-        seq_len: tokens in a row.
-        cp_size: ranks that share it.
-        bounds: works out the mask under which ranks shall have equal work; not called by layouts
-            that do not look at it. None stands for rows that are causal and nothing else.
+        name: the name of the layout, or ``auto``.
+        seq_len: tokens of a sequence.
+        cp_size: the number of context ranks.
+        bounds: computes the bounds under which ranks have equal work; only called by layouts that
+            depend on them. None stands for a plain causal mask.
         shows_padding: whether shards contain the padding.
 
     Example:
@@ -170,20 +166,20 @@ def build_layout(
         >>> layout.name, layout.work(bounds)
         ('balanced', [11, 12])
     """
-    check_layout(name)
+    check_choice("layout", name, get_args(LayoutName))
     if cp_size < 1:
-        raise ValueError(f"cp_size={cp_size}: a row needs at least 1 rank.")
+        raise ValueError(f"cp_size={cp_size}: a sequence needs at least 1 rank.")
     if seq_len < 1:
         raise ValueError(
-            "The batch holds rows of length 0: there is nothing to attend to. "
+            "The batch holds sequences of length 0: there is nothing to attend to. "
             "Leave such batches out, in the data set or in the collate function."
         )
     layout = _choose(name, seq_len, cp_size, bounds)
     if shows_padding:
         return layout
-    # What is left out of a shard is added at its end again: positions must rise along it.
-    rising = [list(parts) == sorted(parts) for parts in layout.owned]
-    assert all(rising)  # noqa: S101  so they do in every layout that is built here
+    # Attention adds the padding at the end of a shard: positions must increase along it.
+    increasing = [list(parts) == sorted(parts) for parts in layout.owned]
+    assert all(increasing)  # noqa: S101  true for every layout of this module
     return replace(layout, shows_padding=False)
 
 
@@ -196,9 +192,9 @@ def _choose(name: str, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] 
     work_before = (bounds() if bounds else Mask(causal=True).bounds(seq_len)).work_before()
     if name == "balanced":
         return _balanced(seq_len, cp_size, work_before)
-    # In one piece where that is even: windows and short documents then reach over one border.
+    # One range per rank where that is balanced: windows and short documents then cross one border.
     contiguous = _contiguous(seq_len, cp_size)
-    has_tokens = contiguous.owned[-1][0].start < seq_len  # the last rank: not padding alone
+    has_tokens = contiguous.owned[-1][0].start < seq_len  # the last rank: not only padding
     for layout in (contiguous, zigzag) if has_tokens else (zigzag,):
         if imbalance(layout.owned, work_before) <= TOLERABLE:
             return layout

@@ -69,7 +69,7 @@ def to_global_loss(
         return output
     if step.losses:
         if step.cp_size == cp.cp_size:  # not in a run on full sequences
-            cp.check_same(loss)
+            cp.checks.check_loss(loss)
         return output
     if policy == "auto":
         raise ValueError(

@@ -4,7 +4,7 @@
 Knows launchers, devices and nodes; nothing about models or batches.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,9 @@ from lightning_cp.comm.mesh import (
     build_mesh,
     resolve_sizes,
 )
+from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning.launch import check_precision, check_session, warn_if_spread
+from lightning_cp.options import Options
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.torch_private import rest_at_exit
 
@@ -34,7 +36,8 @@ class MeshStrategy(ModelParallelStrategy):
     Args:
         context_parallel_size: number of ranks that share each sequence, see the subclass.
         data_parallel_size: number of groups that receive different batches.
-        cp_options: options of `ContextParallel`.
+        options: options of `ContextParallel`.
+        balance: the mask under which work is balanced, see `ContextParallel`.
         lightning_options: arguments of Lightning's `ModelParallelStrategy`.
     """
 
@@ -43,14 +46,15 @@ class MeshStrategy(ModelParallelStrategy):
         context_parallel_size: ContextSize,
         data_parallel_size: int | Literal["auto"],
         *,
-        cp_options: Mapping[str, Any],
+        options: Options,
+        balance: Mask | None,
         **lightning_options: Any,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size, tensor_parallel_size=1, **lightning_options
         )
         self._context_parallel_size = context_parallel_size
-        self._cp_options = cp_options
+        self._options, self._balance = options, balance
         self._shard_mesh: DeviceMesh | None = None
         self._context_parallel: ContextParallel | None = None
 
@@ -140,12 +144,13 @@ class MeshStrategy(ModelParallelStrategy):
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
             )
-            self._context_parallel = ContextParallel(
+            ulysses_size = None if sizes.ulysses == 1 else sizes.ulysses
+            self._context_parallel = ContextParallel.from_options(
+                replace(self._options, ulysses_size=ulysses_size),
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
-                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
+                balance=self._balance,
                 timeout=self._timeout,
-                **self._cp_options,
             )
             warn_if_spread(
                 sizes,

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from lightning_cp.data import outputs
-from lightning_cp.data.consistency import CURE
+from lightning_cp.data.consistency import CURE, compare_values, find_differing
+from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.lightning.logs import Logged, loss_of
 from lightning_cp.lightning.trial import Finding, Kind, StepCall, TrialRuns, returned_leaves
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import HandedOver, Step
+from lightning_cp.step import Step, UnshardedStep
 
 _Padding = tuple[bool, ...]
 """Whether sharding pads a batch, and whether it has padding of its own at the start, at the end.
@@ -167,11 +168,13 @@ class StepOutputs:
         tokens, others = self._sort(call, output, logs, step)
         if deferred:
             for other in others:
-                cp.released.add(other.source, other.value, cp.groups.context.device)
+                cp.checks.released.add(other.source, other.value, cp.groups.context.device)
         else:
             keys = _keys_to_settle(call.stage, step, others, logs)
             is_new = self._verify and not all(self._is_settled(key) for key in keys)
-            differing, is_new = cp.compare([other.value for other in others], is_new)
+            differing, is_new = compare_values(
+                [other.value for other in others], cp.groups.context, is_new
+            )
             if may_verify and self.any_data_rank(is_new):
                 self.verify(call, batch, step)
                 for key in keys:
@@ -179,7 +182,7 @@ class StepOutputs:
                     if evidence.kind is None:
                         evidence.count_trial()
                 tokens, others = self._sort(call, output, logs, step)
-                differing = cp.find_differing([other.value for other in others])
+                differing = find_differing([other.value for other in others], cp.groups.context)
             if differing:
                 _, source, value = others[differing[0]] if others else ("", "returned", None)
                 raise ValueError(
@@ -189,7 +192,7 @@ class StepOutputs:
                 )
         if call.is_training:  # as large as the activations of the model, and rarely used
             return output
-        full = {path: cp.unshard_value(x, dim, step) for path, (dim, x) in tokens.items()}
+        full = {path: unshard_value(x, dim, step) for path, (dim, x) in tokens.items()}
         return outputs.rebuild(output, full)
 
     def _sort(
@@ -199,7 +202,7 @@ class StepOutputs:
         tokens, others = {}, []
         for leaf in returned_leaves(self._cp, output, training=call.is_training):
             key = f"output{leaf.path}"
-            dim = self._cp.token_dim(leaf, step)
+            dim = token_dim(leaf, step)
             kind = self._find_kind(call.stage, _padding_of(step), key) if dim is None else dim
             if isinstance(kind, int):
                 tokens[leaf.path] = kind, leaf.value
@@ -235,7 +238,7 @@ def _keys_to_settle(
 
 
 def _padding_of(step: Step) -> _Padding:
-    if isinstance(step, HandedOver):
+    if isinstance(step, UnshardedStep):
         return ()
     is_extended = step.layout.padded_len > step.layout.seq_len
     if step.padding is None:

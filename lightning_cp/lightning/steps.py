@@ -151,8 +151,8 @@ class StepRunner:
             )
             if result.is_tensor and meta.fx.endswith("_epoch_end") and not may_differ:
                 name = f"{meta.name!r} in {meta.fx}()"
-                cp.released.add(name, result.value, cp.groups.context.device)
-        cp.check_released()
+                cp.checks.released.add(name, result.value, cp.groups.context.device)
+        cp.checks.check_released()
 
     def _begin(self, local: Any) -> Step:
         """Make the open step the last one; count its labels if the loss policy needs them."""

@@ -27,10 +27,7 @@ from typing_extensions import override
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, describe_models, enable_models
-from lightning_cp.attn.blockwise.kernels.select import KernelName, check_kernel, check_pair
-from lightning_cp.attn.plan import AlgorithmName, check_algorithm
 from lightning_cp.comm.mesh import ContextSize
-from lightning_cp.comm.transport import GradientWire, check_gradient_wire
 from lightning_cp.fsdp.gathering import check_reduced, gather_parts, order_gradients
 from lightning_cp.fsdp.scalars import whole_scalars
 from lightning_cp.fsdp.sharding import (
@@ -44,7 +41,6 @@ from lightning_cp.fsdp.sharding import (
     set_gradient_reduction,
     shard_parameters,
 )
-from lightning_cp.geometry.layout import LayoutName, check_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, checkpointing, loaders
 from lightning_cp.lightning.features import (
@@ -62,7 +58,8 @@ from lightning_cp.lightning.loss_policy import (
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
 from lightning_cp.lightning.steps import StepRunner
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
-from lightning_cp.parallel import check_memory, reenter
+from lightning_cp.options import AlgorithmName, GradientWire, KernelName, LayoutName, Options
+from lightning_cp.parallel import reenter
 from lightning_cp.step import Step
 from lightning_cp.verification import Report
 
@@ -145,16 +142,16 @@ class ContextParallelStrategy(MeshStrategy):
         super().__init__(
             context_parallel_size,
             data_parallel_size,
-            cp_options={
-                "layout": layout,
-                "algorithm": algorithm,
-                "kernel": kernel,
-                "attention_memory": attention_memory,
-                "gradient_wire": gradient_wire,
-                "sequence_dims": sequence_dims,
-                "balance": None if balance_window is None else Mask(True, balance_window),
-                "check_batches": check_batches,
-            },
+            options=Options(
+                layout=layout,
+                algorithm=algorithm,
+                kernel=kernel,
+                attention_memory=attention_memory,
+                gradient_wire=gradient_wire,
+                sequence_dims=dict(sequence_dims or {}),
+                check_batches=check_batches,
+            ),
+            balance=None if balance_window is None else Mask(True, balance_window),
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -173,13 +170,6 @@ class ContextParallelStrategy(MeshStrategy):
 
     def _check_options(self) -> None:
         """Raise before processes are launched, not when `ContextParallel` is built."""
-        options = self._cp_options
-        check_layout(options["layout"])
-        check_algorithm(options["algorithm"])
-        check_kernel(options["kernel"])
-        check_pair(options["kernel"], options["algorithm"])
-        check_memory(options["attention_memory"])
-        check_gradient_wire(options["gradient_wire"])
         check_parameter_sharding(self._parameter_sharding)
         check_loss_name(self._loss)
         if self._verify_max_len < 2:
@@ -215,7 +205,9 @@ class ContextParallelStrategy(MeshStrategy):
             "data": self.data_parallel_size,
             "context": self.context_parallel_size,
             "device": self.root_device.type,
-            **{name: self._cp_options[name] for name in ("layout", "algorithm", "kernel")},
+            "layout": self._options.layout,
+            "algorithm": self._options.algorithm,
+            "kernel": self._options.kernel,
             "parameter_sharding": self._parameter_sharding,
         }
         return "context parallelism: " + " ".join(f"{key}={x}" for key, x in values.items())
@@ -303,7 +295,7 @@ class ContextParallelStrategy(MeshStrategy):
     ) -> Any:
         """Move a batch to the device; with ``broadcast_batch``, that of the first context rank."""
         if self._broadcast_batch and self.context_parallel_size > 1:
-            batch = self.context_parallel.first_batch(batch)
+            batch = self.context_parallel.groups.context.first(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---------------------------------------------------------------- training

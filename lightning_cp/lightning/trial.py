@@ -15,16 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp import active_step
+from lightning_cp.adapters import output_dims
+from lightning_cp.comm.collective_errors import any_rank, gather_texts
 from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
-from lightning_cp.data.consistency import CURE, share_texts
+from lightning_cp.data.consistency import CURE, find_differing
 from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.data.structure import flatten
 from lightning_cp.lightning.logs import loss_of, recorded_logs
 from lightning_cp.lightning.module_state import metrics_of, restored_attributes, restored_metrics
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import HandedOver, Step
+from lightning_cp.step import Step, UnshardedStep
 from lightning_cp.verification import MIXING, cut_rows
 
 Kind = int | Literal["same"]
@@ -127,29 +130,21 @@ class TrialRuns:
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = error
         with active_step.outside():
-            self._cp.agree(batch, problem, training=False, values=True)
+            self._cp.checks.check_batch(batch, problem, training=False, values=True)
             return self._compare_runs(call, self._equal_number(parts))
 
     def any_data_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any data rank that takes part in this rank's runs."""
-        return self._any(self._data, flag)[0]
-
-    def _any(self, groups: Sequence[Transport], *flags: bool) -> list[bool]:
-        """Return which flags are set on any rank of the groups."""
-        counts = torch.tensor([int(x) for x in flags], device=self._cp.groups.context.device)
-        for group in groups:
-            if group.size > 1:
-                group.all_reduce(counts)
-        return [count > 0 for count in counts.tolist()]
+        return any_rank([flag], *self._data)[0]
 
     def _any_rank(self, *flags: bool) -> list[bool]:
         """Return which flags are set on any rank that takes part in this rank's runs."""
-        return self._any([self._cp.groups.context, *self._data], *flags)
+        return any_rank(flags, self._cp.groups.context, *self._data)
 
     def _everywhere(self, flags: Iterable[bool]) -> list[bool]:
         """Return which flags are set on all context ranks."""
         missing = [not flag for flag in flags]
-        return [not x for x in self._any([self._cp.groups.context], *missing)] if missing else []
+        return [not x for x in any_rank(missing, self._cp.groups.context)] if missing else []
 
     # ---------------------------------------------------------------- batches to run on
 
@@ -159,7 +154,7 @@ class TrialRuns:
         They are padded by sharding if the batch is. Two of them, and one with padding of its own if
         the batch has some. None for a long batch that is handed over, which cannot be truncated.
         """
-        if isinstance(step, HandedOver):
+        if isinstance(step, UnshardedStep):
             tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
             longest = max((max(x.shape, default=0) for x in tensors), default=0)
             return [batch] * 2 if longest <= self._max_len else []
@@ -247,7 +242,7 @@ class TrialRuns:
     def _compare(self, call: StepCall, sharded: _Run, full: _Run) -> dict[str, Finding]:
         """Classify each value; raise for those that one device would not compute."""
         names = list(sharded.values)
-        if self._cp.find_differing(names) or names != list(full.values):
+        if find_differing(names, self._cp.groups.context) or names != list(full.values):
             raise ValueError(
                 f"{call.stage}() returns and logs other values on full sequences "
                 f"({full.describe()}) than on the tokens of this rank ({sharded.describe()}), or "
@@ -267,7 +262,7 @@ class TrialRuns:
         kinds: dict[str, Kind] = {}
         step, precision = sharded.step, call.precision()
         pairs = {name: (value, full.values[name]) for name, value in sharded.values.items()}
-        dims = {name: self._cp.token_dim(value.leaf, step) for name, (value, _) in pairs.items()}
+        dims = {name: token_dim(value.leaf, step) for name, (value, _) in pairs.items()}
         same = self._everywhere(
             dims[name] is None
             and outputs.is_close(self._combine(value, step), other.leaf.value, precision)
@@ -283,7 +278,7 @@ class TrialRuns:
             elif is_alike and not value.reduction:
                 local, expected = value.leaf.value, other.leaf.value
                 for dim in _candidate_dims(local, expected, dims[name], step):
-                    unsharded = self._cp.unshard_value(local, dim, step)
+                    unsharded = unshard_value(local, dim, step)
                     if self._everywhere([outputs.is_close(unsharded, expected, precision)])[0]:
                         kinds[name] = dim
                         break
@@ -316,13 +311,13 @@ class TrialRuns:
         value, other = sharded.values[wrong[0]], full.values[wrong[0]]
         step = sharded.step
         mine = outputs.describe(self._combine(value, step))
-        texts = share_texts(mine, self._cp.groups.context)[:4]
+        texts = gather_texts(mine, self._cp.groups.context)[:4]
         by_rank = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
         more = f" ({len(wrong) - 1} more values differ.)" if len(wrong) > 1 else ""
-        length = "" if isinstance(step, HandedOver) else f" of {step.layout.seq_len} tokens"
+        length = "" if isinstance(step, UnshardedStep) else f" of {step.layout.seq_len} tokens"
         fix = CURE
         if value.is_global:
-            fix = f"Context parallelism changes the numbers of this model. {MIXING}"
+            fix = f"Context parallelism changes the results of this model. {MIXING}"
         elif value.source.startswith("updated "):
             fix = _METRIC_FIX
         return (
@@ -343,7 +338,7 @@ _METRIC_FIX = (
 
 def returned_leaves(cp: ContextParallel, output: Any, *, training: bool) -> Iterator[Leaf]:
     """Yield the values that a step returned, without the loss of training (see loss_policy)."""
-    for leaf in cp.output_leaves(output):
+    for leaf in outputs.leaves(output, output_dims):
         if not (training and leaf.path in ("", "['loss']")):
             yield leaf
 
@@ -379,13 +374,13 @@ def _metric_values(metrics: Mapping[str, Any], group: Transport) -> dict[str, An
 def _candidate_dims(local: Any, full: Any, known: int | None, step: Step) -> list[int]:
     """Return the dims along which a value may hold tokens: those that only sharding shortens."""
     a, b = outputs.as_tensor(local), outputs.as_tensor(full)
-    if a is None or b is None or a.dim() != b.dim() or isinstance(step, HandedOver):
+    if a is None or b is None or a.dim() != b.dim() or isinstance(step, UnshardedStep):
         return []
     dims = range(a.dim()) if known is None else [known % a.dim()]
     return [
         dim
         for dim in dims
-        if a.shape[dim] == step.held_len
+        if a.shape[dim] == step.tensor_len
         and b.shape[dim] == step.layout.seq_len
         and a.shape[:dim] == b.shape[:dim]
         and a.shape[dim + 1 :] == b.shape[dim + 1 :]

@@ -13,10 +13,12 @@ from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Req
 from lightning_cp.attn.blockwise.kernels.select import _KERNELS
 from lightning_cp.attn.plan import Block, build_plan
 from lightning_cp.attn.ulysses import SwappedCall, build_swap
-from lightning_cp.comm.transport import GradientWire, LoneTransport, Transport
+from lightning_cp.comm.transport import LoneTransport, Transport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
+from lightning_cp.options import GradientWire
 from tests.oracle import Inputs, make_inputs, put_back
 from tests.ranks import ThreadTransport
 

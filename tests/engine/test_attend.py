@@ -15,7 +15,8 @@ from lightning_cp.attn.blockwise.kernels import base, dense
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
 from tests.engine.cases import (
     HEADS,
     KERNELS,

@@ -16,7 +16,7 @@ from lightning_cp.attn.flex.remote_kv import Way, whole_row
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Range
+from lightning_cp.geometry.ranges import Range
 from tests.engine.flex_cases import (
     HEADS,
     MASKS,

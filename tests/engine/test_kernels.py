@@ -143,12 +143,14 @@ def test_a_kernel_of_rectangles_takes_a_bias_in_small_tiles(dense, mask):
     block = build_call(case, LoneTransport()).plan.stages[0].block
     tiles = ALL_KERNELS[dense].tiles(block, case.bias)
     assert max(tile.query.size * tile.keys.size for tile in tiles) <= 16 * 16
-    work = sum(block.bounds.row(r).work(t.query, t.keys) for t in tiles for r in rows_of(t, block))
+    work = sum(
+        block.bounds.sample(r).work(t.query, t.keys) for t in tiles for r in rows_of(t, block)
+    )
     assert work == block.work
 
 
 def rows_of(tile, block):
-    return range(*tile.batch.indices(block.bounds.num_rows))
+    return range(*tile.batch.indices(block.bounds.num_samples))
 
 
 def test_rows_that_start_anywhere_in_memory_are_copied_for_the_op(dense):

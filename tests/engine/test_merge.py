@@ -14,7 +14,7 @@ from lightning_cp.attn.accumulators import (
     sink_gradient,
     with_sinks,
 )
-from lightning_cp.geometry.mask import Range
+from lightning_cp.geometry.ranges import Range
 
 
 def softmax_parts(scores, values):

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from lightning_cp.attn.plan import build_plan, resolve_algorithm
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.geometry.mask import Mask, Range
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import Range
 from tests.strategies import masks
 
 
@@ -167,7 +168,7 @@ def test_ring_computes_each_stage_of_a_causal_row_at_once(rank):
 def test_fused_tiles_cover_what_the_tiles_cover(drawn, size):
     for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
         width = max(piece.offset + piece.where.size for piece in block.keys)
-        shape = (block.bounds.num_rows, block.rows.stop - block.rows.start, width)
+        shape = (block.bounds.num_samples, block.rows.stop - block.rows.start, width)
         kept = []
         for fused in (False, True):
             seen = torch.zeros(shape, dtype=torch.int64)

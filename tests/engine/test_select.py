@@ -134,8 +134,8 @@ def test_what_is_asked_is_the_same_on_all_ranks(monkeypatch):
     monkeypatch.setattr(attention_module, "prefer_flex", prefer)
     layout = build_layout("zigzag", seq_len=509, cp_size=2)
     bounds = Mask(causal=True, window=9).bounds(509, padded_len=layout.padded_len)
-    for rank, held_len in [(0, 253), (1, 256)]:
-        q, v = torch.zeros(1, 2, held_len, 32), torch.zeros(1, 2, held_len, 16)
+    for rank, tensor_len in [(0, 253), (1, 256)]:
+        q, v = torch.zeros(1, 2, tensor_len, 32), torch.zeros(1, 2, tensor_len, 16)
         attention_module._takes_flex("auto", "gather", GPU, bounds, Place(layout, rank), q, v, q)
     assert asked[0] == asked[1]
     assert asked[0] == Work(

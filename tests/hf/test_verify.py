@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, LlamaForCausalLM
 
 import hf_patches
+import lightning_cp.parallel
 from hf_patches.__main__ import build_batch, build_model, main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
@@ -124,16 +125,16 @@ def test_data_ranks_take_the_rows_of_the_first(ranks):
 
 
 def _moved_documents():
-    cut = ContextParallel._cut
+    open_step = lightning_cp.parallel.open_step
 
-    def moved(self, *args, **known):
-        step, local = cut(self, *args, **known)
+    def moved(*args, **known):
+        step, local = open_step(*args, **known)
         if step.is_stock:
             return step, local
         ids = step.documents
         return replace(step, documents=np.concatenate([ids[:, :1], ids[:, :-1]], 1)), local
 
-    return mock.patch.object(ContextParallel, "_cut", moved)
+    return mock.patch.object(lightning_cp.parallel, "open_step", moved)
 
 
 BROKEN = {what: found for what, found in BREAKS.items() if what != "a document one too long"}

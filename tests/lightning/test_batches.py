@@ -251,8 +251,8 @@ def test_parts_are_refused_with_what_helps(ranks):
     cases = {
         ("two lengths", None): r"`a.input_ids` has 23 tokens, `b.input_ids` .* 17. .*sequence_dims="
         r"\{'a': None, 'b': None\}, and open a step for each: `with cp.step\(batch\['a'\]",
-        ("outside", kept): "handed over whole.*Open a step for each part",
-        ("same length", None): "`input_ids`, which is this rank's part of a batch already",
+        ("outside", kept): "was not sharded.*Open a step for each part",
+        ("same length", None): "`input_ids`, which is already this rank's shard",
         ("accumulated", kept, 2): "two token means over different numbers",
     }
     asked = [(name, dict(dims or {}), *more) for name, dims, *more in cases]

@@ -315,7 +315,7 @@ class Training(Step):
 TRAINED = {
     "local accuracy": "training_step() logged 'accuracy'",
     "late": "logged different values since the last comparison; one of: logged 'late'",
-    "shifted local mean": "Context parallelism changes the numbers of this model",
+    "shifted local mean": "Context parallelism changes the results of this model",
     "metric": "training_step() logged 'train_mean'",
     "metric object": "training_step() logged 'train_mean (of this step)'",
     "right": "trained in 14 calls",

@@ -118,7 +118,7 @@ def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=Fals
     with cp.step(rows):
         whole = {n: cp.unshard(x, dim=2) for n, x in found.items() if n != "dtable"}
     # Not averaged, since the loss here is not a mean over ranks.
-    whole["dtable"] = cp.summed(found["dtable"])
+    whole["dtable"] = cp.groups.sum(found["dtable"])
     return {name: x.cpu() for name, x in whole.items()}
 
 
@@ -309,7 +309,7 @@ def run_kernel(case, options, device="cpu", recompute=False):
         found = {"out": out.detach(), **dict(zip(names, grads, strict=False))}
         whole = {n: cp.unshard(x, dim=2) for n, x in found.items() if n != "dsinks"}
     if sinks is not None:
-        whole["dsinks"] = cp.summed(found["dsinks"])
+        whole["dsinks"] = cp.groups.sum(found["dsinks"])
     return {name: x.cpu() for name, x in whole.items()}
 
 
@@ -398,7 +398,7 @@ def train_against_alone(length, sharded):
         grads = {name: x.grad.clone() for name, x in model.named_parameters()}
         if opened == cp.step:
             grads = {
-                name: x.full_tensor() if sharded else cp.averaged(x) for name, x in grads.items()
+                name: x.full_tensor() if sharded else cp.groups.mean(x) for name, x in grads.items()
             }
         results.append({"loss": loss.detach(), **grads})
     return max(errors(results[1], results[0]).values())

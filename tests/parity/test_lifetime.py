@@ -13,9 +13,10 @@ from lightning_cp import loss as loss_module
 from lightning_cp.attn.blockwise.function import Call
 from lightning_cp.attn.plan import Plan
 from lightning_cp.data.sharding import shard, shift_labels
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.geometry.mask import Bounds
 from lightning_cp.step import Step
+from lightning_cp.torch_private import num_process_groups
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import average_, build_model, gradients, whole_step
@@ -347,3 +348,15 @@ def test_parity_notices(ranks, what):
         assert max(errors(found, exact).values()) > 1e-3
     for found in ranks(2).run(broken_step, "nothing"):
         assert max(errors(found, exact).values()) < 1e-10
+
+
+def shared_communicators():
+    first, count = build(), num_process_groups()
+    assert build(layout="contiguous").groups.attend is first.groups.attend
+    assert num_process_groups() == count
+    # Other Ulysses groups need communicators of their own.
+    assert build(algorithm="ulysses").groups.inside is not first.groups.inside
+
+
+def test_objects_over_the_same_ranks_share_their_communicators(ranks):
+    ranks(2).run(shared_communicators)

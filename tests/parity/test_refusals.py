@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
+from lightning_cp.attn.api import name_algorithm
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -30,34 +31,38 @@ STEP_CASES = {
     "length 0": (
         [{"input_ids": TOKENS[:, :0]}],
         {},
-        r"`input_ids` has shape \(2, 0\): rows of length 0",
+        r"`input_ids` has shape \(2, 0\): sequences of length 0",
     ),
     "no sequence": (
         [{"pixels": TOKENS}],
         {},
         r"keys \['pixels'\], and none of them.*sequence_dims=",
     ),
-    "no batch": (["text"], {}, r"TypeError: cp.step\(\) needs tensors in a dict, tuple.*got a str"),
+    "no batch": (
+        ["text"],
+        {},
+        r"TypeError: cp.step\(\) got a str, but needs tensors in",
+    ),
     "unknown sequence dim": (
         [{"input_ids": TOKENS, "weights": torch.ones(2, 3, 12)}],
         {},
         r"`weights` of shape \(2, 3, 12\), whose dim 2 is as long.*"
-        r"sequence_dims=\{'weights': 2\} to cut it, \{'weights': None\} to keep it whole",
+        r"sequence_dims=\{'weights': 2\} to shard it, \{'weights': None\} to keep it full",
     ),
     "unknown sequence dim, nested": (
         [{"input_ids": TOKENS, "extra": {"weights": [torch.ones(12)]}}],
         {},
-        r"`extra.weights.0` of shape \(12,\).*sequence_dims=\{'extra.weights.0': 0\} to cut it",
+        r"`extra.weights.0` of shape \(12,\).*sequence_dims=\{'extra.weights.0': 0\} to shard it",
     ),
     "a list that should be cut": (
         [{"input_ids": TOKENS, "labels": TOKENS.tolist()}],
         {},
-        r"TypeError: `labels` holds a sequence and would be cut along dim 1, but is a list",
+        r"TypeError: `labels` holds a sequence and would be sharded along dim 1, but is a list",
     ),
     "one row without a batch": (
         [{"input_ids": TOKENS[0]}],
         {},
-        r"`input_ids` has shape \(12,\), but rows lie in a batch.*unsqueeze",
+        r"`input_ids` has shape \(12,\), but needs a batch dim.*unsqueeze",
     ),
     "packed rows told by positions of three axes": (
         [{"input_ids": TOKENS, "position_ids": (TOKENS % 6).expand(3, 2, 12)}],
@@ -89,13 +94,13 @@ STEP_CASES = {
             }
         ],
         {},
-        r"documents in two ways that disagree: `document_ids` and `position_ids` differ in row 0 "
-        r"at position 6",
+        r"in two ways that disagree: `document_ids` and `position_ids` differ in sample 0 at "
+        r"position 6",
     ),
     "documents that come back": (
         [{"input_ids": TOKENS, "document_ids": (TOKENS % 12 // 4 % 2).long()}],
         {},
-        "Row 0 of `document_ids` uses id 0 again at position 8",
+        "Sample 0 of `document_ids` uses id 0 again at position 8",
     ),
     "documents of a wrong shape": (
         [{"input_ids": TOKENS, "document_ids": torch.zeros(2, 12)}],
@@ -105,22 +110,22 @@ STEP_CASES = {
     "lengths of several rows": (
         [{"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 12])}],
         {},
-        r"`cu_seq_lens_q` describes one row, but the batch has 2. Use `document_ids`",
+        r"`cu_seq_lens_q` describes one sample, but the batch has 2. Use `document_ids`",
     ),
     "lengths that fall": (
         [{"input_ids": TOKENS[:1], "cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}],
         {},
-        r"must rise from 0 to at most the row's 12 tokens, but is \[0, 8, 5, 12\]",
+        r"must increase from 0 to at most the sequence length 12, but is \[0, 8, 5, 12\]",
     ),
     "a 4-D mask": (
         [{"input_ids": TOKENS, "attention_mask": torch.ones(2, 12, 12)}],
         {},
-        r"`attention_mask` of shape \(2, 12, 12\) cannot be cut: give \[batch, 12\]",
+        r"`attention_mask` of shape \(2, 12, 12\) cannot be sharded: give \[batch, 12\]",
     ),
     "documents in the attention mask": (
         [{"input_ids": TOKENS, "attention_mask": TOKENS}],
         {},
-        r"holds values from 0 to 23, but knows only 1 for tokens and 0 for padding",
+        r"holds values from 0 to 23, but may only hold 1 for tokens and 0 for padding",
     ),
     "other values on another rank": (
         [{"input_ids": TOKENS}, {"input_ids": TOKENS + 1}],
@@ -150,11 +155,11 @@ def test_all_ranks_refuse_a_bad_batch(ranks, name):
 @pytest.mark.parametrize(
     ("bad", "pattern"),
     [
-        ({"input_ids": TOKENS[:, :0]}, "rows of length 0"),
+        ({"input_ids": TOKENS[:, :0]}, "sequences of length 0"),
         ({"input_ids": TOKENS, "labels": TOKENS.to_sparse()}, "."),
         ({"input_ids": TOKENS, "cu_seq_lens_q": object()}, "."),
     ],
-    ids=["refused", "cannot be cut", "cannot be read"],
+    ids=["refused", "cannot be sharded", "cannot be read"],
 )
 def test_a_bad_batch_on_one_rank_is_refused_by_all(ranks, bad, pattern):
     good = {"input_ids": TOKENS}
@@ -177,7 +182,7 @@ def test_a_bad_batch_in_one_group_stops_the_groups_beside_it(ranks):
     good, bad = {"input_ids": TOKENS}, {"input_ids": TOKENS[:, :0]}
     messages = ranks(4).run(data_axis_message, [good, bad], timeout=20)
     assert all("Another context-parallel group of this job" in m for m in messages[:2])
-    assert all("rows of length 0" in m for m in messages[2:])
+    assert all("sequences of length 0" in m for m in messages[2:])
 
 
 def build_message(arguments):
@@ -194,7 +199,7 @@ BUILD_CASES = {
     "layout": ({"mesh": None, "layout": "spiral"}, "layout='spiral' is unknown. Use one of"),
     "balance": (
         {"mesh": None, "balance": Mask(causal=True, documents=torch.zeros(8).long())},
-        r"balance=...\) holds for all batches, but got a mask .* of one row. Give settings only",
+        r"balance=...\) applies to all batches, but got a mask .* of one batch. Give settings only",
     ),
     "mesh": (
         {"mesh": 8},
@@ -236,10 +241,10 @@ def swap_messages():
 def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
     for messages in ranks(2).run(swap_messages):
         assert (
-            "ulysses_size=3 does not divide the 2 ranks that share a row. Use one of [1, 2]."
+            "ulysses_size=3 does not divide the 2 ranks that share a sequence. Use one of [1, 2]."
             in (messages[0])
         )
-        assert "Leave it out; or name what keys do between neighbourhoods" in messages[1]
+        assert "Leave it out; or choose the algorithm between Ulysses groups" in messages[1]
         assert "('cp_between', 'cp_inside') says that 2 ranks swap tokens" in messages[2]
         assert "But 1 are asked for" in messages[2]
         assert "But all are asked for" in messages[3]
@@ -248,7 +253,7 @@ def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
 def build_on_two_axes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_between", "cp_inside"))
     cp = ContextParallel(mesh, algorithm="ring")
-    return cp.describe_algorithm(), cp.cp_size, cp.cp_rank
+    return name_algorithm(cp.options.algorithm, cp.groups), cp.cp_size, cp.cp_rank
 
 
 def test_a_mesh_of_two_axes_that_share_rows(ranks):

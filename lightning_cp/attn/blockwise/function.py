@@ -33,9 +33,10 @@ from lightning_cp.attn.accumulators import (
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Scores
 from lightning_cp.attn.kv_exchange import Found, KeyValues, Shard, fetch, give_back
 from lightning_cp.attn.plan import Block, Plan, Stage
-from lightning_cp.comm.transport import GradientWire, Transport, nothing
-from lightning_cp.geometry.mask import Range
+from lightning_cp.comm.transport import Transport, nothing
+from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import check_mark, enter_backward_of, refuse_second_derivative
+from lightning_cp.options import GradientWire
 from lightning_cp.torch_private import plain_functions
 
 

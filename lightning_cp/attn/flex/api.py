@@ -38,10 +38,11 @@ from lightning_cp.attn.flex.mods import (
 )
 from lightning_cp.attn.flex.remote_kv import Way, whole_row
 from lightning_cp.attn.ulysses import Swap, build_swap, to_heads, to_tokens
-from lightning_cp.comm.transport import GradientWire, Transport
+from lightning_cp.comm.transport import Transport
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.guards import check_lengths, check_recomputable, check_recompute
+from lightning_cp.options import GradientWire
 from lightning_cp.precision import as_autocast
 from lightning_cp.step import Step
 from lightning_cp.torch_private import outside_graphs, without_modes
@@ -170,7 +171,7 @@ class _Asked(NamedTuple):
 
 def _attend_in(step: Step, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Attended:
     score_mod, block_mask, scale, wants, kernel_options = asked
-    held_len, short = q.shape[2], step.layout.local_len - q.shape[2]
+    tensor_len, short = q.shape[2], step.layout.local_len - q.shape[2]
     mask, swap, inside = _row_mask(block_mask, q, step), swap_of(step, q, k), step.groups.inside
     batch, heads = q.shape[:2]
     mask_mod = None if mask is None else mask.mask_mod
@@ -183,7 +184,7 @@ def _attend_in(step: Step, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> At
     place, heads, plain = place_of(step, swap), q.shape[1], is_plain(q, step.kernel)
     if heads == 0:  # more ranks than heads: nothing to do, but a part in what all do in backward
         nothing = v[..., 0].to(accumulation_dtype(v.dtype))
-        return _to_tokens(Attended(v, nothing, nothing.detach()), step, swap, held_len, wants)
+        return _to_tokens(Attended(v, nothing, nothing.detach()), step, swap, tensor_len, wants)
     mods = build_mods(
         mask, score_mod, place, batch=batch, heads=heads, device=q.device, fused=not plain
     )
@@ -201,7 +202,7 @@ def _attend_in(step: Step, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> At
         uid=step.uid,
         gradient_wire=step.gradient_wire,
     )
-    return _to_tokens(found, step, swap, held_len, wants)
+    return _to_tokens(found, step, swap, tensor_len, wants)
 
 
 def swap_of(step: Step, q: Tensor, k: Tensor) -> Swap | None:
@@ -227,7 +228,7 @@ def place_of(step: Step, swap: Swap | None) -> Place:
 
 
 def _to_tokens(
-    found: Attended, step: Step, swap: Swap | None, held_len: int, wants: AuxRequest
+    found: Attended, step: Step, swap: Swap | None, tensor_len: int, wants: AuxRequest
 ) -> Attended:
     """Return all heads of this rank's tokens, without padding that its tensors do not show."""
 
@@ -236,11 +237,11 @@ def _to_tokens(
             return None
         if swap is not None:
             x = to_tokens(x.unsqueeze(-1), swap, step.groups.inside).squeeze(-1)
-        return x.narrow(2, 0, held_len)
+        return x.narrow(2, 0, tensor_len)
 
     out = found.out if swap is None else to_tokens(found.out, swap, step.groups.inside)
     return Attended(
-        out.narrow(2, 0, held_len),
+        out.narrow(2, 0, tensor_len),
         numbers(found.lse, wants.lse),
         numbers(found.max_scores, wants.max_scores),
     )

@@ -32,9 +32,11 @@ from lightning_cp.attn.flex.mods import (
 )
 from lightning_cp.attn.flex.remote_kv import Arriving, Way, bring, whole_row
 from lightning_cp.attn.plan import Stage, build_plan, num_places
-from lightning_cp.comm.transport import GradientWire, Transport
+from lightning_cp.comm.transport import Transport
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Bounds, IntArray, Range
+from lightning_cp.geometry.ranges import IntArray, Range
+from lightning_cp.options import GradientWire
 from lightning_cp.torch_private import without_modes
 
 SHORT_ROW = 16384

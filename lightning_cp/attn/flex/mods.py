@@ -22,8 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.flex.closure_key import identity_of
 from lightning_cp.attn.flex.kernel import MaskMod, Mods, ScoreMod, build_block_mask
+from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Bounds, IntArray, Range
+from lightning_cp.geometry.ranges import IntArray, Range
 
 BLOCK_SIZE = 128
 """Queries and keys of a block, as FlexAttention has them by default."""
@@ -446,7 +447,7 @@ def _build_seen(bounds: Bounds, place: Place, keys: Keys) -> _Seen:
     at_first, at_last = (np.searchsorted(keys.positions, end) for end in (first, last))
     is_gapless = (at_last - at_first == last - first).all()
     assert is_gapless, "the key buffer misses a key, or is not sorted"  # noqa: S101
-    real = np.zeros((bounds.num_rows, keys.buffer_len), np.bool_)
+    real = np.zeros((bounds.num_samples, keys.buffer_len), np.bool_)
     real[:, : len(keys.positions)] = (np.diff(bounds.real_before) > 0)[:, keys.positions]
     for gap in keys.gaps:
         real[:, slice(*gap)] = False

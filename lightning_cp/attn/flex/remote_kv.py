@@ -25,10 +25,11 @@ from lightning_cp.attn.kv_exchange import (
     scatter_row,
 )
 from lightning_cp.attn.plan import Stage
-from lightning_cp.comm.transport import GradientWire, Transport
+from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Range
+from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import check_mark, enter_backward_of, refuse_second_derivative
+from lightning_cp.options import GradientWire
 from lightning_cp.torch_private import plain_functions
 
 

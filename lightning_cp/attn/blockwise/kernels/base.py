@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_cp.attn.plan import Block, PlacedTile
-from lightning_cp.geometry.mask import Bounds, IntArray, Range
+from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.ranges import IntArray, Range
 
 
 @dataclass(frozen=True, slots=True)

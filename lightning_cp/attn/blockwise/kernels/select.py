@@ -7,7 +7,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES
-from lightning_cp.geometry.mask import Bounds
-from lightning_cp.options import check_choice
+from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.options import KernelName, check_choice
 from lightning_cp.torch_private import can_compile
-
-KernelName = Literal["auto", "cpu", "cudnn", "flash", "flex", "reference"]
 
 # Fastest first; the last refuses nothing.
 _KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), ReferenceKernel())
