@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_patches.enable import enable, is_enabled
+from hf_patches.guard import guarded
 from lightning_cp.adapters import Handle
 
 
@@ -32,6 +34,10 @@ class HuggingFaceAdapter:
     def enable(self, module: nn.Module) -> Handle:
         """Enable it, unless the user has done so."""
         return Kept() if is_enabled(module) else enable(module)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Refuse models that are not enabled, inside a ``with`` block."""
+        return guarded()
 
     def output_dims(self, output: object) -> Mapping[str, int]:
         """Return the sequence dims of a model's output: of logits and hidden states of tokens."""

@@ -5,13 +5,11 @@ Shapes: B batch, H query heads, K key heads, L tokens of this rank, S of the row
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_patches.mask_reader import mask_of_step
@@ -180,21 +178,6 @@ def _mask(module: nn.Module, given: object, step: Step) -> tuple[Mask, Tensor | 
     return StepMask(documents=False, padding=False, step=step), bias.detach()
 
 
-def _guarded(stock: Callable[..., Any], **given: Any) -> Any:
-    """Build a stock mask, but not for a model that is not enabled and sees a part of the rows."""
-    if active() is not None:
-        raise ValueError(
-            f"A model of type '{given['config'].model_type}' runs inside a step and is not "
-            "enabled: it would see this rank's tokens only. Call hf_patches.enable(model) first "
-            "(the strategy does so for models that are submodules of the LightningModule); a model "
-            "that shall see whole rows runs under `with cp.paused():`."
-        )
-    return stock(**given)
-
-
-for _stock_name, _ours in NAMES.items():
+for _ours in NAMES.values():
     AttentionInterface.register(_ours, attend)
     AttentionMaskInterface.register(_ours, mask_of_step)
-    _mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name)
-    if _mask_function is not None:
-        AttentionMaskInterface.register(_stock_name, partial(_guarded, _mask_function))

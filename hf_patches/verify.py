@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.enable import enable, is_enabled
@@ -163,17 +164,23 @@ def _masks_of_float32() -> Iterator[None]:
     Its softmax is in float32, where that of float64 is infinite: a token that sees nothing would
     turn into NaN.
     """
-    stock = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    registered, override = AttentionMaskInterface(), ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    is_local = override is not registered["eager"]
 
-    def build(*args: Any, **given: Any) -> Any:
-        wide = given.get("dtype") is torch.float64
-        return stock(*args, **given | ({"dtype": torch.float32} if wide else {}))
+    def build(*args: Any, **options: Any) -> Any:
+        stock = override if is_local else registered["eager"]  # guarded while a step is open
+        if options.get("dtype") is torch.float64:
+            options["dtype"] = torch.float32
+        return stock(*args, **options)
 
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = build
     try:
         yield
     finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]  # type: ignore[no-untyped-call]
+        if is_local:
+            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = override
+        else:
+            del ALL_MASK_ATTENTION_FUNCTIONS["eager"]  # type: ignore[no-untyped-call]
 
 
 def _hint(model: nn.Module) -> str:

@@ -6,7 +6,8 @@ under the library's name: it is loaded only in jobs that have imported the libra
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Protocol
 
@@ -45,12 +46,23 @@ class Adapter(Protocol):
 
 
 def load_adapters() -> list[Adapter]:
-    """Return the adapters of the libraries that are in use.
-
-    Once loaded, an adapter also refuses its library's models in steps that it has not prepared.
-    """
+    """Return the adapters of the libraries that are in use."""
     found = {point.value: point for point in (_OURS, *entry_points(group=ADAPTERS))}
     return [point.load() for point in found.values() if point.name in sys.modules]
+
+
+@contextmanager
+def guarded(adapters: Iterable[Adapter]) -> Iterator[None]:
+    """Let adapters refuse, while a step is open, models that they have not prepared.
+
+    An adapter that cannot tell needs no ``guard``.
+    """
+    with ExitStack() as stack:
+        for adapter in adapters:
+            guard = getattr(adapter, "guard", None)
+            if guard is not None:
+                stack.enter_context(guard())
+        yield
 
 
 def output_dims(adapters: Iterable[Adapter], output: object) -> Mapping[str, int]:

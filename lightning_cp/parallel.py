@@ -295,7 +295,12 @@ class ContextParallel:
         if self._adapters is None:  # not earlier: models may be imported after this was built
             self._adapters = adapters.load_adapters()
         guards.forget_backward()
-        with active_step.activate(opened), routing.enabled(), checkpoint_contexts(_recompute):
+        with (
+            adapters.guarded(self._adapters),
+            active_step.activate(opened),
+            routing.enabled(),
+            checkpoint_contexts(_recompute),
+        ):
             yield
 
     @contextmanager
@@ -329,7 +334,8 @@ class ContextParallel:
                 yield whole
             return
         guards.forget_backward()
-        with active_step.activate(opened), routing.flex_detour:
+        guard = adapters.guarded(self._adapters or ())
+        with guard, active_step.activate(opened), routing.flex_detour:
             yield whole
 
     def _open(

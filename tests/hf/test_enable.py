@@ -8,11 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, T5Config
+from transformers import AttentionMaskInterface, AutoModelForCausalLM, T5Config, masking_utils
 from transformers import T5ForConditionalGeneration as T5
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from hf_patches import enable, forward
+from hf_patches import enable, forward, guard
 from hf_patches.probe import find_mixing
 from lightning_cp import ContextParallel
 from lightning_cp import loss as loss_module
@@ -395,6 +395,51 @@ def test_a_model_that_is_not_enabled_is_refused_in_a_step(cp, batch, attention):
         loss_in_step(model, cp, tokens(batch))
     with cp.step(batch), cp.paused():
         model(**tokens(batch))
+
+
+def mask_functions():
+    return {name: AttentionMaskInterface()[name] for name in guard.STOCK_NAMES}
+
+
+def test_stock_mask_functions_are_guarded_while_a_step_is_open_only(cp, batch):
+    before = mask_functions()
+    assert before["sdpa"] is masking_utils.sdpa_mask
+    handle = enable(zoo.build_model("llama"))
+    assert mask_functions() == before
+    with cp.step(batch):
+        assert mask_functions()["sdpa"] is not before["sdpa"]
+        with cp.step(batch):
+            pass
+        assert mask_functions()["sdpa"] is not before["sdpa"]
+    assert mask_functions() == before
+    handle.undo()
+    assert mask_functions() == before
+
+
+def test_a_guard_is_installed_once_and_removed_once():
+    before = mask_functions()
+    installed = guard.install_guard()
+    guarded = mask_functions()
+    assert all(guarded[name] is not before[name] for name in before)
+    again = guard.install_guard()
+    assert mask_functions() == guarded
+    again.remove()  # it found a guard: that one stays
+    assert mask_functions() == guarded
+    installed.remove()
+    assert mask_functions() == before
+    installed.remove()
+    assert mask_functions() == before
+
+
+def test_mask_functions_that_were_registered_under_a_guard_stay():
+    before = mask_functions()
+    installed = guard.install_guard()
+    AttentionMaskInterface.register("eager", before["sdpa"])
+    try:
+        installed.remove()
+        assert mask_functions() == {**before, "eager": before["sdpa"]}
+    finally:
+        AttentionMaskInterface.register("eager", before["eager"])
 
 
 def test_losses_of_ones_own_are_refused(cp, batch):

@@ -16,7 +16,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModel, LlamaForCausalLM
+from transformers import AttentionMaskInterface, AutoModel, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_patches
 from hf_patches.__main__ import build_batch, build_model, main
@@ -214,6 +215,25 @@ def test_verify_leaves_no_trace(cp):
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
     assert all(torch.equal(x, batch[key]) for key, x in whole.items())
     assert not is_enabled(model)
+
+
+def test_a_local_mask_function_of_the_user_survives(cp):
+    calls = []
+
+    def build(*args, **kwargs):
+        calls.append(kwargs["dtype"])
+        return AttentionMaskInterface()["eager"](*args, **kwargs)
+
+    model, batch = given(Job("gemma2", "left"))
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = build
+    try:
+        assert hf_patches.verify(model, batch, cp=cp).passed
+        assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is build
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    assert calls
+    assert hf_patches.verify(model, batch, cp=cp).passed
+    assert "eager" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
 
 
 def test_an_enabled_model_stays_enabled(cp):
