@@ -50,10 +50,10 @@ _DTYPES: Final = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m hf_patches") -> argparse.ArgumentParser:
     """Build the parser; each command sets ``run``, which returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m hf_patches",
+        prog=prog,
         description="Tools for Hugging Face models under context parallelism.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -382,9 +382,14 @@ def _rank() -> int:
     return dist.get_node_local_rank(fallback_rank=0) if dist.is_torchelastic_launched() else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
-    args = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m hf_patches") -> int:
+    """Run a command and return the exit status.
+
+    Args:
+        argv: as on a command line; that of this process when None.
+        prog: what help texts call the program.
+    """
+    args = build_parser(prog).parse_args(argv)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

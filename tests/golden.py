@@ -146,7 +146,7 @@ def _hugging_face() -> Iterator[Case]:
         job = hf.Job(name, "packed", enabling=(("chunked_loss", enabling),))
         yield f"hf chunked loss {job} on 3", 3, _hf_step, (job,)
     for reentrant in (False, True):
-        job = hf.Job("gpt_oss", "packed", dtype=torch.float64, checkpointing=reentrant)
+        job = hf.Job("gpt_oss", "packed", checkpointing=reentrant)
         yield f"hf recomputed {reentrant} {job} on 3", 3, _hf_step, (job,)
 
 
