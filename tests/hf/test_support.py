@@ -1,4 +1,4 @@
-"""The table of architectures: whole, without repeats, and what the README says."""
+"""The table of architectures: complete, without repeats, and as in the docs."""
 
 import ast
 import inspect
@@ -9,11 +9,10 @@ import pytest
 
 from hf_patches import support
 from hf_patches.support import ARCHITECTURES, Architecture
-from hf_patches.table import BEGIN, END, main, rewrite, support_table
 from tests.parity import zoo
+from tests.parity.table import BEGIN, END, main, rewrite, support_table
 
-README = Path(__file__).parents[2] / "README.md"
-COMMAND = "python -m hf_patches.table README.md"
+ROOT = Path(__file__).parents[2]
 
 
 def written_names():
@@ -29,9 +28,11 @@ def written_names():
         yield from names.split()
 
 
-def test_readme_holds_the_table():
-    text = README.read_text()
-    assert rewrite(text, support_table(ARCHITECTURES)) == text, f"Run `{COMMAND}`."
+def test_the_docs_hold_the_table():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    (page,) = (page for page in pages if BEGIN in page.read_text())
+    text, command = page.read_text(), f"python -m tests.parity.table {page.relative_to(ROOT)}"
+    assert rewrite(text, support_table(ARCHITECTURES)) == text, f"Run `{command}`."
 
 
 def test_no_architecture_is_in_the_table_twice():
@@ -69,7 +70,7 @@ def test_rows_say_what_to_know_and_why_not():
 
 
 def test_a_page_without_marks_is_refused():
-    with pytest.raises(ValueError, match="no place for the table: write <!-- support table: begin"):
+    with pytest.raises(ValueError, match="no marks for the table: write <!-- support table: begin"):
         rewrite(f"{END} {BEGIN}", "new")
 
 

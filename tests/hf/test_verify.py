@@ -20,9 +20,10 @@ from transformers import AttentionMaskInterface, AutoModel, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_patches
-from hf_patches.__main__ import build_batch, build_model, main
+from hf_patches.__main__ import main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
+from hf_patches.trial import build_batch, build_model
 from lightning_cp import ContextParallel
 from lightning_cp.verification import Report
 from tests.parity import hf, zoo
@@ -326,7 +327,7 @@ def test_a_loss_is_needed(cp):
 def test_a_batch_without_a_scored_token_is_refused(cp):
     model, batch = given(Job("llama"))
     batch["labels"][:, 1:] = -100  # the first has nothing before it
-    with pytest.raises(ValueError, match="No token of this batch is scored"):
+    with pytest.raises(ValueError, match="No token of this batch has a label"):
         hf_patches.verify(model, batch, cp=cp)
 
 
@@ -387,9 +388,9 @@ def test_one_process_verifies_and_says_that_this_is_little(command, configs):
     config = configs / "llama" / "config.json"
     status, said, _ = command("verify", "--model", config, "--length", 40, "--packed")
     assert status == 0
-    assert said.startswith("LlamaForCausalLM, random weights, 2 packed rows\n")
+    assert said.startswith("LlamaForCausalLM, random weights, 2 packed sequences\n")
     assert "passed: the same numbers on 1 rank, rows of 40 tokens" in said
-    assert "This was one process, which compares little" in said
+    assert "This was one process, so nothing was sharded" in said
 
 
 def test_weights_are_loaded_where_there_are_some(command, tmp_path):
@@ -398,7 +399,7 @@ def test_weights_are_loaded_where_there_are_some(command, tmp_path):
         "verify", "--model", tmp_path / "bert", "--length", 20, "--padded", "right"
     )
     assert status == 0
-    assert said.startswith("BertForMaskedLM, loaded weights, 2 right padded rows\n")
+    assert said.startswith("BertForMaskedLM, loaded weights, 2 right padded sequences\n")
 
 
 def test_other_numbers_are_status_1(command, configs):
@@ -413,20 +414,20 @@ def test_other_numbers_are_status_1(command, configs):
     [
         (["--model", "nowhere"], "There is no nowhere. Give a folder with a config.json"),
         (["--model", "{empty}"], "There is no config.json in"),
-        (["--model", "{adapter}"], "It holds a PEFT adapter: give the folder of the model"),
+        (["--model", "{adapter}"], "It holds a PEFT adapter: give the folder of its base model"),
         (["--model", "{unknown}"], "has model type `unheard_of` but Transformers does not"),
         (["--model", "{invalid}"], "Field 'hidden_size' expected int, got str"),
-        (["--model", "{llama}", "--length", "1"], "No token of this batch is scored"),
+        (["--model", "{llama}", "--length", "1"], "No token of this batch has a label"),
         (["--model", "{mamba}"], "cannot run under context parallelism: its state-space layers"),
         (["--model", "{llama}", "--head", "masked"], "Choose --head from: causal, sequence"),
-        (["--model", "{llama}", "--head", "sequence", "--packed"], "'sequence' scores rows"),
+        (["--model", "{llama}", "--head", "sequence", "--packed"], "'sequence' scores full"),
         (["--model", "{llama}", "--length", "257"], "--length 257 is more than the 256 positions"),
         (["--model", "{roberta}", "--length", "255"], "Give --length 254 or less"),
-        (["--model", "{llama}", "--length", "0"], "--length: '0': give a whole number of at least"),
-        (["--model", "{llama}", "--batch-size", "two"], "'two': give a whole number"),
+        (["--model", "{llama}", "--length", "0"], "--length: '0': give an integer of at least"),
+        (["--model", "{llama}", "--batch-size", "two"], "'two': give an integer"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line_and_status_2(command, configs, tmp_path, args, message):
+def test_a_user_error_is_one_line_and_status_2(command, configs, tmp_path, args, message):
     places = {name: configs / name for name in ("llama", "mamba", "roberta")}
     for name, file, text in (
         ("empty", "notes.txt", ""),
@@ -508,7 +509,7 @@ def test_torchrun_prints_one_table(configs):
     done = torchrun("--model", configs / "gpt_oss", *args)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("passed: the same numbers on 2 ranks, rows of 64 tokens") == 1
-    assert done.stdout.count("rows\n") == 1
+    assert done.stdout.count("sequences\n") == 1
 
 
 @pytest.mark.ranks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of architectures, made from `support.py`.
+"""The table of supported architectures for the docs, generated from `hf_patches/support.py`.
 
-    python -m hf_patches.table README.md
+    python -m tests.parity.table README.md
 
-rewrites what lies between the two marks. Pure text: what was measured is in docs/support.md.
+replaces the text between the two marks.
 """
 
 import argparse
@@ -19,7 +19,7 @@ END: Final = "<!-- support table: end -->"
 
 
 def support_table(architectures: Mapping[str, Architecture]) -> str:
-    """Return a markdown table: a row per feature, then a row per reason to refuse.
+    """Return a markdown table: one line per feature, then one per reason to refuse.
 
     Example:
         >>> known = {
@@ -45,7 +45,7 @@ def support_table(architectures: Mapping[str, Architecture]) -> str:
 
 
 def _features(known: Architecture) -> str:
-    """Return what a served model's row is called; empty for one that is refused."""
+    """Return the title of a supported model's line; empty for one that is refused."""
     if not known.is_served:
         return ""
     features = known.features or "full attention"
@@ -53,7 +53,7 @@ def _features(known: Architecture) -> str:
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Gather names under their titles, the largest group first; an empty title is left out."""
+    """Group names by title, the largest group first; skip empty titles."""
     groups: dict[str, list[str]] = {}
     for title, name in pairs:
         if title:
@@ -74,13 +74,13 @@ def rewrite(page: str, table: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"The page has no place for the table: write {BEGIN} and {END} into it.")
+        raise ValueError(f"The page has no marks for the table: write {BEGIN} and {END} into it.")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Rewrite the table in a page."""
-    parser = argparse.ArgumentParser(prog="python -m hf_patches.table")
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.table")
     parser.add_argument("page", type=Path, help="a markdown file that has both marks")
     page: Path = parser.parse_args(arguments).page
     page.write_text(rewrite(page.read_text(), support_table(ARCHITECTURES)))
