@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models under context parallelism: `enable(model)`, `verify` to see the numbers."""
+"""Hugging Face models under context parallelism: `enable(model)` and `verify(model, batch)`."""
 
 from hf_patches.enable import Handle, enable
 from hf_patches.verify import verify

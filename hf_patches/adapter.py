@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the strategy finds us: the entry point of the group `lightning_cp.adapters`."""
+"""The entry point of the group `lightning_cp.adapters`, by which the strategy finds us."""
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,11 +11,12 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_patches.enable import enable, is_enabled
+from hf_patches.guard import guarded
 from lightning_cp.adapters import Handle
 
 
-class Kept:
-    """The user's own doing, which is not ours to undo."""
+class NoOpHandle:
+    """The handle of a model that the user has enabled; teardown leaves it enabled."""
 
     def undo(self) -> None:
         """Leave the model enabled."""
@@ -24,35 +26,38 @@ class HuggingFaceAdapter:
     """Enables the Hugging Face models inside a LightningModule."""
 
     def matches(self, module: nn.Module) -> bool:
-        """Say whether a module is a model of transformers, or PEFT's around one."""
+        """Return whether a module is a transformers model, or a PEFT model around one."""
         module = getattr(module, "_orig_mod", module)  # compiled
         peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
         return peft or isinstance(module, PreTrainedModel)
 
     def enable(self, module: nn.Module) -> Handle:
-        """Enable it, unless the user has done so."""
-        return Kept() if is_enabled(module) else enable(module)
+        """Enable a model, unless the user has done so."""
+        return NoOpHandle() if is_enabled(module) else enable(module)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Refuse models that are not enabled, inside a ``with`` block."""
+        return guarded()
 
     def output_dims(self, output: object) -> Mapping[str, int]:
-        """Return the sequence dims of a model's output: of logits and hidden states of tokens."""
+        """Return the sequence dims of a model's output, by key."""
         if not isinstance(output, ModelOutput):
             return {}
         logits = output.get("logits")
-        scores_tokens = isinstance(logits, Tensor) and logits.dim() > 2  # else it scores rows
+        scores_tokens = isinstance(logits, Tensor) and logits.dim() > 2  # else it scores sequences
         states = {"last_hidden_state": 1, "hidden_states": 1}
         return {**states, "logits": 1} if scores_tokens else states
 
     def describe(self, module: nn.Module) -> dict[str, Any]:
-        """Return how PEFT's adapters were made, which their weights do not tell, for `export`."""
+        """Return the configs of PEFT adapters, which `export` needs besides their weights."""
         if not hasattr(module, "get_base_model"):
             return {}
         configs: Mapping[str, Any] = module.peft_config  # type: ignore[assignment]
-        written = {name: _written(config) for name, config in configs.items()}
-        return {"peft_config": written}
+        return {"peft_config": {name: _as_json(config) for name, config in configs.items()}}
 
 
-def _written(config: Any) -> Any:
-    """Return a config as its JSON file holds it."""
+def _as_json(config: Any) -> Any:
+    """Return a config as its JSON file would hold it."""
 
     def plain(value: object) -> object:
         return sorted(value) if isinstance(value, set | frozenset) else str(value)
@@ -61,4 +66,4 @@ def _written(config: Any) -> Any:
 
 
 adapter = HuggingFaceAdapter()
-"""What the entry point names."""
+"""The object that the entry point names."""

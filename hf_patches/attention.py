@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registered attention function: what a layer asks for, over the whole row.
+"""The attention function that we register with transformers: attends over the full sequence.
 
-Shapes: B batch, H query heads, K key heads, L tokens of this rank, S of the row, D head dims.
+Shapes: B batch, H query heads, K key/value heads, L local length, S sequence length, D head dim.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_patches.mask_reader import mask_of_step
-from hf_patches.names import NAMES, active, find_in_files, stock_name
+from hf_patches.names import NAMES, active, find_in_modules, stock_name
 from hf_patches.positions import temperature
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attention
@@ -24,7 +22,7 @@ from lightning_cp.guards import check_recompute
 from lightning_cp.precision import as_autocast
 from lightning_cp.step import Step, StepMask
 
-# What layers pass that says nothing about who sees whom, or says again what the mask says.
+# Arguments of layers that do not change which keys a query sees, or repeat what the mask holds.
 _HARMLESS: Final = {
     "cache_position",
     "cu_seq_lens_k",
@@ -59,22 +57,22 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over the whole row with this rank's tokens; outside of a step, as the model did.
+    """Attend to the full sequence with this rank's queries; outside of a step, as the stock model.
 
     Args:
-        module: the layer that asks.
+        module: the attention layer.
         query: [B, H, L, D].
         key: [B, K, L, D].
         value: [B, K, L, Dv].
-        attention_mask: what our mask function returned, a ready mask [B, H or 1, L, S], or None.
+        attention_mask: what our mask function returned, a dense mask [B, H or 1, L, S], or None.
         scaling: factor on the scores.
-        dropout: refused in words if there is any.
-        softcap: bends the scores.
+        dropout: must be 0; any other value raises.
+        softcap: softcap of the scores.
         s_aux: [H], the logits of attention sinks.
-        others: what else the layer passes; refused if it could matter.
+        others: other arguments of the layer; those that could change the result raise.
 
     Returns:
-        [B, L, H, Dv], and None for the weights, which nobody has seen whole.
+        [B, L, H, Dv], and None for the attention weights, which no rank holds.
     """
     if isinstance(attention_mask, StepMask):
         step: Step | None = attention_mask.step
@@ -113,10 +111,10 @@ def attend(
 
 
 def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    eager = find_in_files(type(module), "eager_attention_forward")
+    eager = find_in_modules(type(module), "eager_attention_forward")
     name = stock_name(module.config)  # type: ignore[arg-type]
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    return found
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function
 
 
 def _check(
@@ -125,76 +123,58 @@ def _check(
     unknown = sorted(
         name
         for name, value in others.items()
-        if name not in _HARMLESS and (isinstance(value, Tensor) or name in _CHOICES)
+        if name not in _HARMLESS and (isinstance(value, Tensor) or name in _SPARSE)
     )
     unknown = [name for name in unknown if others[name] is not None]
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} was given {', '.join(unknown)}, which may choose or change "
-            "what a token sees and are not known here: leaving them out could train another model. "
-            "If the model does not know them either, do not pass them; else run it on whole rows: "
-            "`with cp.paused():`."
+            f"{type(module).__name__} got {', '.join(unknown)}, which may change what a token sees "
+            "and are not supported: ignoring them could train another model. If the model ignores "
+            "them, do not pass them; else run it on full sequences: `with cp.paused():`."
         )
     if others.get("output_attentions"):
         raise ValueError(
-            "output_attentions=True inside a step: no rank sees the attention weights of a whole "
-            "row. Leave it out, or look at them on whole rows: `with cp.paused():`."
+            "output_attentions=True inside a step: no rank holds the attention weights of a full "
+            "sequence. Leave it out, or use full sequences: `with cp.paused():`."
         )
     if query.shape[2] != key.shape[2] or query.shape[2] != step.tensor_len:
         raise ValueError(
             f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} keys "
-            f"inside a step whose ranks hold {step.tensor_len} tokens per row each. Give the "
-            "model what cp.step(...) yields, without past_key_values; generate(), images and "
-            "cross-attention go under `with cp.paused():`."
+            f"inside a step whose ranks hold {step.tensor_len} tokens per sequence each. Pass what "
+            "cp.step(...) yields, without past_key_values; run generate(), images and "
+            "cross-attention under `with cp.paused():`."
         )
 
 
-# Refused whatever they are: sparse attention that a function may ignore without a word.
-_CHOICES: Final = {"indices", "block_indices", "position_bias"}
+# Refused whatever their type: sparse attention, which a function may silently ignore.
+_SPARSE: Final = {"indices", "block_indices", "position_bias"}
 
 
-def _mask(module: nn.Module, given: object, step: Step) -> tuple[Mask, Tensor | None]:
-    """Return the mask of the whole row, and what is added to the scores."""
-    if isinstance(given, StepMask):
-        return given, None
-    if given is None:
-        # The layer asked for no mask: then it means all tokens, or all before it.
+def _mask(module: nn.Module, mask: object, step: Step) -> tuple[Mask, Tensor | None]:
+    """Return the mask over the full sequence, and the bias that is added to the scores."""
+    if isinstance(mask, StepMask):
+        return mask, None
+    if mask is None:
+        # A layer without a mask sees all tokens, or all up to its own.
         causal = bool(getattr(module, "is_causal", True))
         return StepMask(causal=causal, step=step), None
     tensor_len, seq_len = step.tensor_len, step.layout.seq_len
-    if not isinstance(given, Tensor) or given.shape[-2:] != (tensor_len, seq_len):
-        what = (
-            f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        )
+    if not isinstance(mask, Tensor) or mask.shape[-2:] != (tensor_len, seq_len):
+        what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"{type(module).__name__} got an attention mask {what} inside a step whose ranks hold "
-            f"{tensor_len} of {seq_len} tokens. A ready mask has this rank's queries and the keys "
-            f"of the whole row: [batch, 1, {tensor_len}, {seq_len}]; put it into the batch whole, "
-            "as `attention_mask`, and cp.step(...) cuts it so."
+            f"{tensor_len} of {seq_len} tokens. A dense mask has this rank's queries and the keys "
+            f"of the full sequence: [batch, 1, {tensor_len}, {seq_len}]; put the full mask into "
+            "the batch, as `attention_mask`, and cp.step(...) shards it."
         )
-    if given.dtype == torch.bool:
-        bias = torch.zeros(given.shape, dtype=torch.float32, device=given.device)
-        bias = bias.masked_fill(~given, NEVER)
+    if mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        bias = bias.masked_fill(~mask, NEVER)
     else:
-        bias = given
+        bias = mask
     return StepMask(documents=False, padding=False, step=step), bias.detach()
 
 
-def _guarded(stock: Callable[..., Any], **given: Any) -> Any:
-    """Build a stock mask, but not for a model that is not enabled and sees a part of the rows."""
-    if active() is not None:
-        raise ValueError(
-            f"A model of type '{given['config'].model_type}' runs inside a step and is not "
-            "enabled: it would see this rank's tokens only. Call hf_patches.enable(model) first "
-            "(the strategy does so for models that are submodules of the LightningModule); a model "
-            "that shall see whole rows runs under `with cp.paused():`."
-        )
-    return stock(**given)
-
-
-for _stock_name, _ours in NAMES.items():
+for _ours in NAMES.values():
     AttentionInterface.register(_ours, attend)
     AttentionMaskInterface.register(_ours, mask_of_step)
-    _mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(_stock_name)
-    if _mask_function is not None:
-        AttentionMaskInterface.register(_stock_name, partial(_guarded, _mask_function))

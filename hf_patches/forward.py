@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model does with its hidden states, and its loss: the forward of an enabled model.
+"""The forward method of an enabled model: its head and its loss inside a step.
 
 Heads that score tokens (language models, token classification) run on this rank's tokens, without
-labels; the loss is then the mean over the tokens of all ranks. Heads that score rows (sequence
-classification, question answering) run on whole rows, on every rank alike.
+labels; the loss is then the mean over the tokens of all ranks. Heads that score sequences (sequence
+classification, question answering) run on full sequences, replicated on every rank.
 """
 
 import copy
@@ -20,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_patches.input_checks import check_agreed, check_call
+from hf_patches.input_checks import check_agreed, check_call, name_arguments, parameters_of
 from hf_patches.moe_loss import balance_loss
 from hf_patches.names import active
-from hf_patches.positions import name_arguments, parameters_of
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.loss import (
@@ -35,19 +34,19 @@ from lightning_cp.loss import (
 )
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
 
-HeadKind = Literal["next token", "same token", "row", "none"]
-"""Against what a head's outputs are scored."""
+HeadKind = Literal["next token", "same token", "sequence", "none"]
+"""What a label belongs to: the next token, the same token or the sequence."""
 
 ChunkedLoss = Literal["auto", "always", "never"]
-"""Whether the loss is computed without holding all logits."""
+"""Whether the loss is computed in chunks, without all logits in memory."""
 
 MARK: Final = "_lightning_cp"
-"""Under which name an enabled model carries what it must know."""
+"""The attribute of an enabled model that holds its `Enabled`."""
 
-# Logits of a rank that take more than this in float32 are never held at once.
+# In training, "auto" computes the loss in chunks if a rank's float32 logits take more bytes.
 LARGEST_LOGITS: Final = 4 * CHUNK_NUMBERS
 
-_OURS: Final = (
+_NOT_FOR_MODEL: Final = (
     "document_ids",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -62,14 +61,14 @@ _SEQUENCES: Final = ("input_ids", "inputs_embeds", "attention_mask", "token_type
 
 @dataclass
 class Enabled:
-    """What an enabled model carries with it.
+    """The state of an enabled model.
 
     Args:
-        head: against what its outputs are scored.
-        base: the path of the part that computes hidden states; empty if it is the model itself.
-        chunked_loss: whether the logits are never held whole: always, never, or for long rows.
-        forward: a forward of the instance's own that was there before, if any.
-        hooks: what was hung into the model.
+        head: what a label belongs to.
+        base: path of the submodule that computes hidden states; empty for the model itself.
+        chunked_loss: as in `enable`.
+        forward: the instance's own ``forward`` before `enable`, if it had one.
+        hooks: the hooks that `enable` has registered.
     """
 
     head: HeadKind
@@ -80,31 +79,30 @@ class Enabled:
 
 
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Run an enabled model: cut inside a step, as it was outside."""
+    """Run an enabled model: sharded inside a step, as the stock model outside."""
     step = active()
     enabled: Enabled = model.__dict__[MARK]
-    given = name_arguments(model, args, kwargs)
-    given.pop("document_ids", None)  # the user's batch may hold them; models do not know them
+    arguments = name_arguments(model, args, kwargs)
+    arguments.pop("document_ids", None)  # part of a batch, but not an argument of models
     if step is None:
-        return _stock(model)(**given)
-    check_call(model, given, step)
-    check_agreed(model, given, step, scores_words=enabled.head == "next token")
-    for name in _OURS:
-        given.pop(name, None)
-    as_tuple = given.get("return_dict") is False
-    given["return_dict"] = True
-    score = _score_rows if enabled.head == "row" else _score_tokens
-    output = score(model, enabled, given, step)
+        return _stock(model)(**arguments)
+    check_call(model, arguments, step)
+    check_agreed(model, arguments, step, labels_are_ids=enabled.head == "next token")
+    for name in _NOT_FOR_MODEL:
+        arguments.pop(name, None)
+    as_tuple = arguments.get("return_dict") is False
+    arguments["return_dict"] = True
+    score = _score_sequences if enabled.head == "sequence" else _score_tokens
+    output = score(model, enabled, arguments, step)
     return output.to_tuple() if as_tuple else output
 
 
 def _stock(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the forward that the model had."""
-    own = model.__dict__[MARK].forward
-    if own is not None:
-        found: Callable[..., Any] = own
-        return found
-    # Not a bound method: the compiler would look it up on the instance, and find ours.
+    """Return the forward method that the model had before `enable`."""
+    override: Callable[..., Any] | None = model.__dict__[MARK].forward
+    if override is not None:
+        return override
+    # Not a bound method: the compiler would look it up on the instance and find ours.
     return partial(type(model).forward, model)
 
 
@@ -112,36 +110,36 @@ def _stock(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def _score_tokens(
-    model: PreTrainedModel, enabled: Enabled, given: dict[str, Any], step: Step
+    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
 ) -> Any:
-    labels, shift = given.pop("labels", None), enabled.head == "next token"
-    shifted = given.pop("shift_labels", None)
+    labels, shift = arguments.pop("labels", None), enabled.head == "next token"
+    shifted = arguments.pop("shift_labels", None)
     if shifted is not None:
         labels, shift = shifted, False
     stock = _stock(model)
     if labels is None or enabled.head == "none":
-        output = stock(**given)
+        output = stock(**arguments)
         auxiliary = balance_loss(model, output, step)
         if auxiliary is not None:
             output["aux_loss"] = auxiliary[0]
         return output
     if _is_chunked(model, enabled, labels, step):
-        output, loss = _chunked(model, enabled, given, labels, shift=shift)
+        output, loss = _chunked(model, enabled, arguments, labels, shift=shift)
     else:
-        output = stock(**given)
+        output = stock(**arguments)
         loss = token_mean(output.logits, labels, shift=shift)
     auxiliary = balance_loss(model, output, step)
     if auxiliary is not None:
         output["aux_loss"], coefficient = auxiliary
         loss = loss + coefficient * output["aux_loss"].to(loss.dtype)
-        # The sum is logged with the weight of its tokens too.
+        # The sum is logged with the weight of its tokens as well.
         step.losses.append(LossMark(loss.detach(), step.losses[-1].num_tokens))
-    # The loss comes first in an output, also if it was added last.
+    # The loss is the first entry of an output, even if it was added last.
     return type(output)(**{"loss": loss, **{k: v for k, v in output.items() if k != "loss"}})
 
 
 def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: Step) -> bool:
-    """Say whether to go from hidden states to the loss without holding the logits."""
+    """Return whether to compute the loss in chunks."""
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if enabled.chunked_loss == "never" or head is None or not enabled.base:
         return False
@@ -151,31 +149,31 @@ def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: 
     num_tokens = labels.shape[0] * step.layout.local_len  # the same on all ranks
     if not step.training or 4 * num_tokens * vocabulary <= LARGEST_LOGITS:
         return False
-    # A head that gathers its own weights for each call would do so for each piece.
+    # A head that gathers its sharded weights for each call would do so for each chunk.
     return not any(isinstance(p, DTensor) for p in head.parameters())
 
 
-class _Part(nn.Module):
-    """Stands in for the part of a model that computes hidden states, for one call."""
+class _Replacement(nn.Module):
+    """Replaces the submodule that computes hidden states, for one call."""
 
-    def __init__(self, real: nn.Module, answer: Callable[..., Any]) -> None:
+    def __init__(self, real: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["real"] = real  # not a child: nothing but this call may know it
-        self.__dict__["answer"] = answer
+        self.__dict__["real"] = real  # not a child: parameters must not be found twice
+        self.__dict__["function"] = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["answer"](*args, **kwargs)
+        return self.__dict__["function"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["real"], name)
 
 
 @contextmanager
-def _stand_in(model: PreTrainedModel, base: str, answer: Callable[..., Any]) -> Iterator[None]:
-    """Let something else answer for a part of a model."""
+def _replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Call a function in place of a submodule."""
     path, _, name = base.rpartition(".")
     owner, real = model.get_submodule(path), model.get_submodule(base)
-    owner._modules[name] = _Part(real, answer)
+    owner._modules[name] = _Replacement(real, function)
     try:
         yield
     finally:
@@ -183,7 +181,7 @@ def _stand_in(model: PreTrainedModel, base: str, answer: Callable[..., Any]) -> 
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
-    """Return a part's output with other hidden states."""
+    """Return the output of a submodule with other hidden states."""
     if isinstance(output, ModelOutput):
         changed = copy.copy(output)
         changed[next(iter(output))] = hidden
@@ -194,37 +192,37 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 def _chunked(
     model: PreTrainedModel,
     enabled: Enabled,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     labels: Tensor,
     *,
     shift: bool,
 ) -> tuple[Any, Tensor]:
-    """Compute the loss piece by piece, with the model's own head: whatever it does to logits."""
+    """Compute the loss in chunks, with the model's own head: also one that changes its logits."""
     stock, base = _stock(model), enabled.base
     real = model.get_submodule(base)
-    found: list[Any] = []
+    outputs: list[Any] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
         output = real(*args, **kwargs)
-        found.append(output)
+        outputs.append(output)
         return _with_hidden(output, output[0][:, :1])  # the head sees one token
 
-    with _stand_in(model, base, record):
-        output = stock(**given)
-    (parts,), parameters = found, _head_parameters(model, real)
+    with _replaced(model, base, record):
+        output = stock(**arguments)
+    (states,), parameters = outputs, _head_parameters(model, real)
 
-    asked = dict(given)
+    head_arguments = dict(arguments)
     if "output_router_logits" in parameters_of(type(model).forward):
-        asked["output_router_logits"] = False
+        head_arguments["output_router_logits"] = False
 
     def head(hidden: Tensor) -> Tensor:
-        with _stand_in(model, base, lambda *_, **__: _with_hidden(parts, hidden)):
-            logits: Tensor = stock(**asked).logits
+        with _replaced(model, base, lambda *_, **__: _with_hidden(states, hidden)):
+            logits: Tensor = stock(**head_arguments).logits
         return logits
 
     loss = chunked_token_mean(
         head,
-        parts[0],
+        states[0],
         labels,
         parameters=parameters,
         shift=shift,
@@ -235,66 +233,72 @@ def _chunked(
 
 
 def _head_parameters(model: PreTrainedModel, base: nn.Module) -> list[Tensor]:
-    """Return what comes after the hidden states; a tied table of words is in both."""
+    """Return the parameters after the hidden states; tied embeddings are in both parts."""
     inside = {id(p) for p in base.parameters()}
-    own = {id(p): p for p in model.parameters() if id(p) not in inside}
+    outside = {id(p): p for p in model.parameters() if id(p) not in inside}
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    own |= {id(p): p for p in head.parameters()}
-    return list(own.values())
+    outside |= {id(p): p for p in head.parameters()}
+    return list(outside.values())
 
 
-# ---------------------------------------------------------------- heads that score rows
+# ---------------------------------------------------------------- heads that score sequences
 
 
-def _score_rows(model: PreTrainedModel, enabled: Enabled, given: dict[str, Any], step: Step) -> Any:
-    """Run the head on whole rows, the same on every rank."""
+def _score_sequences(
+    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+) -> Any:
+    """Run the head on full sequences, replicated on every rank."""
     if step.documents is not None and (step.documents > 0).any():
         raise ValueError(
-            f"{type(model).__name__} scores rows, but the batch holds rows of several documents. "
-            "Give each document a row of its own."
+            f"{type(model).__name__} scores full sequences, but the batch holds sequences of "
+            "several documents. Give each document its own sequence."
         )
     layout, transport = step.layout, step.groups.context
     real = model.get_submodule(enabled.base)
-    local = {name: given[name] for name in _SEQUENCES if isinstance(given.get(name), Tensor)}
-    whole = {
+    local = {
+        name: arguments[name] for name in _SEQUENCES if isinstance(arguments.get(name), Tensor)
+    }
+    full = {
         name: unshard(x, 1, layout=layout, transport=transport, uid=step.uid)
         for name, x in local.items()
     }
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        asked = name_arguments(real, args, kwargs)
-        cut = {name: local.get(name, x) if x is not None else x for name, x in asked.items()}
-        output = real(**cut)
-        rows = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
-        return _with_hidden(output, rows)
+        base_arguments = name_arguments(real, args, kwargs)
+        sharded = {
+            name: local.get(name, x) if x is not None else x for name, x in base_arguments.items()
+        }
+        output = real(**sharded)
+        hidden = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
+        return _with_hidden(output, hidden)
 
-    with _stand_in(model, enabled.base, compute):
-        output = _stock(model)(**{**given, **whole})
+    with _replaced(model, enabled.base, compute):
+        output = _stock(model)(**{**arguments, **full})
     loss = output.get("loss")
     if loss is not None:
-        rows = _num_scored(given, step).to(loss.device)
-        # The mean over no rows is NaN; it counts for nothing.
-        total = torch.where(rows > 0, loss, torch.zeros_like(loss)) * rows
-        output["loss"] = global_mean(total, rows)
+        count = _num_scored(arguments, step).to(loss.device)
+        # The mean over no sequence is NaN, and has weight 0.
+        total = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
+        output["loss"] = global_mean(total, count)
     return output
 
 
-def _num_scored(given: Mapping[str, Any], step: Step) -> Tensor:
-    """Return over how many rows a head's loss is the mean: those that have an answer."""
-    labels, starts = given.get("labels"), given.get("start_positions")
+def _num_scored(arguments: Mapping[str, Any], step: Step) -> Tensor:
+    """Return the number of sequences that a head's loss averages: those that have an answer."""
+    labels, starts = arguments.get("labels"), arguments.get("start_positions")
     device = step.position_ids.device
     if isinstance(starts, Tensor):
         length = step.layout.seq_len
-        ends = given["end_positions"].flatten()
+        ends = arguments["end_positions"].flatten()
         counts = torch.stack([(starts.flatten() < length).sum(), (ends < length).sum()])
         uneven = (counts[0] != counts[1]).double().reshape(1)
         if step.training:
             step.groups.data.all_reduce(uneven)
         if uneven.item() and step.groups.data.size > 1:
             raise ValueError(
-                "Some answers start inside of their row and end outside of it, or the other way "
-                "round: such rows cannot be weighed over several data ranks. Set both positions "
-                "to the length of the row, which leaves it out."
+                "Some answers start inside of their sequence and end outside of it, or vice versa: "
+                "such sequences cannot be weighted over several data ranks. Set both positions to "
+                "the sequence length, which excludes the sequence."
             )
         return counts[0]
     if isinstance(labels, Tensor) and not labels.is_floating_point():
@@ -302,8 +306,8 @@ def _num_scored(given: Mapping[str, Any], step: Step) -> Tensor:
     return torch.tensor(step.batch_size, device=device)
 
 
-def whole_rows(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Give a pooler, which looks at the first token, whole rows."""
+def unshard_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Give a pooler, which reads the first token, full sequences."""
     step = active()
     if step is None:
         return None
@@ -311,14 +315,13 @@ def whole_rows(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | No
     if x.dim() == 3 and x.shape[1] == step.tensor_len:
         return (unshard(x, 1, layout=layout, transport=transport, uid=step.uid), *args[1:])
     if x.dim() == 2 and isinstance(pooler, nn.Linear):
-        # The model has taken the first token itself (ALBERT): that of the rank that holds it.
+        # The model has selected the first token (ALBERT): take it from the rank that holds it.
         ranks = build_layout("contiguous", seq_len=step.cp_size, cp_size=step.cp_size)
         firsts = unshard(x.unsqueeze(1), 1, layout=ranks, transport=transport, uid=step.uid)
         owner = [layout.ranges(rank)[0].start for rank in range(step.cp_size)].index(0)
         return (firsts[:, owner], *args[1:])
     raise ValueError(
         f"{type(pooler).__name__} got a tensor of shape {tuple(x.shape)} to pool inside a step "
-        f"whose ranks hold {step.tensor_len} tokens per row: what it makes of this rank's tokens "
-        "is not known. Build the model without it (add_pooling_layer=False), or use "
-        "`with cp.paused():`."
+        f"whose ranks hold {step.tensor_len} tokens per sequence, and is not supported. Build the "
+        "model without it (add_pooling_layer=False), or use `with cp.paused():`."
     )

@@ -1,102 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of an enabled model may hold inside a step.
+"""Checks of what an enabled model is called with inside a step.
 
-Some of it is wrong on all ranks alike; some only one rank can see, and then all must hear of it.
+Some problems are visible on every rank; `check_agreed` finds those that only one rank sees, and
+raises on all ranks.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_patches.names import is_ours
-from hf_patches.positions import FILLED
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data.sharding import shard
 from lightning_cp.step import IGNORED_LABEL, Step
+from lightning_cp.torch_private import constant_in_graphs
 
-_NO_TEXT: Final = ("input_features", "image_sizes", "encoder_hidden_states")
+FILLED: Final = "filled position ids"
+"""Key of `Step.cache`: position ids that our hooks filled in, which are not the caller's."""
+
+_NOT_TEXT: Final = ("input_features", "image_sizes", "encoder_hidden_states")
+_ID_NAMES: Final = ("input_ids", "labels")
+
+_parameters: dict[Callable[..., Any], tuple[str, ...]] = {}
 
 
-def check_call(model: PreTrainedModel, given: Mapping[str, Any], step: Step) -> None:
-    """Refuse what cannot be served; whatever is wrong here is wrong on all ranks."""
+@constant_in_graphs
+def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parameters of a forward method, without ``*args`` and ``**kwargs``."""
+    if forward not in _parameters:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        _parameters[forward] = tuple(p.name for p in parameters if p.kind in named)
+    return _parameters[forward]
+
+
+def name_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call of a module, all by name."""
+    return dict(zip(parameters_of(type(module).forward), args, strict=False)) | kwargs
+
+
+def check_call(model: PreTrainedModel, arguments: Mapping[str, Any], step: Step) -> None:
+    """Raise for arguments that are not supported; every rank sees the same problem."""
     implementation = model.config.get_text_config()._attn_implementation
     if not is_ours(implementation):
         raise ValueError(
-            f"{type(model).__name__} is enabled, but its attention has been set to "
-            f"'{implementation}' since, which sees this rank's tokens only. Leave it, or "
-            "choose it first and call enable(model) then."
+            f"{type(model).__name__} is enabled, but its attention has since been set to "
+            f"'{implementation}', which sees this rank's tokens only. Set it before calling "
+            "enable(model)."
         )
-    if given.get("labels") is not None and "_loss_function" in model.__dict__:
+    if arguments.get("labels") is not None and "_loss_function" in model.__dict__:
         raise ValueError(
             f"{type(model).__name__}.loss_function has been replaced, and would see this rank's "
             "tokens only. Call the model without labels and compute the loss from its logits: "
             "token_mean() from lightning_cp, or global_mean() from lightning_cp.loss."
         )
     for name, default in (("ignore_index", -100), ("label_smoothing", 0.0)):
-        if given.get(name, default) != default:
+        if arguments.get(name, default) != default:
             raise ValueError(
-                f"{name}={given[name]!r} is not known to the loss of an enabled model, which "
-                "ignores labels of -100. Change the labels, or compute the loss from the logits: "
-                "token_mean() or global_mean() of lightning_cp.loss."
+                f"{name}={arguments[name]!r} is not supported by the loss of an enabled model, "
+                "which ignores labels of -100. Change the labels, or compute the loss from the "
+                "logits: token_mean() or global_mean() of lightning_cp.loss."
             )
-    if given.get("past_key_values") is not None or given.get("use_cache"):
+    if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
         raise ValueError(
-            "past_key_values or use_cache=True inside a step: a cache of keys would hold this "
-            "rank's tokens only. Leave them out; generate() goes under `with cp.paused():`."
+            "past_key_values or use_cache=True inside a step: a KV cache would hold this rank's "
+            "tokens only. Leave them out; call generate() under `with cp.paused():`."
         )
-    kept = given.get("logits_to_keep")
-    if isinstance(kept, Tensor) or kept:
+    logits_to_keep = arguments.get("logits_to_keep")
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep:
         raise ValueError(
-            f"logits_to_keep={kept!r} inside a step counts from the end of this rank's tokens, not "
-            "of the row. Leave it out, and take what you need from cp.unshard(logits, dim=1); the "
-            "loss of long rows is computed without holding all logits."
+            f"logits_to_keep={logits_to_keep!r} inside a step counts from the end of this rank's "
+            "tokens, not of the sequence. Leave it out, and select from cp.unshard(logits, dim=1); "
+            "the loss of long sequences is computed without holding all logits."
         )
-    if given.get("num_items_in_batch") is not None:
+    if arguments.get("num_items_in_batch") is not None:
         raise ValueError(
             "num_items_in_batch inside a step: the loss is already the mean over the tokens of all "
-            "ranks, and over accumulated batches where the strategy trains. Leave it out."
+            "ranks, and over accumulated batches under the strategy. Leave it out."
         )
-    for name, value in given.items():
-        if value is not None and ("pixel" in name or name in _NO_TEXT):
+    for name, value in arguments.items():
+        if value is not None and ("pixel" in name or name in _NOT_TEXT):
             raise ValueError(
-                f"`{name}` inside a step: inputs other than text are not supported yet. Use "
-                "`with cp.paused():` for whole rows."
+                f"`{name}` inside a step: inputs other than text are not supported yet. Use full "
+                "sequences: `with cp.paused():`."
             )
     for name in ("input_ids", "inputs_embeds"):
-        x = given.get(name)
+        x = arguments.get(name)
         if isinstance(x, Tensor) and x.shape[1] != step.tensor_len:
             raise ValueError(
-                f"The model got {x.shape[1]} tokens per row (`{name}`) inside a step whose ranks "
-                f"hold {step.tensor_len} each. Give it what cp.step(...) yields; whole rows "
-                "(generate(), another batch) go under `with cp.paused():`."
+                f"The model got {x.shape[1]} tokens per sequence (`{name}`) inside a step whose "
+                f"ranks hold {step.tensor_len} each. Pass what cp.step(...) yields; run full "
+                "sequences (generate(), another batch) under `with cp.paused():`."
             )
 
 
 def check_agreed(
-    model: PreTrainedModel, given: Mapping[str, Any], step: Step, *, scores_words: bool
+    model: PreTrainedModel, arguments: Mapping[str, Any], step: Step, *, labels_are_ids: bool
 ) -> None:
-    """Refuse, on all ranks, masks and positions that the step does not know, and wrong ids.
+    """Raise on all ranks for ids out of range, and for masks or positions that the step lacks.
 
-    What the step has yielded is known to be right; all ranks run the same code, so they all come
-    here or none does.
+    Tensors that the step has yielded are correct. All ranks run the same code, so all of them reach
+    the collective or none does.
     """
     problems = []
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2 and _is_new("attention_mask", mask, step):
         padding = torch.zeros(1, step.layout.seq_len, dtype=torch.bool)
         if step.padding is not None:
             padding = torch.from_numpy(step.padding)
         problems.append((_differs(mask == 0, padding, step), "attention_mask"))
     if isinstance(positions, Tensor) and _is_new("position_ids", positions, step):
-        other = positions.shape[-1] != step.position_ids.shape[-1] or bool(
+        differs = positions.shape[-1] != step.position_ids.shape[-1] or bool(
             ((positions != step.position_ids) & _is_real(step, positions)).any()
         )
-        problems.append((other, "position_ids"))
+        problems.append((differs, "position_ids"))
     if step.is_checked:
-        problems += [(bad, name) for name, bad in _ids_out_of_range(model, given, scores_words)]
+        problems += [
+            (bad, name) for name, bad in _ids_out_of_range(model, arguments, labels_are_ids)
+        ]
     if not problems:
         return
     flags = any_rank([bad for bad, _ in problems], step.groups.context)
@@ -106,45 +133,42 @@ def check_agreed(
         if name in _ID_NAMES:
             raise ValueError(
                 f"`{name}` hold ids outside of the vocabulary of {type(model).__name__}: 0 to "
-                f"{model.config.get_text_config().vocab_size - 1}, for labels also -100. Look at "
-                "the tokenizer, and at tokens that were added to it."
+                f"{model.config.get_text_config().vocab_size - 1}, for labels also -100. Check "
+                "the tokenizer, and tokens that were added to it."
             )
         raise ValueError(
             f"The model got `{name}` that the batch of this step did not hold: documents and "
-            "padding are read from the batch, for the whole row. Put them into the batch, in the "
-            "data set or the collate function."
+            "padding of the full sequence are read from the batch. Put them into the batch, in the "
+            "dataset or the collate function."
         )
 
 
-_ID_NAMES: Final = ("input_ids", "labels")
-
-
 def _is_new(name: str, x: Tensor, step: Step) -> bool:
-    """Say whether a tensor is neither from the batch nor from us."""
-    ours = (*step.yielded.get(name, ()), step.position_ids, *step.cache.get(FILLED, ()))
-    return all(x is not known for known in ours)
+    """Return whether a tensor comes neither from the batch nor from our hooks."""
+    known = (*step.yielded.get(name, ()), step.position_ids, *step.cache.get(FILLED, ()))
+    return all(x is not tensor for tensor in known)
 
 
 def _is_real(step: Step, x: Tensor) -> Tensor:
-    """Return bool [L] beside ``x``: nobody's word on our own padding counts."""
+    """Return bool [L] on the device of ``x``: False for the padding that we append."""
     return step.layout.is_real(step.cp_rank).to(x.device)
 
 
-def _differs(mask: Tensor, whole: Tensor, step: Step) -> bool:
+def _differs(mask: Tensor, full: Tensor, step: Step) -> bool:
     if mask.shape[1] != step.tensor_len:
         return True
-    known = shard(whole, 1, layout=step.layout, rank=step.cp_rank).to(mask.device)
-    return bool(((mask != known) & _is_real(step, mask)).any())
+    expected = shard(full, 1, layout=step.layout, rank=step.cp_rank).to(mask.device)
+    return bool(((mask != expected) & _is_real(step, mask)).any())
 
 
 def _ids_out_of_range(
-    model: PreTrainedModel, given: Mapping[str, Any], scores_words: bool
+    model: PreTrainedModel, arguments: Mapping[str, Any], labels_are_ids: bool
 ) -> Iterator[tuple[str, bool]]:
-    """Say which ids are not in the vocabulary: only the rank that holds one would stop at it."""
+    """Yield which ids are outside of the vocabulary: only the rank that holds one would fail."""
     size = getattr(model.config.get_text_config(), "vocab_size", None)
-    names = _ID_NAMES if scores_words else _ID_NAMES[:1]
+    names = _ID_NAMES if labels_are_ids else _ID_NAMES[:1]
     for name in names:
-        x = given.get(name)
+        x = arguments.get(name)
         if isinstance(x, Tensor) and isinstance(size, int) and x.numel():
-            low = torch.where(x == IGNORED_LABEL, 0, x) if name == "labels" else x
-            yield name, bool((low < 0).any() | (x >= size).any())
+            ids = torch.where(x == IGNORED_LABEL, 0, x) if name == "labels" else x
+            yield name, bool((ids < 0).any() | (x >= size).any())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which names attention is registered, and when it is ours.
+"""The names under which our attention is registered, and helpers that read configs.
 
-An enabled model carries our name for good, since activation checkpointing asks for it again in
-backward. Outside of steps we pass on to what the model used before, which the name tells: it stays
-true in copies and pickles of the model.
+An enabled model keeps our name outside of steps too, since activation checkpointing looks it up
+again in backward. Outside of steps we call the implementation that the model had before; the name
+encodes which, and so survives copying and pickling of the model.
 """
 
 import sys
@@ -23,27 +23,27 @@ NAMES: Final = {
     "flash_attention_4": "lightning_cp_fa4",
     "flex_attention": "lightning_cp_flex",
 }
-"""Our name for each implementation that a model may have used before."""
+"""Our name for each implementation that a model may have had."""
 
 STOCK: Final = {ours: stock for stock, ours in NAMES.items()}
-"""And back."""
+"""The implementation for each of our names."""
 
 
 def active() -> Step | None:
-    """Return the step in which enabled models are cut; None where they are as they were."""
+    """Return the step in which enabled models run sharded; None where they run as stock models."""
     step = active_step.current()
     return None if step is None or step.is_stock else step
 
 
 def is_ours(implementation: str | None) -> bool:
-    """Say whether a model carries one of our names."""
+    """Return whether an implementation is one of ours."""
     return implementation in STOCK
 
 
 def stock_name(config: PreTrainedConfig) -> str:
-    """Return what the model used before it was enabled.
+    """Return the implementation that the model had before it was enabled.
 
-    A softcap is part of the model, and only "eager" has it: what we are compared with must too.
+    In a reference step "eager" for a model with a softcap, since no other implementation has one.
     """
     name = STOCK.get(config._attn_implementation, config._attn_implementation)
     step = active_step.current()
@@ -52,17 +52,17 @@ def stock_name(config: PreTrainedConfig) -> str:
     return str(name)
 
 
-def find_in_files(cls: type, name: str) -> Any:
-    """Return what the file of a class, or of one that it is made from, calls ``name``; or None.
+def find_in_modules(cls: type, name: str) -> Any:
+    """Return ``name`` from the module that defines a class or one of its bases; None if absent.
 
-    FSDP2 and users put classes of their own in front of a model's.
+    FSDP2 and users subclass the model's class, in other modules.
     """
-    files = (sys.modules[owner.__module__] for owner in cls.__mro__)
-    return next((getattr(file, name) for file in files if hasattr(file, name)), None)
+    modules = (sys.modules[owner.__module__] for owner in cls.__mro__)
+    return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
 
 def text_key(model: PreTrainedModel) -> str:
-    """Return under which name the config holds that of the text; empty if it is the same."""
+    """Return the key of the text config in a model's config; empty if they are the same."""
     text = model.config.get_text_config()
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is text:
@@ -71,7 +71,7 @@ def text_key(model: PreTrainedModel) -> str:
 
 
 def implementations(model: PreTrainedModel) -> dict[str, str]:
-    """Return what the parts of a model that read text use for attention."""
+    """Return the attention implementations of a model and of its text config, by config key."""
     key = text_key(model)
     names = {"": str(model.config._attn_implementation)}
     if key:

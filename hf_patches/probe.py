@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find where tokens of a model meet outside of registered attention.
+"""A probe that finds modules which mix tokens outside of registered attention.
 
-Attention is replaced by a function of each token's own value, one token is changed, and every
-module is watched: where other tokens move although nothing reached the module from them, it mixes.
+Attention is replaced by a function of each token's own value, one token is changed, and the inputs
+and outputs of every module are compared: a module mixes if its output changes at other tokens while
+its input does not.
 """
 
 from collections.abc import Iterator
@@ -16,13 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from hf_patches.names import implementations
 
 PROBE: Final = "lightning_cp_probe"
-_LENGTHS: Final = (23, 131)  # that no other dim of a model has
+_LENGTHS: Final = (23, 131)  # unlike any other dim of a model
 
 
 def _own_value(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
 ) -> tuple[Tensor, None]:
-    """Return each token's own value, where attention would mix them."""
+    """Return the value of each token, in place of attention."""
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
@@ -36,22 +37,22 @@ AttentionMaskInterface.register(PROBE, _no_mask)
 
 
 def find_mixing(model: PreTrainedModel) -> list[str]:
-    """Return the names of the innermost modules in which tokens meet outside of attention.
+    """Return the names of the innermost modules that mix tokens outside of attention.
 
-    Runs the model on a few random tokens; its weights must be there. Mixing that reaches further
-    than a hundred tokens, or whose weights are 0, is not seen.
+    Runs the model on a few tokens, so it cannot be on the meta device. Mixing over more than a
+    hundred tokens, or with weights of 0, is not found.
 
     Args:
         model: a text model that is not enabled.
     """
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
-    found: list[str] = []
+    mixing: list[str] = []
     with _probing(model):
         for length in _LENGTHS:
-            found += _mixing(model, min(length, longest), config.vocab_size)
-    found = list(dict.fromkeys(found))
-    return [name for name in found if not any(_is_inside(other, name) for other in found)]
+            mixing += _mixing(model, min(length, longest), config.vocab_size)
+    mixing = list(dict.fromkeys(mixing))
+    return [name for name in mixing if not any(_is_inside(other, name) for other in mixing)]
 
 
 def _mixing(model: PreTrainedModel, length: int, vocab_size: int) -> list[str]:
@@ -59,14 +60,14 @@ def _mixing(model: PreTrainedModel, length: int, vocab_size: int) -> list[str]:
     changed = tokens.clone()
     at = length // 2
     changed[at] = (changed[at] + 1) % vocab_size
-    before, after = _watch(model, tokens[None]), _watch(model, changed[None])
+    before, after = _record(model, tokens[None]), _record(model, changed[None])
     if len(before) != len(after):
         return [""]
     pairs = zip(before, after, strict=True)
     return [
         name
-        for (name, given, made), (_, given_after, made_after) in pairs
-        if _moved(made, made_after, length) and not _moved(given, given_after, length)
+        for (name, inputs, outputs), (_, new_inputs, new_outputs) in pairs
+        if _differ(outputs, new_outputs, length) and not _differ(inputs, new_inputs, length)
     ]
 
 
@@ -74,7 +75,8 @@ def _is_inside(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
 
 
-Seen = tuple[str, list[Tensor], list[Tensor]]
+Call = tuple[str, list[Tensor], list[Tensor]]
+"""Name, inputs and outputs of a module."""
 
 
 @contextmanager
@@ -92,18 +94,18 @@ def _probing(model: PreTrainedModel) -> Iterator[None]:
             module.training = was
 
 
-def _watch(model: PreTrainedModel, tokens: Tensor) -> list[Seen]:
-    """Run a model and return what came into and out of each of its modules."""
-    seen: list[Seen] = []
+def _record(model: PreTrainedModel, tokens: Tensor) -> list[Call]:
+    """Run a model and return the inputs and outputs of each of its modules."""
+    calls: list[Call] = []
     with ExitStack() as stack:
         for name, module in model.named_modules():
 
-            def look(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                seen.append((name, list(_tensors((args, kwargs))), list(_tensors(output))))
+            def record(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                calls.append((name, list(_tensors((args, kwargs))), list(_tensors(output))))
 
-            stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
         model(input_ids=tokens)
-    return seen
+    return calls
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -117,15 +119,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _moved(before: list[Tensor], after: list[Tensor], length: int) -> bool:
-    """Say whether anything differs at a token that was not changed."""
+def _differ(before: list[Tensor], after: list[Tensor], length: int) -> bool:
+    """Return whether tensors differ at a token other than the changed one."""
     for one, other in zip(before, after, strict=False):
         if one.shape != other.shape:
             return True
         dims = [dim for dim, size in enumerate(one.shape) if size == length]
         if not dims:
             continue
-        others = [place for place in range(length) if place != length // 2]
+        others = [position for position in range(length) if position != length // 2]
         index = torch.tensor(others, device=one.device)
         x, y = one.index_select(dims[0], index), other.index_select(dims[0], index)
         if x.is_complex():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each architecture: one table, for `enable()`, the tests and the README.
+"""The table of architectures that are supported or refused, for `enable()`, tests and docs.
 
-Served are models whose tokens meet in registered attention only ("road 1"). The others say here
-where else their tokens meet.
+Supported are models that mix tokens in registered attention only. For the others the table says
+where else they mix tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ from hf_patches.forward import HeadKind
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of the models of one type.
+    """An entry of the table: the models of one type.
 
     Args:
-        features: what its attention has beside causal masks.
+        features: of its attention, besides causal masks.
         caveat: what to know before using it.
         refusal: why it cannot run under context parallelism; empty if it can.
-        scores: against which token its language-model head is scored.
+        scores: the token that a label of its language-model head belongs to.
     """
 
     features: str = ""
@@ -34,7 +34,7 @@ class Architecture:
 
     @property
     def is_served(self) -> bool:
-        """Say whether such models can be enabled."""
+        """Return whether such models can be enabled."""
         return not self.refusal
 
 
@@ -145,25 +145,25 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
         ),
     ]
 )
-"""By the model type of the config."""
+"""Entries by the model type of the config."""
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture | None:
-    """Return what is known of a model's type, None if nothing is."""
+    """Return the entry of a model's type; None for an unknown type."""
     return ARCHITECTURES.get(model.config.model_type)
 
 
 @lru_cache(maxsize=1)
 def _heads() -> Mapping[str, HeadKind]:
-    """Return, by class name, against what a head is scored."""
+    """Return what a label belongs to, by class name."""
     kinds: dict[str, HeadKind] = {}
     for mapping, kind in (
         ("MODEL_MAPPING_NAMES", "none"),
         ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "next token"),
         ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "same token"),
         ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "same token"),
-        ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "row"),
-        ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "row"),
+        ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence"),
+        ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "sequence"),
     ):
         for names in getattr(modeling_auto, mapping).values():
             for name in (names,) if isinstance(names, str) else names:
@@ -172,7 +172,7 @@ def _heads() -> Mapping[str, HeadKind]:
 
 
 def head_of(model: PreTrainedModel) -> HeadKind | None:
-    """Return against what a model's outputs are scored; None if its class is not known."""
+    """Return what a label of a model belongs to; None if its class is unknown."""
     for owner in type(model).__mro__:
         if owner.__name__ in _heads():
             kind = _heads()[owner.__name__]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify(model, batch, cp=cp)`: context parallelism against the model as it is without us.
+"""`verify(model, batch, cp=cp)`: context parallelism compared with the stock model.
 
-One batch, the loss and the gradient of every parameter. Knows what a Hugging Face model needs to
-run as it would without us, and in float64; `lightning_cp.verification` compares.
+One batch, the loss and the gradient of every parameter. Knows how to run a Hugging Face model as
+the stock model, and in float64; `lightning_cp.verification` compares.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.enable import enable, is_enabled
@@ -22,7 +23,7 @@ from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import TOLERANCES, Gradients, Report, compare, gradients
 
-# In these a float64 copy tells how much of a difference is rounding.
+# With these dtypes a float64 copy shows how much of a difference is rounding.
 _ROUNDED: Final = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -36,28 +37,29 @@ def verify(
     oracle: bool = True,
     allow_unknown: bool = False,
 ) -> Report:
-    """Compare loss and every gradient with those of the model as it is without us.
+    """Compare loss and every gradient with those of the stock model. Collective.
 
-    Every rank must call it. Dropout is off, gradients are set to None; a model that is not enabled
-    is so for the time being. The stock model gets whole rows, and each packed document as a row of
-    its own, on every rank.
+    Dropout is off and gradients are set to None; a model that is not enabled is enabled for the
+    comparison. The stock model runs on full sequences on every rank, with each packed document as
+    a sample of its own.
 
-    Where the parameters are whole, what is allowed is earned: the stock model runs in float64 too,
-    and context parallelism may be twice as far from that as the stock model is in its own
-    precision. Otherwise it is fixed, by the precision (`lightning_cp.verification.TOLERANCES`).
+    If the parameters are not sharded, the tolerance is measured: the stock model also runs in
+    float64, and the error of context parallelism may be twice that of the stock model in its own
+    precision. Otherwise it is fixed per dtype (`lightning_cp.verification.TOLERANCES`).
 
     Args:
-        model: from transformers, or PEFT's around one; plain, or sharded by FSDP2.
-        batch: a whole batch with labels, as for ``cp.step``; all data ranks take that of the first.
-        cp: how rows are shared.
-        max_len: rows are cut to this length, so that one rank can hold them; uncut when None.
-        tolerance: largest relative error of a gradient, instead of the earned one. Give one for
-            FSDP2's mixed precision, which parameters do not tell.
-        oracle: whether to run in float64. It takes a copy of the model on every rank.
-        allow_unknown: also take an architecture that is not in the table.
+        model: from transformers, or a PEFT model around one; may be sharded by FSDP2.
+        batch: a full batch with labels, as for ``cp.step``; all data ranks use that of the first.
+        cp: the ranks and their options.
+        max_len: truncate sequences to this length, so that one rank can hold them; None for full
+            sequences.
+        tolerance: largest relative error of a gradient, in place of the measured one. Give one for
+            FSDP2's mixed precision, which parameters do not show.
+        oracle: whether to run in float64, which takes a copy of the model on every rank.
+        allow_unknown: also accept an architecture that is not in the table.
 
     Returns:
-        What was found: ``report.passed``, and ``print(report)`` for a table.
+        The report: ``report.passed``, and ``print(report)`` for a table.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,12 +74,12 @@ def verify(
     """
     was_enabled = is_enabled(model)
     handle = enable(model, allow_unknown=allow_unknown)
-    some = next(model.parameters())
-    earns = oracle and tolerance is None and _has_float64(model)
-    if some.dtype == torch.float64 and tolerance is None:
+    parameter = next(model.parameters())
+    measured = oracle and tolerance is None and _has_float64(model)
+    if parameter.dtype == torch.float64 and tolerance is None:
         # Stock models compute norms, softmax and losses in float32 at best.
         tolerance = TOLERANCES[torch.float32]
-    devices = [some.device] if some.device.type == "cuda" else []
+    devices = [parameter.device] if parameter.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), _masks_of_float32():
             report = compare(
@@ -88,7 +90,7 @@ def verify(
                 max_len=max_len,
                 tolerance=tolerance,
                 stock=True,
-                exact=partial(_exact, model, cp) if earns else None,
+                exact=partial(_exact, model, cp) if measured else None,
                 hint=_hint(model),
             )
     finally:
@@ -96,32 +98,32 @@ def verify(
             handle.undo()
     if report.loss == 0 and math.isnan(report.whole_loss):
         raise ValueError(
-            "No token of this batch is scored, so there is nothing to compare: each label is -100, "
-            "or stands first in its document. Give longer rows, or others."
+            "No token of this batch has a label, so there is nothing to compare: each label is "
+            "-100, or belongs to the first token of a document. Give longer or other sequences."
         )
     return report
 
 
-def _loss(model: nn.Module, given: dict[str, Any]) -> Tensor:
-    loss = getattr(model(**given), "loss", None)
+def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    loss = getattr(model(**batch), "loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(
-            f"{type(model).__name__} returned no loss, and so there are no gradients to compare. "
-            f"Give a model with a head, and its labels: the batch holds {', '.join(given)}."
+            f"{type(model).__name__} returned no loss, so there are no gradients to compare. "
+            f"Give a model with a head, and its labels: the batch holds {', '.join(batch)}."
         )
     return loss
 
 
 def _has_float64(model: nn.Module) -> bool:
-    """Say whether a copy in float64 is the same model: whole tensors, of a lower precision."""
-    # Sharded and quantized parameters are of types of their own.
+    """Return whether a float64 copy is possible: unsharded parameters of a lower precision."""
+    # Sharded and quantized parameters have other types.
     return all(type(p) is nn.Parameter and p.dtype in _ROUNDED for p in model.parameters())
 
 
 def _without_blind_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the first token after padding: what stands before it sees nothing.
+    """Ignore the label of the first token after padding: the token before it sees no key.
 
-    Some stock attentions then return zeros, others the mean of everything.
+    For such a query some stock attention functions return zeros, others the mean of all values.
     """
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     if not isinstance(labels, Tensor) or not isinstance(mask, Tensor):
@@ -136,44 +138,52 @@ def _without_blind_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 def _exact(model: nn.Module, cp: ContextParallel, batch: dict[str, Any]) -> Gradients:
     """Run a float64 copy of the stock model.
 
-    A mixture of experts sends a token elsewhere if two experts score alike within the rounding.
-    Where the stock run does so, its gradients are far from these, and so may those of context
-    parallelism be. Where only ours does, they fail without a fault; hence `_hint`.
+    A mixture of experts routes a token differently if two experts have the same score within
+    rounding. If the stock run does so, its gradients are far from these, and those of context
+    parallelism may be as well. If only ours does, the comparison fails without a bug; hence
+    `_hint`.
     """
-    twin = copy.deepcopy(model).double()
-    handle = enable(twin)
+    wide_model = copy.deepcopy(model).double()
+    handle = enable(wide_model)
     inner = handle.model
-    inner.set_experts_implementation("eager")  # the others have no float64
+    inner.set_experts_implementation("eager")  # others do not support float64
     if STOCK[inner.config.get_text_config()._attn_implementation] not in ("eager", "sdpa"):
         handle.undo()
         inner.set_attn_implementation("eager")
-    wide = {
+    wide_batch = {
         key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
         for key, x in batch.items()
     }
-    device = next(twin.parameters()).device.type
+    device = next(wide_model.parameters()).device.type
     with torch.autocast(device, enabled=False):
-        return gradients(twin, partial(_loss, twin), cp.alone(wide, training=True, stock=True))
+        reference = cp.alone(wide_batch, training=True, stock=True)
+        return gradients(wide_model, partial(_loss, wide_model), reference)
 
 
 @contextmanager
 def _masks_of_float32() -> Iterator[None]:
-    """Let "eager" hide tokens by the lowest number of float32, also in a float64 model.
+    """Let "eager" mask with the lowest number of float32, also in a float64 model.
 
-    Its softmax is in float32, where that of float64 is infinite: a token that sees nothing would
-    turn into NaN.
+    Its softmax is in float32, where the lowest number of float64 is -inf: a query that sees no key
+    would yield NaN.
     """
-    stock = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    registered, override = AttentionMaskInterface(), ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    is_local = override is not registered["eager"]
 
-    def build(*args: Any, **given: Any) -> Any:
-        wide = given.get("dtype") is torch.float64
-        return stock(*args, **given | ({"dtype": torch.float32} if wide else {}))
+    def build(*args: Any, **options: Any) -> Any:
+        stock = override if is_local else registered["eager"]  # guarded while a step is open
+        if options.get("dtype") is torch.float64:
+            options["dtype"] = torch.float32
+        return stock(*args, **options)
 
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = build
     try:
         yield
     finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]  # type: ignore[no-untyped-call]
+        if is_local:
+            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = override
+        else:
+            del ALL_MASK_ATTENTION_FUNCTIONS["eager"]  # type: ignore[no-untyped-call]
 
 
 def _hint(model: nn.Module) -> str:
@@ -184,6 +194,6 @@ def _hint(model: nn.Module) -> str:
     if not any("expert" in name for name in parameters):
         return ""
     return (
-        "In low precision a router may send a token to another expert where two score alike: "
+        "In low precision a router may choose another expert where two have nearly the same score: "
         "compare a mixture of experts in float32."
     )

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m lightning_cp") -> argparse.ArgumentParser:
     """Build the parser; each command sets ``run``, which is called with the arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_cp", description="Tools for context-parallel training."
-    )
+    parser = argparse.ArgumentParser(prog=prog, description="Tools for context-parallel training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     consolidate = commands.add_parser(
         "consolidate",
@@ -38,9 +36,9 @@ def _consolidate(args: argparse.Namespace) -> None:
     consolidate(args.folder, args.out, overwrite=args.overwrite)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 2 for a user error."""
-    args = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m lightning_cp") -> int:
+    """Run a command and return the exit status: 2 for a user error."""
+    args = build_parser(prog).parse_args(argv)
     try:
         args.run(args)
     except (OSError, ValueError) as error:

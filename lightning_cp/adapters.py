@@ -7,7 +7,8 @@ A package that knows a library registers an adapter in the entry-point group
 
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib import metadata
 from importlib.metadata import EntryPoint
@@ -56,11 +57,22 @@ def entry_points(group: str) -> tuple[EntryPoint, ...]:
 
 
 def load_adapters() -> list[Adapter]:
-    """Return the adapters of the libraries that are in use.
-
-    Once loaded, an adapter also makes its library's models raise in steps if they are not prepared.
-    """
+    """Return the adapters of the libraries that are in use."""
     return [point.load() for point in entry_points(ADAPTERS) if point.name in sys.modules]
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Make models that no adapter has prepared raise while a step is open.
+
+    ``guard``, a context manager, is an optional method of an adapter.
+    """
+    with ExitStack() as stack:
+        for adapter in load_adapters():
+            guard = getattr(adapter, "guard", None)
+            if guard is not None:
+                stack.enter_context(guard())
+        yield
 
 
 def output_dims(output: object) -> Mapping[str, int]:

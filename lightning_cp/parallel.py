@@ -70,9 +70,13 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 @contextmanager
 def run_step(step: Step) -> Iterator[None]:
     """Make a step the active one, with routing, adapters and checkpointing."""
-    adapters.load_adapters()  # not earlier: models may be imported later than this module
     guards.forget_backward()
-    with active_step.activate(step), routing.enabled(), checkpoint_contexts(_recompute):
+    with (
+        adapters.guarded(),
+        active_step.activate(step),
+        routing.enabled(),
+        checkpoint_contexts(_recompute),
+    ):
         yield
 
 
@@ -309,7 +313,7 @@ class ContextParallel:
                 yield full
             return
         guards.forget_backward()
-        with active_step.activate(opened), routing.flex_detour:
+        with adapters.guarded(), active_step.activate(opened), routing.flex_detour:
             yield full
 
     def _open(

@@ -3,11 +3,7 @@
 
 import sys
 
+from recipes.command import run_recipes
+
 if __name__ == "__main__":
-    try:
-        from recipes.cli import main
-    except ImportError as error:
-        cure = "" if "pip install" in str(error) else ": pip install 'lightning-cp[recipes]'"
-        sys.stderr.write(f"error: {error}{cure}\n")
-        raise SystemExit(2) from None
-    raise SystemExit(main())
+    raise SystemExit(run_recipes(sys.argv[1:], "python -m recipes"))

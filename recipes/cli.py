@@ -48,15 +48,15 @@ from lightning_cp.checkpoint import aside_of
 from recipes.module import CausalLMModule
 
 HELP: Final = """\
-Train language models on long rows that several devices share.
+Train language models on long sequences that are sharded over several devices.
 
-  python -m recipes fit --config recipes/configs/laptop.yaml     a small model, on this machine
-  python -m recipes fit --config FILE                            another config, or your own
-  python -m recipes fit --config FILE --model.lr 1e-5            with other values
-  python -m recipes fit --config FILE --print_config             show all values, and train nothing
-  python -m recipes validate|test|predict --config FILE --ckpt_path CKPT
+  {prog} fit --config recipes/configs/laptop.yaml     a small model, on this machine
+  {prog} fit --config FILE                            another config, or your own
+  {prog} fit --config FILE --model.lr 1e-5            with other values
+  {prog} fit --config FILE --print_config             show all values, and train nothing
+  {prog} validate|test|predict --config FILE --ckpt_path CKPT
 
-  python -m recipes fit --help       all options; --data.help PasskeyData those of a data module
+  {prog} fit --help       all options; --data.help PasskeyData those of a data module
   --debug                            tracebacks instead of one line
   recipes/launch/                    torchrun on one or several nodes, SLURM
 """
@@ -65,11 +65,14 @@ _OURS: Final = tuple(
     str(Path(__file__).parents[1] / name) for name in ("recipes", "lightning_cp", "hf_patches")
 )
 _COMMANDS: Final = {
-    "fit": "Train, validate now and then, and write checkpoints.",
-    "validate": "Compute the loss of the validation rows, and where they hide keys the retrieval.",
-    "test": "The same with the rows for testing, or those for validation if there are none.",
-    "predict": "Write the likeliest token to follow each token of the rows.",
+    "fit": "Train, validate at intervals, and write checkpoints.",
+    "validate": "Compute the validation loss, and the retrieval accuracy of pass-key data.",
+    "test": "Compute the same on the test data, or on the validation data if there is none.",
+    "predict": "Write the most likely next token of each token.",
 }
+CONFIGS: Final = Path(__file__).parent / "configs"
+_RENAMED: Final = {"figures": "monitor"}
+"""Former names of config keys."""
 
 
 class RecipesCLI(LightningCLI):
@@ -80,7 +83,7 @@ class RecipesCLI(LightningCLI):
         parser.add_lightning_class_args(CausalLMModule, "model")
         # No default: of one, jsonargparse would keep values when another class is named.
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
-        parser.add_lightning_class_args(ContextParallelCallback, "figures")
+        parser.add_lightning_class_args(ContextParallelCallback, "monitor")
         parser.add_lightning_class_args(Trainer, "trainer")
         parser.set_defaults(
             {
@@ -218,32 +221,47 @@ def _environment(trainer: Trainer) -> Any:
     return strategy.cluster_environment
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, or 2 for what the user can mend.
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") -> int:
+    """Run a command and return the exit status: 0, or 2 for a user error.
 
     Args:
-        args: as on a command line; that of this process when None.
+        argv: as on a command line; that of this process when None.
+        prog: what help texts call the program.
     """
-    given = list(sys.argv[1:] if args is None else args)
-    if not given or given[0] in ("-h", "--help"):
-        print(HELP, end="")
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP.format(prog=prog), end="")
         return 0
-    debug = "--debug" in given
-    given = [arg for arg in given if arg != "--debug"]
-    if not _names_data(given):
-        given.insert(1, "--data=recipes.data.TextData")
+    debug = "--debug" in args
+    args = _find_packaged([arg for arg in args if arg != "--debug"])
+    if not _names_data(args):
+        args.insert(1, "--data=recipes.data.TextData")
     try:
         with _shown_logs():
-            _run(given)
+            _run(args, prog)
     except ArgumentError as error:
         if debug:
             raise
-        return _stop(explain(str(error), ", ".join(_configs(given))))
+        return _stop(explain(str(error), ", ".join(_configs(args))))
     except Exception as error:
         if debug or not _is_for_user(error):
             raise
         return _stop(str(error))
     return 0
+
+
+def _find_packaged(args: Sequence[str]) -> list[str]:
+    """Replace names of configs that this package holds by their paths, where there is no file.
+
+    ``laptop.yaml`` and ``recipes/configs/laptop.yaml`` then work outside of a checkout.
+    """
+    packaged = {}
+    for name in _configs(args):
+        file = CONFIGS / Path(name).name
+        inside = Path(name).parent in (Path(), Path("recipes/configs"))
+        if inside and not Path(name).exists() and file.is_file():
+            packaged |= {name: str(file), f"--config={name}": f"--config={file}"}
+    return [packaged.get(arg, arg) for arg in args]
 
 
 def _try_whole_numbers_first(fn: Any) -> None:
@@ -261,7 +279,7 @@ def _try_whole_numbers_first(fn: Any) -> None:
             hints[name] = functools.reduce(operator.or_, others, int | float)
 
 
-def _run(args: Sequence[str]) -> None:
+def _run(args: Sequence[str], prog: str) -> None:
     _try_whole_numbers_first(Trainer.__init__)
     RecipesCLI(
         CausalLMModule,
@@ -277,7 +295,7 @@ def _run(args: Sequence[str]) -> None:
             **{
                 name: {
                     "exit_on_error": False,
-                    "usage": f"python -m recipes {name} [--config FILE] [options]",
+                    "usage": f"{prog} {name} [--config FILE] [options]",
                     "description": text,
                 }
                 for name, text in _COMMANDS.items()
@@ -375,13 +393,19 @@ def explain(message: str, configs: str = "") -> str:
         return _unknown(name, known, prefix)
     unknown = re.search(r"(?:accept option|unrecognized arguments:|Option) '?-*([\w.]+)", message)
     if unknown:
+        former, _, rest = unknown[1].partition(".")
+        if former in _RENAMED:
+            new = _RENAMED[former]
+            return (
+                f"{unknown[1]}: {former} is now called {new}. Write {new}{'.' * bool(rest)}{rest}."
+            )
         return _unknown(unknown[1], list(_options()))
     wrong = re.search(r"Expected a dot import path string: (\S+)", message)
     if wrong:
         return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], list(_classes()))}"
     missing = re.search(r"File does not exist: '?([^']+)'?", message)
     if missing:
-        there = sorted(path.name for path in (Path(__file__).parent / "configs").glob("*.yaml"))
+        there = sorted(path.name for path in CONFIGS.glob("*.yaml"))
         return (
             f"--config {missing[1]}: there is no such file (seen from {Path.cwd()}). In "
             f"recipes/configs/ are {', '.join(there)}."
@@ -414,7 +438,7 @@ def _options() -> Iterator[str]:
     for key, cls in (
         ("model", CausalLMModule),
         ("trainer", Trainer),
-        ("figures", ContextParallelCallback),
+        ("monitor", ContextParallelCallback),
     ):
         yield from (f"{key}.{name}" for name in inspect.signature(cls).parameters)
 

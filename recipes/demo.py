@@ -110,7 +110,7 @@ def build_config(out: Path, *, cp_size: int, steps: int, length: int) -> dict[st
     config["seed_everything"] = 0
     config["model"] |= {"warmup_steps": max(1, min(10, steps // 4))}
     config["data"]["init_args"] |= {"seq_len": length, "cache_dir": str(out / "rows")}
-    config["figures"] |= {
+    config["monitor"] |= {
         "verify_first_batch": cp_size > 1,
         "verify_max_len": length,
         "every_n_steps": max(1, min(5, steps // 3)),

@@ -1,12 +1,19 @@
-"""What importing the package costs and gives."""
+"""What importing the package costs and gives, and what an installed wheel holds."""
 
+import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 import lightning_cp
 from lightning_cp import adapters
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_public_names_are_there():
@@ -36,3 +43,75 @@ def test_adapters_of_a_checkout_need_no_installation(monkeypatch):
     assert [(point.name, point.value) for point in points] == [
         ("transformers", "hf_patches.adapter:adapter")
     ]
+
+
+def run(*command, cwd):
+    environment = {key: x for key, x in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Install a wheel into a virtual environment that has nothing else of ours."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("lightning_cp", "hf_patches", "recipes"):
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # A path alone: an editable install there is not followed.
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    return python
+
+
+@pytest.mark.slow
+def test_a_wheel_has_one_version_and_its_own_files(installed, tmp_path):
+    code = (
+        "import importlib.metadata, lightning_cp, hf_patches.names, recipes\n"
+        "print(lightning_cp.__version__, importlib.metadata.version('lightning-cp'))\n"
+        "print(lightning_cp.__file__, recipes.__file__)"
+    )
+    versions, files = run(installed, "-c", code, cwd=tmp_path).splitlines()
+    assert versions.split() == [lightning_cp.__version__] * 2
+    assert str(ROOT) not in files
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains(installed, tmp_path):
+    command = installed.parent / "lightning-cp"
+    assert "consolidate" in run(command, "--help", cwd=tmp_path)
+    options = {
+        "trainer.devices": 1,
+        "trainer.strategy.context_parallel_size": 1,
+        "trainer.max_steps": 3,
+        "trainer.limit_val_batches": 0,
+        "trainer.enable_progress_bar": "false",
+        "monitor.verify_first_batch": "false",
+        "data.seq_len": 128,
+        "data.max_documents": 4,
+        "data.cache_dir": tmp_path / "cache",
+    }
+    given = [text for name, value in options.items() for text in (f"--{name}", value)]
+    run(command, "fit", "--config", "recipes/configs/laptop.yaml", *given, cwd=tmp_path)
+    (metrics,) = tmp_path.glob("runs/laptop/**/metrics.csv")
+    assert len(re.findall(r"^\d|,\d", metrics.read_text())) >= 3

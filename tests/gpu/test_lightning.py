@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
-from recipes.tiny import TinyLM
 from tests.lightning.jobs import elastic_environment
+from tests.tiny import TinyLM
 
 pytestmark = [
     pytest.mark.gpu,

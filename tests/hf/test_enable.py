@@ -8,11 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, T5Config
+from transformers import AttentionMaskInterface, AutoModelForCausalLM, T5Config, masking_utils
 from transformers import T5ForConditionalGeneration as T5
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from hf_patches import enable, forward
+from hf_patches import enable, forward, guard
 from hf_patches.probe import find_mixing
 from lightning_cp import ContextParallel, chunked_loss
 from tests.parity import zoo
@@ -79,8 +79,10 @@ def test_one_line_says_what_was_chosen(caplog):
     with caplog.at_level(logging.INFO, logger="hf_patches"):
         enable(zoo.build_model("gpt_oss"))
     (line,) = caplog.messages
-    assert "GptOssForCausalLM (sliding window, sinks) enabled" in line
-    assert "outside of steps by eager" in line
+    assert line == (
+        "enabled GptOssForCausalLM: features=sliding window, sinks, labels=next token, "
+        "attention_outside_of_steps=eager"
+    )
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -223,7 +225,7 @@ def test_a_ready_mask_is_served(cp, batch, kind):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mamba", r"'mamba'\) cannot run .*state-space .* meet outside of attention in backbone"),
+        ("mamba", r"'mamba'\) cannot run .*state-space .* outside of attention in backbone"),
         ("lfm2", r"its convolutions carry .*outside of attention in model.layers.0.conv"),
         ("qwen3_next", r"linear-attention layers pass a state .*linear_attn"),
         ("deepseek_v32", r"its indexer chooses keys by looking at this rank's"),
@@ -253,7 +255,7 @@ def novel():
 
 def test_an_unknown_architecture_is_refused_until_it_is_allowed(cp, batch):
     model = novel()
-    with pytest.raises(ValueError, match=r"'novel'\) is not among .*saw no module.*--allow-unkn"):
+    with pytest.raises(ValueError, match=r"'novel'\) is not among .*found no module.*--allow-unk"):
         enable(model)
     enable(model, allow_unknown=True)
     assert torch.isfinite(loss_in_step(model, cp, batch))
@@ -266,13 +268,13 @@ def test_the_detector_finds_the_module():
 
 
 def test_other_refusals_say_what_to_do():
-    with pytest.raises(TypeError, match=r"it got a Linear\. A LightningModule: enable\(module"):
+    with pytest.raises(TypeError, match=r"it got a Linear\. For a Lightn.* enable\(module"):
         enable(nn.Linear(2, 2))
     small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder model"):
         enable(T5(T5Config(**small)))
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match="PromptTuningConfig, which adds tokens in front of each"):
+    with pytest.raises(ValueError, match="PromptTuningConfig, which prepends tokens to each"):
         enable(get_peft_model(zoo.build_model("llama"), prompt))
     model = zoo.build_model("llama")
     model.config.attention_dropout = 0.1
@@ -285,13 +287,13 @@ def test_other_refusals_say_what_to_do():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"use_cache": True}, r"cache of keys would hold this rank's tokens .*cp.paused"),
+        ({"use_cache": True}, r"KV cache would hold this rank's tokens .*cp.paused"),
         ({"logits_to_keep": 3}, r"logits_to_keep=3 inside a step .*cp.unshard"),
         ({"num_items_in_batch": 7}, "num_items_in_batch inside a step: the loss is already"),
         ({"pixel_values": torch.zeros(1)}, "`pixel_values` inside a step: inputs other than text"),
-        ({"output_attentions": True}, "no rank sees the attention weights of a whole row"),
-        ({"indices": torch.zeros(1)}, "was given indices, which may choose or change what a token"),
-        ({"input_ids": torch.zeros(2, 7).long()}, "7 tokens per sample .* hold 61 each"),
+        ({"output_attentions": True}, "no rank holds the attention weights of a full"),
+        ({"indices": torch.zeros(1)}, "got indices, which may change what a token sees"),
+        ({"input_ids": torch.zeros(2, 7).long()}, "7 tokens per sequence .* hold 61 each"),
         ({"attention_mask": torch.ones(2, 1, 61, 9)}, r"of shape \(2, 1, 61, 9\) inside a step"),
     ],
 )
@@ -325,7 +327,7 @@ def test_packed_rows_have_no_score_of_their_own(cp, batch):
     model = zoo.build_model("llama", head="sequence")
     enable(model)
     packed = {**batch, "labels": torch.tensor([0, 1])}
-    with pytest.raises(ValueError, match="scores rows, but the batch holds rows of several docume"):
+    with pytest.raises(ValueError, match="scores full sequences, but the batch holds"):
         loss_in_step(model, cp, packed)
 
 
@@ -383,7 +385,9 @@ def test_attention_that_was_set_after_enabling_is_noticed(cp, batch):
     model = zoo.build_model("llama")
     enable(model)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="is enabled, but its attention has been set to 'eager'"):
+    with pytest.raises(
+        ValueError, match="is enabled, but its attention has since been set to 'eager'"
+    ):
         loss_in_step(model, cp, batch)
 
 
@@ -396,10 +400,55 @@ def test_a_model_that_is_not_enabled_is_refused_in_a_step(cp, batch, attention):
         model(**tokens(batch))
 
 
+def mask_functions():
+    return {name: AttentionMaskInterface()[name] for name in guard.STOCK_NAMES}
+
+
+def test_stock_mask_functions_are_guarded_while_a_step_is_open_only(cp, batch):
+    before = mask_functions()
+    assert before["sdpa"] is masking_utils.sdpa_mask
+    handle = enable(zoo.build_model("llama"))
+    assert mask_functions() == before
+    with cp.step(batch):
+        assert mask_functions()["sdpa"] is not before["sdpa"]
+        with cp.step(batch):
+            pass
+        assert mask_functions()["sdpa"] is not before["sdpa"]
+    assert mask_functions() == before
+    handle.undo()
+    assert mask_functions() == before
+
+
+def test_a_guard_is_installed_once_and_removed_once():
+    before = mask_functions()
+    installed = guard.install_guard()
+    guarded = mask_functions()
+    assert all(guarded[name] is not before[name] for name in before)
+    again = guard.install_guard()
+    assert mask_functions() == guarded
+    again.remove()  # it found a guard: that one stays
+    assert mask_functions() == guarded
+    installed.remove()
+    assert mask_functions() == before
+    installed.remove()
+    assert mask_functions() == before
+
+
+def test_mask_functions_that_were_registered_under_a_guard_stay():
+    before = mask_functions()
+    installed = guard.install_guard()
+    AttentionMaskInterface.register("eager", before["sdpa"])
+    try:
+        installed.remove()
+        assert mask_functions() == {**before, "eager": before["sdpa"]}
+    finally:
+        AttentionMaskInterface.register("eager", before["eager"])
+
+
 def test_losses_of_ones_own_are_refused(cp, batch):
     model = zoo.build_model("llama")
     enable(model)
-    with pytest.raises(ValueError, match="ignore_index=-1 is not known to the loss"):
+    with pytest.raises(ValueError, match="ignore_index=-1 is not supported by the loss"):
         loss_in_step(model, cp, tokens(batch), ignore_index=-1)
     model.loss_function = lambda logits, labels, **_: logits.sum()
     with pytest.raises(ValueError, match="loss_function has been replaced"):
@@ -434,7 +483,7 @@ def test_attention_of_ones_own_is_refused_and_shared_configs_are_kept(cp, batch)
     model = zoo.build_model("llama")
     enable(model)
     enable(model.model).undo()
-    with pytest.raises(ValueError, match="has been set to 'eager' since"):
+    with pytest.raises(ValueError, match="has since been set to 'eager'"):
         loss_in_step(model, cp, batch)
 
 

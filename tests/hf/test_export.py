@@ -182,7 +182,7 @@ def test_of_several_models_one_is_named(tmp_path):
     base = write_base(tmp_path / "base", "llama")
     path = save(holder(student=student, teacher=teacher), tmp_path / "last.ckpt")
     with pytest.raises(
-        ValueError, match=r"several models that are a LlamaForCausalLM: under '(stu|tea)"
+        ValueError, match=r"several LlamaForCausalLM models, with the prefixes '(stu|tea)"
     ):
         export(path, tmp_path / "out", base=base)
     export(path, tmp_path / "out", base=base, prefix="teacher")
@@ -201,12 +201,12 @@ def test_another_config_is_refused_with_what_differs(tmp_path):
     path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt")
     with pytest.raises(
         ValueError,
-        match=r"holds no model of this config. Closest is LlamaForCausalLM under 'model.', but "
+        match=r"The closest is LlamaForCausalLM with the prefix 'model.', but "
         r"`model.embed_tokens.weight` is \(97, 64\) instead of \(128, 64\); `lm_head",
     ):
         export(path, tmp_path / "out", base=base)
     with pytest.raises(
-        ValueError, match="under 'elsewhere.', but `model.embed_tokens.weight` is m"
+        ValueError, match="prefix 'elsewhere.', but `model.embed_tokens.weight` is m"
     ):
         export(path, tmp_path / "out", base=base, prefix="elsewhere")
     assert not (tmp_path / "out").exists()
@@ -260,7 +260,7 @@ def test_adapters_alone_are_merged_into_the_base(tmp_path):
     trained = adapted()
     expected = logits(trained)
     path, base = write_adapted(tmp_path, trained, alone=True)
-    with pytest.raises(ValueError, match=r"holds adapters alone, and .*base no weights .*--base"):
+    with pytest.raises(ValueError, match=r"holds only adapters, and .*base no weights .*--base"):
         export(path, tmp_path / "out", base=base, merge=True)
     zoo.build_model("llama").save_pretrained(base)
     export(path, tmp_path / "out", base=base, merge=True)
@@ -305,12 +305,12 @@ def test_the_base_must_be_known(tmp_path):
     [
         ("nowhere", "There is no checkpoint file"),
         ("empty", "is no checkpoint: `.metadata` is missing"),
-        ("weights", "is no Lightning checkpoint: it has no `state_dict`"),
-        ("text", "is no checkpoint that torch.load reads"),
-        ("full", "exists already. Remove it, or give another name"),
+        ("weights", "is not a Lightning checkpoint: it has no `state_dict`"),
+        ("text", "is not a checkpoint that torch.load can read"),
+        ("full", "exists. Remove it, or give another name"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line_and_status_2(tmp_path, capsys, name, message):
+def test_a_user_error_is_one_line_and_status_2(tmp_path, capsys, name, message):
     (tmp_path / "empty").mkdir()
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights")
     (tmp_path / "text").write_text("hello")

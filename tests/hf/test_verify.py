@@ -16,13 +16,15 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModel, LlamaForCausalLM
+from transformers import AttentionMaskInterface, AutoModel, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_patches
 import lightning_cp.parallel
-from hf_patches.__main__ import build_batch, build_model, main
+from hf_patches.__main__ import main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
+from hf_patches.trial import build_batch, build_model
 from lightning_cp import ContextParallel
 from lightning_cp.verification import Report
 from tests.parity import hf, zoo
@@ -217,6 +219,25 @@ def test_verify_leaves_no_trace(cp):
     assert not is_enabled(model)
 
 
+def test_a_local_mask_function_of_the_user_survives(cp):
+    calls = []
+
+    def build(*args, **kwargs):
+        calls.append(kwargs["dtype"])
+        return AttentionMaskInterface()["eager"](*args, **kwargs)
+
+    model, batch = given(Job("gemma2", "left"))
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = build
+    try:
+        assert hf_patches.verify(model, batch, cp=cp).passed
+        assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is build
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    assert calls
+    assert hf_patches.verify(model, batch, cp=cp).passed
+    assert "eager" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+
+
 def test_an_enabled_model_stays_enabled(cp):
     model, batch = given(Job("llama"))
     enable(model)
@@ -307,7 +328,7 @@ def test_a_loss_is_needed(cp):
 def test_a_batch_without_a_scored_token_is_refused(cp):
     model, batch = given(Job("llama"))
     batch["labels"][:, 1:] = -100  # the first has nothing before it
-    with pytest.raises(ValueError, match="No token of this batch is scored"):
+    with pytest.raises(ValueError, match="No token of this batch has a label"):
         hf_patches.verify(model, batch, cp=cp)
 
 
@@ -368,9 +389,9 @@ def test_one_process_verifies_and_says_that_this_is_little(command, configs):
     config = configs / "llama" / "config.json"
     status, said, _ = command("verify", "--model", config, "--length", 40, "--packed")
     assert status == 0
-    assert said.startswith("LlamaForCausalLM, random weights, 2 packed rows\n")
+    assert said.startswith("LlamaForCausalLM, random weights, 2 packed sequences\n")
     assert "passed: the same results on 1 rank, sequences of 40 tokens" in said
-    assert "This was one process, which compares little" in said
+    assert "This was one process, so nothing was sharded" in said
 
 
 def test_weights_are_loaded_where_there_are_some(command, tmp_path):
@@ -379,7 +400,7 @@ def test_weights_are_loaded_where_there_are_some(command, tmp_path):
         "verify", "--model", tmp_path / "bert", "--length", 20, "--padded", "right"
     )
     assert status == 0
-    assert said.startswith("BertForMaskedLM, loaded weights, 2 right padded rows\n")
+    assert said.startswith("BertForMaskedLM, loaded weights, 2 right padded sequences\n")
 
 
 def test_other_numbers_are_status_1(command, configs):
@@ -394,20 +415,20 @@ def test_other_numbers_are_status_1(command, configs):
     [
         (["--model", "nowhere"], "There is no nowhere. Give a folder with a config.json"),
         (["--model", "{empty}"], "There is no config.json in"),
-        (["--model", "{adapter}"], "It holds a PEFT adapter: give the folder of the model"),
+        (["--model", "{adapter}"], "It holds a PEFT adapter: give the folder of its base model"),
         (["--model", "{unknown}"], "has model type `unheard_of` but Transformers does not"),
         (["--model", "{invalid}"], "Field 'hidden_size' expected int, got str"),
-        (["--model", "{llama}", "--length", "1"], "No token of this batch is scored"),
+        (["--model", "{llama}", "--length", "1"], "No token of this batch has a label"),
         (["--model", "{mamba}"], "cannot run under context parallelism: its state-space layers"),
         (["--model", "{llama}", "--head", "masked"], "Choose --head from: causal, sequence"),
-        (["--model", "{llama}", "--head", "sequence", "--packed"], "'sequence' scores rows"),
+        (["--model", "{llama}", "--head", "sequence", "--packed"], "'sequence' scores full"),
         (["--model", "{llama}", "--length", "257"], "--length 257 is more than the 256 positions"),
         (["--model", "{roberta}", "--length", "255"], "Give --length 254 or less"),
-        (["--model", "{llama}", "--length", "0"], "--length: '0': give a whole number of at least"),
-        (["--model", "{llama}", "--batch-size", "two"], "'two': give a whole number"),
+        (["--model", "{llama}", "--length", "0"], "--length: '0': give an integer of at least"),
+        (["--model", "{llama}", "--batch-size", "two"], "'two': give an integer"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line_and_status_2(command, configs, tmp_path, args, message):
+def test_a_user_error_is_one_line_and_status_2(command, configs, tmp_path, args, message):
     places = {name: configs / name for name in ("llama", "mamba", "roberta")}
     for name, file, text in (
         ("empty", "notes.txt", ""),
@@ -489,7 +510,7 @@ def test_torchrun_prints_one_table(configs):
     done = torchrun("--model", configs / "gpt_oss", *args)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("passed: the same results on 2 ranks, sequences of 64 tokens") == 1
-    assert done.stdout.count("rows\n") == 1
+    assert done.stdout.count("sequences\n") == 1
 
 
 @pytest.mark.ranks

@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.checkpoint import consolidate, load_weights
-from recipes.tiny import TinyBlock, TinyLM
 from tests.lightning.jobs import (
     Module,
     PackedRows,
@@ -27,6 +26,7 @@ from tests.lightning.jobs import (
 )
 from tests.parity.steps import build_model, whole_loss
 from tests.ranks import RankPool
+from tests.tiny import TinyBlock, TinyLM
 
 pytestmark = pytest.mark.ranks
 

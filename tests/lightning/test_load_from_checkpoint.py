@@ -226,7 +226,7 @@ def test_a_fresh_process_needs_both_imports_only(trained, first):
     {first.splitlines()[1]}
     import torch, torchmetrics
     from lightning.pytorch import LightningModule
-    from recipes.tiny import TinyLM
+    from tests.tiny import TinyLM
 
     class Mine(LightningModule):
         def __init__(self, lr):

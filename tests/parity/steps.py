@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
-from recipes.tiny import TinyLM, attend_shared
 from tests.oracle import visible
+from tests.tiny import TinyLM, attend_shared
 
 IGNORED = -100
 

@@ -48,7 +48,7 @@ def test_help_begins_with_the_model(capsys):
     assert stopped.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python -m recipes fit [--config FILE] [options]\n")
-    places = [said.index(name) for name in ("--model.lr", "--data", "--figures", "--trainer.dev")]
+    places = [said.index(name) for name in ("--model.lr", "--data", "--monitor", "--trainer.dev")]
     assert places == sorted(places)
     assert "the highest learning rate" in said
 
@@ -68,6 +68,19 @@ def test_what_is_printed_can_be_read_again(capsys, tmp_path):
     file = tmp_path / "again.yaml"
     file.write_text(said)
     assert print_config(capsys, "--config", str(file)) == said
+
+
+@pytest.mark.parametrize("name", ["laptop.yaml", "recipes/configs/laptop.yaml"])
+def test_configs_of_the_package_are_found_outside_of_a_checkout(
+    capsys, tmp_path, monkeypatch, name
+):
+    inside = print_config(capsys, "--config", str(LAPTOP))
+    monkeypatch.chdir(tmp_path)
+    assert print_config(capsys, "--config", name) == inside
+    assert print_config(capsys, f"--config={name}") == inside
+    (tmp_path / "laptop.yaml").write_text("model: {lr: 0.25}")
+    own = yaml.safe_load(print_config(capsys, "--config", "laptop.yaml"))
+    assert own["model"]["lr"] == 0.25
 
 
 def test_defaults_are_a_small_model_and_our_strategy(capsys):
@@ -98,6 +111,11 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--config", "LORA"], "model.lora.rnk: .* Did you mean model.lora.rank?"),
         (["fit", "--config", "BROKEN"], "BROKEN.yaml is no YAML: .*line 1, column 8"),
         (["fit", "--model.lrr", "3"], "model.lrr: .* Did you mean model.lr?"),
+        (
+            ["fit", "--figures.every_n_steps", "3"],
+            "now called monitor. Write monitor.every_n_steps",
+        ),
+        (["fit", "--config", "FIGURES"], "figures.every_n_steps: figures is now called monitor"),
         (["fit", "--model.lr", "fast"], "model.lr: must be float, but is fast"),
         (["fit", "--model.schedule", "cos"], "model.schedule: must be Literal.*, but is cos"),
         (["fit", "--data", "TextDat"], "data: there is no class TextDat. Did you mean TextData?"),
@@ -118,6 +136,7 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
 def test_a_mistake_is_one_line(args, message, tmp_path, ranks):
     files = {
         "MODEL": "model: {lrr: 3}",
+        "FIGURES": "figures: {every_n_steps: 3}",
         "TOP": "trayner: {max_steps: 3}",
         "DATA": "data: {class_path: TextData, init_args: {seq_le: 3}}",
         "LORA": "model: {lora: {rnk: 3}}",
@@ -190,7 +209,7 @@ def small_config(folder, *, devices=2, **trainer):
         "max_documents": 3,
         "cache_dir": str(folder / "cache"),
     }
-    config["figures"]["verify_first_batch"] = False
+    config["monitor"]["verify_first_batch"] = False
     config["trainer"]["strategy"]["init_args"]["context_parallel_size"] = devices
     config["trainer"] |= {
         "devices": devices,

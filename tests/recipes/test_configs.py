@@ -107,7 +107,7 @@ def shrunken_args(name, folder):
         "trainer.enable_model_summary": "false",
         "trainer.logger": "lightning.pytorch.loggers.CSVLogger",
         "trainer.logger.save_dir": folder,
-        "figures.every_n_steps": 1,
+        "monitor.every_n_steps": 1,
     }
     return args + [f"--{key}={value}" for key, value in small.items()]
 

@@ -88,8 +88,8 @@ def test_the_two_configs_differ_in_ranks_and_folders_only(tmp_path):
     built = [
         demo.build_config(tmp_path, cp_size=cp_size, steps=60, length=2048) for cp_size in (2, 1)
     ]
-    assert built[0]["figures"].pop("verify_first_batch") is True
-    assert built[1]["figures"].pop("verify_first_batch") is False
+    assert built[0]["monitor"].pop("verify_first_batch") is True
+    assert built[1]["monitor"].pop("verify_first_batch") is False
     for config, cp_size in zip(built, (2, 1), strict=True):
         assert config["trainer"].pop("devices") == cp_size
         strategy = config["trainer"]["strategy"]["init_args"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small language model written against `attention()`: for the demo, the tests and the README.
+"""A small language model written against `attention()`, for tests.
 
 Grouped heads, a window on every other layer, sinks, learned positions: small, but nothing that
 context parallelism could get wrong is left out.
@@ -18,12 +18,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask, Tensor], Tensor]
 
 
 def attend_shared(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
-    """Attend over the whole row: the step's, or the one that is given outside a step."""
+    """Attend over the full sequence, inside or outside a step."""
     return attention(q, k, v, mask=mask, sinks=sinks)
 
 
 class TinyBlock(nn.Module):
-    """Attention and a small MLP, each added to what comes in."""
+    """Attention and a small MLP, each with a residual connection."""
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, mask: Mask) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class TinyLM(nn.Module):
         dim: width.
         num_heads: query heads.
         num_kv_heads: key/value heads, shared by the query heads.
-        num_layers: blocks; every other one sees a window only.
-        window: how many keys such a block sees.
+        num_layers: blocks; every other one has a sliding window.
+        window: length of the sliding window.
         max_len: number of learned positions.
     """
 
@@ -78,7 +78,7 @@ class TinyLM(nn.Module):
         self.head = nn.Linear(dim, vocab_size, bias=False)
         # Default weights make attention nearly uniform, and then a wrong mask hardly shows.
         for block in self.blocks:
-            nn.init.normal_(block.qkv.weight, std=1.2 * dim**-0.5)  # type: ignore[union-attr, arg-type]
+            nn.init.normal_(block.qkv.weight, std=1.2 * dim**-0.5)
 
     def forward(
         self,
@@ -93,10 +93,10 @@ class TinyLM(nn.Module):
 
         Args:
             input_ids: [B, L], or None with ``inputs_embeds``.
-            position_ids: [B, L], counted in the whole row or in its documents.
+            position_ids: [B, L].
             inputs_embeds: [B, L, dim] instead of ``input_ids``.
-            attend: how tokens meet.
-            checkpoint: what calls a block, to recompute it in backward.
+            attend: the attention function.
+            checkpoint: calls a block so that backward recomputes it.
         """
         embedded = self.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         x = embedded + self.positions(position_ids)

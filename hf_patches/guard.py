@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard: inside a step, the stock mask functions refuse a model that is not enabled.
+
+A model that is no submodule of the LightningModule (a teacher in a list) is not enabled, and its
+attention would see this rank's tokens only. Its mask function is the first of ours that it calls.
+`ContextParallel` installs the guard when a step opens and removes it when the step closes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from transformers import AttentionMaskInterface
+
+from hf_patches.names import NAMES, active
+
+STOCK_NAMES: Final = tuple(name for name in NAMES if name in AttentionMaskInterface())
+"""Attention implementations of transformers that build a mask."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Guarded mask functions, until `remove()`.
+
+    Args:
+        guarded: the registered functions, by implementation.
+    """
+
+    guarded: Mapping[str, partial[Any]]
+
+    def remove(self) -> None:
+        """Register the stock functions again, except where another one was registered since."""
+        registered = AttentionMaskInterface()
+        for name, function in self.guarded.items():
+            if registered[name] is function:
+                AttentionMaskInterface.register(name, function.args[0])
+
+
+def install_guard() -> Guard:
+    """Guard the stock mask functions that are not guarded yet.
+
+    Returns:
+        A handle; its ``remove()`` takes away what this call has installed.
+    """
+    registered = AttentionMaskInterface()
+    guarded = {
+        name: partial(_refuse_in_step, registered[name])
+        for name in STOCK_NAMES
+        if not _is_guarded(registered[name])
+    }
+    for name, function in guarded.items():
+        AttentionMaskInterface.register(name, function)
+    return Guard(guarded)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Guard the stock mask functions inside a ``with`` block."""
+    installed = install_guard()
+    try:
+        yield
+    finally:
+        installed.remove()
+
+
+def _is_guarded(function: Callable[..., Any]) -> bool:
+    return isinstance(function, partial) and function.func is _refuse_in_step
+
+
+def _refuse_in_step(stock: Callable[..., Any], **arguments: Any) -> Any:
+    """Build a stock mask; raise inside a step, where the model sees a shard of each sequence."""
+    if active() is not None:
+        raise ValueError(
+            f"A model of type '{arguments['config'].model_type}' runs inside a step and is not "
+            "enabled: it would see this rank's tokens only. Call hf_patches.enable(model) first "
+            "(the strategy does so for submodules of the LightningModule), or run it on full "
+            "sequences: `with cp.paused():`."
+        )
+    return stock(**arguments)
