@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import active_step, adapters, guards, routing
-from lightning_cp.attn.api import name_algorithm
 from lightning_cp.attn.blockwise.kernels.select import KernelName, check_kernel, check_pair
+from lightning_cp.attn.choose import name_algorithm
 from lightning_cp.attn.flex.kernel import MaskMod
-from lightning_cp.attn.flex.mods import RowMask, RowMasks
+from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
 from lightning_cp.attn.plan import AlgorithmName, check_algorithm
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
@@ -233,7 +233,7 @@ class ContextParallel:
         self.released = consistency.Released()
         self._num_batches = {True: 0, False: 0}  # in training, in evaluation
         self._adapters: list[adapters.Adapter] | None = None
-        self._row_masks = RowMasks()
+        self._row_masks = SequenceMaskCache()
 
     @property
     def groups(self) -> Groups:
@@ -497,7 +497,7 @@ class ContextParallel:
         B: int | None = None,
         H: int | None = None,
         BLOCK_SIZE: int | tuple[int, int] = 128,
-    ) -> RowMask:
+    ) -> SequenceMask:
         """Return what ``flex_attention(block_mask=...)`` takes inside the active step.
 
         The arguments are those of torch's ``create_block_mask``, without lengths: no table of the

@@ -74,7 +74,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"gradient_wire": "bf16"}, "gradient_wire='bf16' .* one of 'float32', 'model'"),
         ({"algorithm": "star"}, "algorithm='star' is unknown"),
         ({"kernel": "fast"}, "kernel='fast' is unknown"),
-        ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes whole rows at once"),
+        ({"kernel": "flex", "algorithm": "ring"}, "kernel='flex' computes a call at once"),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
     ],
 )

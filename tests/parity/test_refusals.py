@@ -295,7 +295,7 @@ ATTENTION_CASES = {
         (3, 4, 6, 8),
         {"mask": Mask(documents=torch.stack([TOKENS[0] // 3, TOKENS[0] // 4]))},
         {},
-        "the mask has 2 rows .*but the tensors have a batch of 3",
+        "the mask has 2 samples .*but the tensors have a batch of 3",
     ),
     "three dims": (
         (4, 6, 8),
@@ -327,7 +327,7 @@ def rows_message():
 
 def test_ranks_that_hold_only_padding_refuse_too(ranks):
     for message in ranks(2).run(rows_message, timeout=20):
-        assert "the mask has 2 rows" in message
+        assert "the mask has 2 samples" in message
 
 
 def uneven_groups_message():
