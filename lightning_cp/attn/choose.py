@@ -109,17 +109,10 @@ def build_step_call(
     _check_batch(bounds, q)
     groups, swap = step.groups, build_step_swap(step, q, k)
     num_kv_heads = k.shape[1] if swap is None else max(1, swap.num_local_keys(groups.inside.rank))
-    options = CallOptions.of(step)
+    options, sizes = CallOptions.of(step), (step.cp_size, groups.inside.size)
     check_pair(options.kernel, options.algorithm)
-    spec = CallSpec(
-        bounds,
-        query_shard_of(step, swap),
-        num_kv_heads,
-        _request(scores, q, v),
-        _problem(bounds, q, k, v, step.layout.seq_len, step.cp_size, groups.inside.size, options),
-        has_bias,
-        options,
-    )
+    shard, tensors = query_shard_of(step, swap), (q, k, v)
+    spec = _build_spec(bounds, shard, num_kv_heads, scores, tensors, sizes, options, has_bias)
     call: BlockwiseCall | FlexCall
     if takes_flex(spec):
         call, algorithm, kernel = _flex_call(spec, groups.attend), "gather", "flex"
@@ -139,38 +132,28 @@ def build_unsharded_call(
     """Choose and plan a call outside a step: one rank, full sequences; arguments as above."""
     bounds = mask.bounds(q.shape[2])
     _check_batch(bounds, q)
-    options, seq_len = CallOptions(), k.shape[2]
-    layout = build_layout("contiguous", seq_len=seq_len, cp_size=1)
-    spec = CallSpec(
-        bounds,
-        QueryShard(layout, 0),
-        k.shape[1],
-        _request(scores, q, v),
-        _problem(bounds, q, k, v, seq_len, 1, 1, options),
-        has_bias,
-        options,
-    )
+    layout, options = build_layout("contiguous", seq_len=k.shape[2], cp_size=1), CallOptions()
+    shard = QueryShard(layout, 0)
+    spec = _build_spec(bounds, shard, k.shape[1], scores, (q, k, v), (1, 1), options, has_bias)
     if takes_flex(spec):
         return _flex_call(spec, LoneTransport())
     kernel = select_kernel("auto", spec.request)
     return _blockwise_call(spec, LoneTransport(), kernel, ExchangeChoice("gather", 1, 1, ""))
 
 
-def _request(scores: Scores, q: Tensor, v: Tensor) -> Request:
-    return Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
-
-
-def _problem(
+def _build_spec(
     bounds: Bounds,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_len: int,
-    cp_size: int,
-    ulysses_size: int,
+    query_shard: QueryShard,
+    num_kv_heads: int,
+    scores: Scores,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int],
     options: CallOptions,
-) -> Problem:
-    return Problem(
+    has_bias: bool,
+) -> CallSpec:
+    (q, k, v), (cp_size, ulysses_size), seq_len = tensors, sizes, query_shard.layout.seq_len
+    request = Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
+    problem = Problem(
         seq_len=seq_len,
         cp_size=cp_size,
         num_heads=q.shape[1],
@@ -183,6 +166,7 @@ def _problem(
         ulysses_size=ulysses_size,
         wire_itemsize=wire_dtype(q.dtype, options.gradient_wire).itemsize,
     )
+    return CallSpec(bounds, query_shard, num_kv_heads, request, problem, has_bias, options)
 
 
 def _check_batch(bounds: Bounds, q: Tensor) -> None:
