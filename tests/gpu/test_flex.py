@@ -250,8 +250,8 @@ def kernel_of(name, how):
 
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("build_step_call", "build_unsharded_call"):
-            patch.setattr(attention_module, name, recording(getattr(attention_module, name)))
+        for builder in ("build_step_call", "build_unsharded_call"):
+            patch.setattr(attention_module, builder, recording(getattr(attention_module, builder)))
         if how == "alone":
             out = attention(*leaves, mask=mask, **added)
             grads = torch.autograd.grad(out, leaves, inputs.dout)

@@ -334,9 +334,7 @@ def expected_whole(mask, dtype):
     call = build_call(case, LoneTransport())
 
     def whole(inputs):
-        return with_gradients(
-            inputs.on(CUDA), torch.clone, lambda *leaves: call.run(*leaves, None, None)
-        )
+        return with_gradients(inputs.on(CUDA), torch.clone, lambda *leaves: call.run(*leaves, None))
 
     return whole(case.inputs.to(torch.float64)), whole(case.inputs)
 
