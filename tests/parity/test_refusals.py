@@ -274,7 +274,7 @@ ATTENTION_CASES = {
         {},
         {},
         r"got 12 tokens inside a step whose ranks hold 6 each \(12 over 2 ranks\). That is the "
-        r"whole row. .*cp.paused\(\)",
+        r"full sequence. .*cp.paused\(\)",
     ),
     "one token, as in generate()": ((2, 4, 1, 8), {}, {}, r"got 1 tokens inside a step.*cp.paused"),
     "dropout": (
@@ -283,7 +283,7 @@ ATTENTION_CASES = {
         {},
         r"dropout=0.1\): attention dropout is not exact",
     ),
-    "softcap": ((2, 4, 6, 8), {"softcap": 0.0}, {}, r"softcap=0.0\): give a number above 0"),
+    "softcap": ((2, 4, 6, 8), {"softcap": 0.0}, {}, r"softcap=0.0\): pass a number above 0"),
     "a kernel that cannot": (
         (2, 4, 6, 8),
         {"softcap": 20.0},
