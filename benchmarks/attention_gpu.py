@@ -36,12 +36,13 @@ from benchmarks.measure import (
 from benchmarks.scaling import chosen, llama
 from lightning_cp import ContextParallel, Mask, attention
 from lightning_cp.active_step import current
-from lightning_cp.attn.api import name_algorithm
-from lightning_cp.attn.blockwise.function import Call
+from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
-from lightning_cp.attn.cost import Links, TravelName
-from lightning_cp.attn.flex.from_mask import RowCall
-from lightning_cp.attn.ulysses import SwappedCall
+from lightning_cp.attn.choose import name_algorithm
+from lightning_cp.attn.cost import ExchangeName
+from lightning_cp.attn.flex.from_mask import FlexCall
+from lightning_cp.attn.hardware import Links
+from lightning_cp.attn.ulysses import UlyssesCall
 from lightning_cp.step import Step
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -159,7 +160,7 @@ def grid() -> tuple[Case, ...]:
             wholes = ("cudnn",) if seq_len <= _LONGEST_WHOLE else ()
             case = Case(f"causal-{name}", seq_len, cp_size, wholes=wholes)
             cases.append(replace(case, link_gbs=gbs[choice.algorithm](cp_size)))
-            other: TravelName = "gather" if choice.algorithm == "ring" else "ring"
+            other: ExchangeName = "gather" if choice.algorithm == "ring" else "ring"
             if chosen(problem, links, (other,))[1].time <= _COMPARED * cost.time:
                 named = replace(case, name=f"{other}-{name}", algorithm=other)
                 cases.append(replace(named, link_gbs=gbs[other](cp_size)))
@@ -275,10 +276,11 @@ def played(
 
 def taken(step: Step) -> str:
     """Return how the call of a step went, in words, with its groups of heads."""
-    (call,) = (x for x in step.cache.values() if isinstance(x, Call | RowCall | SwappedCall))
-    if isinstance(call, SwappedCall):
-        call = call.call
-    if not isinstance(call, Call):
+    (built,) = (
+        x for x in step.cache.values() if isinstance(x, BlockwiseCall | FlexCall | UlyssesCall)
+    )
+    call = built.call if isinstance(built, UlyssesCall) else built
+    if not isinstance(call, BlockwiseCall):
         return name_algorithm("gather", step.groups)
     passes = (call.plan.stages, call.plan.backward_stages)
     forward, backward = (len({stage.heads for stage in stages}) for stages in passes)

@@ -35,7 +35,7 @@ class Rows:
     shortest: int
     longest: int
     window: int | None
-    num_rows: int
+    num_samples: int
 
     def __str__(self) -> str:
         """Name them for the table."""
@@ -97,7 +97,7 @@ def compare(rows: Rows) -> list[str]:
     """Return a line of the table for each layout."""
     worst: dict[str, list[float]] = {name: [] for name in LAYOUTS}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in LAYOUTS}
-    for seed in range(rows.num_rows):
+    for seed in range(rows.num_samples):
         bounds = rows.bounds(rows.draw(seed))
         for name in LAYOUTS:
             layout = rows.lay_out(name, bounds)

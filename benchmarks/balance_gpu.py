@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from benchmarks.balance import CASES, Rows
 from lightning_cp.attn.blockwise.kernels.base import Scores
-from lightning_cp.attn.flex.from_mask import build_row_call
-from lightning_cp.attn.flex.kernel import Mods, attend_compiled
-from lightning_cp.attn.flex.mods import Place
+from lightning_cp.attn.flex.from_mask import build_flex_call
+from lightning_cp.attn.flex.kernel import FlexFunctions, attend_compiled
+from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.geometry.layout import build_layout
 
@@ -47,12 +47,12 @@ def draw(heads: int, length: int) -> Tensor:
     return x.requires_grad_()
 
 
-def both_passes(q: Tensor, k: Tensor, v: Tensor, mods: Mods) -> float:
+def both_passes(q: Tensor, k: Tensor, v: Tensor, functions: FlexFunctions) -> float:
     """Time attention, forward and backward."""
     dout = torch.randn_like(q)
 
     def call() -> None:
-        out = attend_compiled(q, k, v, mods, scale=None, wants=AuxRequest()).out
+        out = attend_compiled(q, k, v, functions, scale=None, aux=AuxRequest()).out
         torch.autograd.grad(out, (q, k, v), dout)
 
     return timed(call)
@@ -62,19 +62,26 @@ def compare(rows: Rows, seed: int) -> list[str]:
     """Return a line of the table for each layout."""
     bounds = rows.bounds(rows.draw(seed))
 
-    def time_of(place: Place) -> float:
-        q, heads = draw(HEADS, place.layout.local_len), (HEADS, KEY_HEADS)
-        call = build_row_call(
-            q, q, bounds, Scores(1.0), place, LoneTransport(), num_heads=heads, budget=2**40
+    def time_of(place: QueryShard) -> float:
+        q = draw(HEADS, place.layout.local_len)
+        call = build_flex_call(
+            bounds,
+            Scores(1.0),
+            place,
+            LoneTransport(),
+            batch=q.shape[0],
+            device=q.device,
+            num_kv_heads=KEY_HEADS,
+            plain=False,
         )
         k, v = (draw(KEY_HEADS, call.keys.buffer_len) for _ in range(2))
-        return both_passes(q, k, v, call.mods)
+        return both_passes(q, k, v, call.functions)
 
-    whole = time_of(Place(build_layout("contiguous", seq_len=rows.seq_len, cp_size=1), 0))
+    whole = time_of(QueryShard(build_layout("contiguous", seq_len=rows.seq_len, cp_size=1), 0))
     lines = []
     for name in ("zigzag", "balanced"):
         layout = rows.lay_out(name, bounds)
-        times = [time_of(Place(layout, rank)) for rank in range(rows.cp_size)]
+        times = [time_of(QueryShard(layout, rank)) for rank in range(rows.cp_size)]
         work, ideal = layout.work(bounds), whole / rows.cp_size
         uneven = max(work) * len(work) / sum(work)
         lines.append(

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_cp.attn.cost import (
-    FREE,
-    H200,
-    Choice,
     Estimate,
-    Links,
+    ExchangeChoice,
+    ExchangeName,
     Problem,
-    TravelName,
-    choose,
+    choose_exchange,
+    default_memory_budget,
     estimate,
-    memory_budget,
 )
+from lightning_cp.attn.hardware import FREE, H200, Links
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = tuple(1 << n for n in range(13, 21))
@@ -37,11 +35,11 @@ def llama(seq_len: int, cp_size: int) -> Problem:
 
 
 def chosen(
-    problem: Problem, links: Links, algorithms: tuple[TravelName, ...] = ("gather", "ring")
-) -> tuple[Choice, Estimate]:
+    problem: Problem, links: Links, algorithms: tuple[ExchangeName, ...] = ("gather", "ring")
+) -> tuple[ExchangeChoice, Estimate]:
     """Return what the model would choose, and what that costs."""
-    budget = memory_budget(problem, links=links, algorithms=algorithms)
-    choice = choose(problem, memory_budget=budget, links=links, algorithms=algorithms)
+    budget = default_memory_budget(problem, links=links, algorithms=algorithms)
+    choice = choose_exchange(problem, memory_budget=budget, links=links, algorithms=algorithms)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
     return choice, estimate(choice.algorithm, problem, groups=groups, links=links)
 
@@ -142,7 +140,7 @@ def compare(paths: Iterable[Path]) -> list[Compared]:
         size = one["cp_size"] if alone else one["ulysses_size"]
         problem = replace(llama(one["seq_len"], one["cp_size"]), ulysses_size=size)
         links = Links(inside_gbs=one["link_gbs"], ranks_per_node=one["cp_size"])
-        name: TravelName = "ring" if "ring" in one["how"] else "gather"
+        name: ExchangeName = "ring" if "ring" in one["how"] else "gather"
         counts = (int(groups[1]), int(groups[2]))
         kernels = estimate(name, problem, groups=counts, chip=ahead)
         linked = estimate(name, problem, groups=counts, links=links)

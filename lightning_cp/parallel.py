@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import active_step, adapters, guards, routing
 from lightning_cp.attn.flex.kernel import MaskMod
-from lightning_cp.attn.flex.mods import RowMask, RowMasks
+from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.data import outputs
@@ -210,7 +210,7 @@ class ContextParallel:
         self._balance = balance
         self._alone = lone_groups()
         self._checked_paths: set[str] = set()
-        self._row_masks = RowMasks()
+        self._sequence_masks = SequenceMaskCache()
         self.checks = BatchChecks(self._groups, options.check_batches)
 
     @property
@@ -404,7 +404,7 @@ class ContextParallel:
         B: int | None = None,
         H: int | None = None,
         BLOCK_SIZE: int | tuple[int, int] = 128,
-    ) -> RowMask:
+    ) -> SequenceMask:
         """Return the ``block_mask`` argument of ``flex_attention`` for the active step.
 
         The arguments are those of torch's ``create_block_mask``, without lengths: only this rank's
@@ -420,7 +420,7 @@ class ContextParallel:
         """
         self._active("block_mask()")
         size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-        return self._row_masks.find(mask_mod, batch=B, heads=H, block_size=size)
+        return self._sequence_masks.find(mask_mod, batch=B, heads=H, block_size=size)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Return full sequences in their original order, without padding, on every rank.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
 from lightning_cp import ContextParallel, Mask, attention, routing, torch_private
-from lightning_cp.attn.flex import api
+from lightning_cp.attn.flex import api, kernel
 from lightning_cp.attn.flex import api as flex_api
 from tests.engine.flex_cases import (
     MASKS,
@@ -44,13 +44,13 @@ def batch():
 def routed(monkeypatch):
     """Count the calls that attend inside a step."""
     calls = []
-    attend = api._attend_in
+    attend = api._attend_in_step
 
     def counted(*args):
         calls.append(args)
         return attend(*args)
 
-    monkeypatch.setattr(flex_api, "_attend_in", counted)
+    monkeypatch.setattr(flex_api, "_attend_in_step", counted)
     return calls
 
 
@@ -246,14 +246,14 @@ def test_what_is_returned(cp, batch):
 
 
 def test_it_is_said_once_that_functions_run_in_plain_torch(cp, batch, caplog):
-    api._say_plain.cache_clear()
-    with caplog.at_level(logging.INFO, "lightning_cp.attn.flex.api"), cp.step(batch):
+    kernel.log_plain_torch.cache_clear()
+    with caplog.at_level(logging.INFO, "lightning_cp.attn.flex.kernel"), cp.step(batch):
         for _ in range(3):
             flex_attention(heads(), heads(), heads())
-    said = [record.message for record in caplog.records if record.name == api.__name__]
+    said = [record.message for record in caplog.records if record.name == kernel.__name__]
     assert said == [
-        "FlexAttention has no backward on cpu: its functions are evaluated in plain torch, exactly "
-        "and slowly"
+        "FlexAttention has no backward on device=cpu: mask_mod and score_mod are evaluated in "
+        "plain torch (exact, but slow)"
     ]
 
 
@@ -272,11 +272,11 @@ REFUSED = {
     ),
     "three dims": (
         lambda cp: flex_attention(*[heads(4, LENGTH, 8)] * 3),
-        r"needs \[batch, heads, tokens, head_dim\]; it got query \(4, 6, 8\)",
+        r"needs \[batch, heads, tokens, head_dim\]; it got q \(4, 6, 8\)",
     ),
     "other rows": (
         lambda cp: flex_attention(heads(), heads(1, 4, LENGTH, 8), heads(1, 4, LENGTH, 8)),
-        r"do not fit together: query \(2, 4, 6, 8\), key \(1, 4, 6, 8\)",
+        r"do not fit together: q \(2, 4, 6, 8\), k \(1, 4, 6, 8\)",
     ),
     "heads": (
         lambda cp: flex_attention(heads(), *[heads(2, 2, LENGTH, 8)] * 2),
@@ -292,15 +292,15 @@ REFUSED = {
     ),
     "a mask of other rows": (
         lambda cp: flex_attention(*[heads()] * 3, block_mask=whole_mask(3)),
-        "the block mask has 3 rows, but the tensors have a batch of 2",
+        "the block mask has 3 samples, but the tensors have a batch of 2",
     ),
     "a mask of other lengths": (
         lambda cp: flex_attention(*[heads()] * 3, block_mask=whole_mask(length=9)),
-        r"a block mask of 9 x 9 tokens inside a step whose rows have 6.*cp.block_mask\(mask_mod\)",
+        r"block mask of 9 x 9 tokens inside a step whose sequences have 6.*cp.block_mask\(mask_mod",
     ),
     "a mask that is none": (
         lambda cp: flex_attention(*[heads()] * 3, block_mask=torch.ones(6, 6).bool()),
-        r"got a Tensor. Give a BlockMask of the whole row, or cp.block_mask\(mask_mod\)",
+        r"got a Tensor. Pass a BlockMask of full sequences, or cp.block_mask\(mask_mod\)",
     ),
     "a mask that was sliced": (
         lambda cp: flex_attention(*[heads()] * 3, block_mask=whole_mask()[:, :, 0]),
@@ -308,7 +308,7 @@ REFUSED = {
     ),
     "lse twice": (
         lambda cp: flex_attention(*[heads()] * 3, return_lse=True, return_aux=AuxRequest()),
-        "give return_lse or return_aux, not both",
+        "got return_lse and return_aux. Pass one",
     ),
     "reentrant checkpointing": (
         lambda cp: checkpoint(
@@ -340,7 +340,9 @@ def test_a_block_mask_belongs_to_a_step(cp, batch):
 
 
 def test_the_flex_kernel_wants_whole_rows():
-    with pytest.raises(ValueError, match="kernel='flex' computes full .*algorithm='gather'"):
+    with pytest.raises(
+        ValueError, match="kernel='flex' computes a call at once.*algorithm='gather'"
+    ):
         ContextParallel(None, kernel="flex", algorithm="ring")
     ContextParallel(None, kernel="flex", algorithm="gather")
 
@@ -349,7 +351,7 @@ def test_auto_does_not_take_the_flex_kernel_on_a_cpu(cp, batch, monkeypatch):
     def never(*_, **__):
         raise AssertionError("the flex kernel was taken")
 
-    monkeypatch.setattr("lightning_cp.attn.api.build_row_call", never)
+    monkeypatch.setattr("lightning_cp.attn.choose.build_flex_call", never)
     with cp.step(batch):
         attention(heads(), heads(), heads(), mask=Mask(causal=True), softcap=2.0)
     with (

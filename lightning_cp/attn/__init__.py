@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention.
 
-`plan` says what meets where (pure), `attend` carries it out (one autograd function for every
-algorithm), `kernels` compute one block, `merge` puts blocks together, `attention` is the verb.
+`api.attention` checks its inputs, `choose` picks kernel, algorithm and head groups, `plan` lists
+what is sent and computed (pure), and the call runs: `blockwise` tile by tile, `flex` by
+FlexAttention, either one inside `ulysses`.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put partial attention together: (out, lse) + (out, lse), in place.
+"""Accumulators of partial attention, (out, lse) + (out, lse), and of gradients.
 
-Two blocks of keys give two softmaxes, each normalised by its own sum; lse is the log of that sum.
-The whole is their mean, weighted by those sums. Accumulated in float32, in float64 for float64.
+Two KV blocks give two softmaxes, each normalised by its own sum; lse is the log of that sum. The
+full softmax is their mean, weighted by those sums. Accumulated in float32, or float64 for float64.
 """
 
 from abc import ABC, abstractmethod
@@ -18,18 +18,18 @@ from lightning_cp.geometry.ranges import Range
 from lightning_cp.options import GradientWire
 
 NEVER = float("-inf")
-"""The lse of a query that has seen no key: its sum is empty."""
+"""The lse of a query that sees no key: its sum is empty."""
 
-_HARDLY = -1e30
+_LOWEST = -1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision in which sums over blocks are kept: never less than the input's."""
+    """Return the dtype of sums over blocks: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wire_dtype(dtype: torch.dtype, gradient_wire: GradientWire) -> torch.dtype:
-    """Return the precision in which gradients travel that are added up on the way.
+    """Return the dtype of gradients in reduce-scatters.
 
     Example:
         >>> wire_dtype(torch.bfloat16, "float32"), wire_dtype(torch.bfloat16, "model")
@@ -38,33 +38,33 @@ def wire_dtype(dtype: torch.dtype, gradient_wire: GradientWire) -> torch.dtype:
     return dtype if gradient_wire == "model" else accumulation_dtype(dtype)
 
 
-Softmaxed = tuple[Tensor, Tensor]
-"""Partial attention: out [B, H, L, D] and the log of its sums [B, H, L]."""
+OutputAndLse = tuple[Tensor, Tensor]
+"""Partial attention: out [B, H, L, D] and lse [B, H, L]."""
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add a block to an accumulator, in place.
 
     Args:
-        out: [B, H, L, D], accumulated output; 0 where nothing was seen.
-        lse: [B, H, L], its log of sums; -inf where nothing was seen.
+        out: [B, H, L, D], accumulated output; 0 for queries that saw no key.
+        lse: [B, H, L], accumulated lse; -inf for queries that saw no key.
         block_out: the block's output, in any precision.
-        block_lse: the block's log of sums.
+        block_lse: the block's lse.
     """
     merge_into(out, lse, (out, lse), (block_out, block_lse))
 
 
-def merge_into(out: Tensor, lse: Tensor, a: Softmaxed, b: Softmaxed) -> None:
-    """Write two parts, put together, to ``out`` and ``lse``; these may be those of ``a``.
+def merge_into(out: Tensor, lse: Tensor, a: OutputAndLse, b: OutputAndLse) -> None:
+    """Write the combination of two parts to ``out`` and ``lse``, which may be those of ``a``.
 
-    Computed in at least float32, whatever the parts and ``out`` are in.
+    Computed in at least float32, whatever the dtypes of the parts and of ``out``.
     """
     if triton_ops.can_take(out, a[0], b[0]):
         triton_ops.merge_into(out, lse, a, b)
         return
     (a_out, a_lse), (b_out, b_lse) = a, b
     dtype = accumulation_dtype(out.dtype)
-    # weight = e^b / (e^b + e^a). A query that neither side has seen carries -inf twice, and
+    # weight = e^b / (e^b + e^a). A query that saw no key on either side has -inf twice, and
     # -inf - -inf is NaN: it keeps the empty accumulator, so that ranks which hold only padding
     # stay finite.
     weight = torch.sigmoid(b_lse - a_lse)
@@ -79,13 +79,13 @@ def merge_into(out: Tensor, lse: Tensor, a: Softmaxed, b: Softmaxed) -> None:
 def sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
     """Write a, or a + b, to ``out``: added in at least float32, rounded once."""
     parts = (a,) if b is None else (a, b)
-    # torch is fast where both lie alike, and three times as slow as it could be where they do not.
+    # torch is fast if both have the same strides, and three times slower than necessary otherwise.
     is_copy = b is None and a.dtype == out.dtype and a.stride() == out.stride()
     if not is_copy and triton_ops.can_take(out, *parts):
         triton_ops.sum_into(out, a, b)
     elif b is None:
         out.copy_(a)
-    # torch adds in float32 what is narrower, and rounds to the wider of both before it writes.
+    # torch adds narrower dtypes in float32, and rounds to the wider of both before it writes.
     elif torch.promote_types(a.dtype, b.dtype) == torch.promote_types(a.dtype, out.dtype):
         torch.add(a, b, out=out)
     else:
@@ -93,173 +93,176 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
         out += b
 
 
-class Where(NamedTuple):
-    """A part of a tensor [B, H, L, D], all heads: some rows of the batch and some tokens."""
+class Region(NamedTuple):
+    """A region of a tensor [B, H, L, D]: some samples and some tokens, all heads."""
 
     batch: Range
     tokens: Range
 
     @property
-    def place(self) -> tuple[slice, slice, slice]:
-        """Return the index that picks it out."""
+    def indices(self) -> tuple[slice, slice, slice]:
+        """Return the index that selects it."""
         return slice(*self.batch), slice(None), slice(*self.tokens)
 
     @property
     def size(self) -> int:
-        """Return how many tokens it covers, over the rows."""
+        """Return the number of tokens, over all samples."""
         return self.batch.size * self.tokens.size
 
-    def meets(self, other: "Where") -> bool:
-        """Say whether they have anything in common."""
+    def overlaps(self, other: "Region") -> bool:
+        """Return whether two regions have tokens in common."""
         return bool(self.batch.meet(other.batch).size and self.tokens.meet(other.tokens).size)
 
 
-T = TypeVar("T", Tensor, Softmaxed)
+T = TypeVar("T", Tensor, OutputAndLse)
 
-# More are put into one tensor at once: looking through them would cost more than it saves.
-_MOST_PATCHES = 16
+# More regions go into an accumulator at once: comparing them all would cost more than it saves.
+_MAX_REGIONS = 16
 
 
-class Patches(ABC, Generic[T]):
-    """A tensor that is put together of parts, each of which covers some of it.
+class PartialSums(ABC, Generic[T]):
+    """A tensor accumulated from parts, each of which covers a region of it.
 
-    Up to two parts of a place are kept as they came, and put together straight into the result:
-    most calls have no more, and are spared an accumulator. A part that is the whole is the result.
+    Up to two parts of a region are kept as they are, and combined straight into the result: most
+    calls have no more, and need no accumulator. A single part that covers everything is the result.
 
     Args:
-        whole: what all parts cover together.
-        expects_more: whether places get more than two parts: the second one makes the accumulator.
+        region: what all parts cover together.
+        expects_more: whether regions get more than two parts: then the second one allocates the
+            accumulator.
     """
 
-    def __init__(self, whole: Where, *, expects_more: bool = False) -> None:
-        self.whole = whole
+    def __init__(self, region: Region, *, expects_more: bool = False) -> None:
+        self.region = region
         self._expects_more = expects_more
-        self._patches: dict[Where, list[T]] = {}
+        self._parts: dict[Region, list[T]] = {}
         self._total: T | None = None
 
-    def add(self, where: Where, part: T) -> None:
+    def add(self, region: Region, part: T) -> None:
         """Add a part."""
         if self._total is None:
-            held = self._patches.setdefault(where, [])
-            if len(held) == 1 and self._expects_more and where == self.whole:
-                self._patches.clear()
+            parts = self._parts.setdefault(region, [])
+            if len(parts) == 1 and self._expects_more and region == self.region:
+                self._parts.clear()
                 self._total = self._empty(raised=True)
-                self._write_both(self._total, where, held.pop(), part)
+                self._write_both(self._total, region, parts.pop(), part)
                 return
-            if len(held) == 1:
-                held.append(part)
+            if len(parts) == 1:
+                parts.append(part)
                 return
-            others = (other for other in self._patches if other != where)
-            few = len(self._patches) <= _MOST_PATCHES
-            if not held and few and not any(where.meets(other) for other in others):
-                held.append(part)
+            others = (other for other in self._parts if other != region)
+            few = len(self._parts) <= _MAX_REGIONS
+            if not parts and few and not any(region.overlaps(other) for other in others):
+                parts.append(part)
                 return
-            self._total = self._gathered()
-        self._add_to(self._total, where, part)
+            self._total = self._accumulate_parts()
+        self._add_to(self._total, region, part)
 
-    def _gathered(self) -> T:
+    def _accumulate_parts(self) -> T:
         """Move all parts into a new accumulator."""
         total = self._empty(raised=True)
-        patches, self._patches = self._patches, {}
-        self._fill(total, [where for where, parts in patches.items() if parts])
-        for where, parts in patches.items():
+        kept, self._parts = self._parts, {}
+        self._clear_rest(total, [region for region, parts in kept.items() if parts])
+        for region, parts in kept.items():
             if len(parts) == 1:
-                self._write(total, where, parts.pop())
+                self._write(total, region, parts.pop())
             elif parts:
-                self._write_both(total, where, *parts)
+                self._write_both(total, region, *parts)
                 parts.clear()
         return total
 
-    def _fill(self, target: T, written: list[Where]) -> None:
-        """Make empty what will not be written; parts do not overlap."""
-        if sum(where.size for where in written) < self.whole.size:
+    def _clear_rest(self, target: T, regions: list[Region]) -> None:
+        """Clear a tensor unless disjoint regions to be written cover all of it."""
+        if sum(region.size for region in regions) < self.region.size:
             self._clear(target)
 
     def result(self) -> T:
-        """Return the whole, in the precision of what it is for."""
+        """Return the sum, in the precision of the result."""
         if self._total is not None:
             return self._finished(self._total)
-        if list(self._patches) == [self.whole] and len(self._patches[self.whole]) == 1:
-            return self._finished(self._patches[self.whole][0])
+        if list(self._parts) == [self.region] and len(self._parts[self.region]) == 1:
+            return self._finished(self._parts[self.region][0])
         total = self._empty(raised=False)
         self.write(total)
         return total
 
     def write(self, target: T) -> None:
-        """Write the whole into a tensor."""
+        """Write the sum into a tensor."""
         if self._total is not None:
-            self._write(target, self.whole, self._total)
+            self._write(target, self.region, self._total)
             return
-        self._fill(target, list(self._patches))
-        for where, parts in self._patches.items():
+        self._clear_rest(target, list(self._parts))
+        for region, parts in self._parts.items():
             if len(parts) == 1:
-                self._write(target, where, parts[0])
+                self._write(target, region, parts[0])
             else:
-                self._write_both(target, where, *parts)
+                self._write_both(target, region, *parts)
 
     @abstractmethod
     def _empty(self, *, raised: bool) -> T:
-        """Return memory for the whole, in the precision of sums or in that of the result."""
+        """Return an empty tensor, ``raised`` in the precision of sums, else of the result."""
 
     @abstractmethod
     def _clear(self, target: T) -> None:
-        """Let it hold nothing."""
+        """Set a tensor to the sum of no parts."""
 
     @abstractmethod
-    def _write(self, target: T, where: Where, part: T) -> None:
-        """Write a part to its place."""
+    def _write(self, target: T, region: Region, part: T) -> None:
+        """Write a part to its region."""
 
     @abstractmethod
-    def _write_both(self, target: T, where: Where, a: T, b: T) -> None:
-        """Write two parts, put together, to their place."""
+    def _write_both(self, target: T, region: Region, a: T, b: T) -> None:
+        """Write the combination of two parts to their region."""
 
     @abstractmethod
-    def _add_to(self, total: T, where: Where, part: T) -> None:
+    def _add_to(self, total: T, region: Region, part: T) -> None:
         """Add a part to an accumulator."""
 
     @abstractmethod
     def _finished(self, total: T) -> T:
-        """Return the whole in the precision of the result."""
+        """Return the sum in the precision of the result."""
 
 
-class Softmax(Patches[Softmaxed]):
-    """Partial attention of one call, put together part by part.
+class OutputAccumulator(PartialSums[OutputAndLse]):
+    """The output of one call, accumulated from partial attention.
 
     Args:
         q: the queries [B, H, L, D], for shape, dtype and device.
         value_dim: head dim of the output.
-        expects_more: see `Patches`.
+        expects_more: see `PartialSums`.
     """
 
     def __init__(self, q: Tensor, value_dim: int, *, expects_more: bool = False) -> None:
-        whole = Where(Range(0, q.shape[0]), Range(0, q.shape[2]))
-        super().__init__(whole, expects_more=expects_more)
+        region = Region(Range(0, q.shape[0]), Range(0, q.shape[2]))
+        super().__init__(region, expects_more=expects_more)
         self._like = q
         self._value_dim = value_dim
 
-    def _empty(self, *, raised: bool) -> Softmaxed:
-        return empty_softmaxed(self._like, self._value_dim, raised=raised)
+    def _empty(self, *, raised: bool) -> OutputAndLse:
+        return empty_output(self._like, self._value_dim, raised=raised)
 
-    def _clear(self, target: Softmaxed) -> None:
+    def _clear(self, target: OutputAndLse) -> None:
         target[0].zero_()
         target[1].fill_(NEVER)
 
-    def _write(self, target: Softmaxed, where: Where, part: Softmaxed) -> None:
+    def _write(self, target: OutputAndLse, region: Region, part: OutputAndLse) -> None:
         for to, from_ in zip(target, part, strict=True):
-            to[where.place].copy_(from_)
+            to[region.indices].copy_(from_)
 
-    def _write_both(self, target: Softmaxed, where: Where, a: Softmaxed, b: Softmaxed) -> None:
-        merge_into(target[0][where.place], target[1][where.place], a, b)
+    def _write_both(
+        self, target: OutputAndLse, region: Region, a: OutputAndLse, b: OutputAndLse
+    ) -> None:
+        merge_into(target[0][region.indices], target[1][region.indices], a, b)
 
-    def _add_to(self, total: Softmaxed, where: Where, part: Softmaxed) -> None:
-        merge_(total[0][where.place], total[1][where.place], *part)
+    def _add_to(self, total: OutputAndLse, region: Region, part: OutputAndLse) -> None:
+        merge_(total[0][region.indices], total[1][region.indices], *part)
 
-    def _finished(self, total: Softmaxed) -> Softmaxed:
+    def _finished(self, total: OutputAndLse) -> OutputAndLse:
         return total[0].to(self._like.dtype), total[1]
 
 
-def empty_softmaxed(q: Tensor, value_dim: int, *, raised: bool = False) -> Softmaxed:
-    """Return memory for the attention of ``q``; ``raised`` in the precision of sums."""
+def empty_output(q: Tensor, value_dim: int, *, raised: bool = False) -> OutputAndLse:
+    """Return empty out and lse for ``q``; ``raised`` in the precision of sums."""
     dtype = accumulation_dtype(q.dtype)
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
     if value_dim == q.shape[-1]:
@@ -267,30 +270,30 @@ def empty_softmaxed(q: Tensor, value_dim: int, *, raised: bool = False) -> Softm
     return q.new_empty(*q.shape[:-1], value_dim, dtype=dtype if raised else None), lse
 
 
-def laid_out_like(q: Tensor, x: Tensor) -> Tensor:
-    """Return x in the layout of `empty_softmaxed`: some kernels want one for both."""
+def with_layout_of(q: Tensor, x: Tensor) -> Tensor:
+    """Return x with the strides of `empty_output`: some kernels need out and dout alike."""
     if x.shape != q.shape:
         return x.contiguous()
-    return x if x.stride() == _own_strides(q.shape, q.stride()) else torch.empty_like(q).copy_(x)
+    return x if x.stride() == _new_strides(q.shape, q.stride()) else torch.empty_like(q).copy_(x)
 
 
 @lru_cache(maxsize=64)
-def _own_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides that torch gives to a new tensor like one of these."""
+def _new_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of ``torch.empty_like`` for a tensor of these strides."""
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
-class Sum(Patches[Tensor]):
-    """A gradient, added up part by part in at least float32.
+class GradAccumulator(PartialSums[Tensor]):
+    """A gradient, accumulated in at least float32.
 
     Args:
-        like: what it is the gradient of.
-        expects_more: see `Patches`.
+        like: the tensor that it is the gradient of.
+        expects_more: see `PartialSums`.
     """
 
     def __init__(self, like: Tensor, *, expects_more: bool = False) -> None:
-        whole = Where(Range(0, like.shape[0]), Range(0, like.shape[2]))
-        super().__init__(whole, expects_more=expects_more)
+        region = Region(Range(0, like.shape[0]), Range(0, like.shape[2]))
+        super().__init__(region, expects_more=expects_more)
         self._like = like
 
     def _empty(self, *, raised: bool) -> Tensor:
@@ -300,27 +303,27 @@ class Sum(Patches[Tensor]):
     def _clear(self, target: Tensor) -> None:
         target.zero_()
 
-    def _write(self, target: Tensor, where: Where, part: Tensor) -> None:
-        sum_into(target[where.place], part)
+    def _write(self, target: Tensor, region: Region, part: Tensor) -> None:
+        sum_into(target[region.indices], part)
 
-    def _write_both(self, target: Tensor, where: Where, a: Tensor, b: Tensor) -> None:
-        sum_into(target[where.place], a, b)
+    def _write_both(self, target: Tensor, region: Region, a: Tensor, b: Tensor) -> None:
+        sum_into(target[region.indices], a, b)
 
-    def _add_to(self, total: Tensor, where: Where, part: Tensor) -> None:
-        total[where.place] += part
+    def _add_to(self, total: Tensor, region: Region, part: Tensor) -> None:
+        total[region.indices] += part
 
     def _finished(self, total: Tensor) -> Tensor:
         return total.to(self._like.dtype)
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Let each head's sink take its share of the softmax, in place.
+    """Give each head's sink its share of the softmax, in place.
 
-    A sink is a key that is always visible and whose value is 0: it only enlarges the sum.
+    A sink is a key that is always visible and whose value is 0: it only increases the sum.
 
     Args:
         out: [B, H, L, D], the output without sinks.
-        lse: [B, H, L], its log of sums; afterwards with the sink.
+        lse: [B, H, L], its lse; afterwards with the sink.
         sinks: [H], one logit per head.
     """
     if _can_fuse(sinks, out):
@@ -332,32 +335,32 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return d loss / d sinks, [H], from this rank's queries; of `add_sinks_` and its results.
+    """Return d loss / d sinks, [H], for this rank's queries; out and lse are those with sinks.
 
     The softmax's derivative for a key of value v is p (dout.v - dout.out); here v = 0.
     """
     if _can_fuse(sinks, dout, out):
-        taken = triton_ops.sink_gradients(dout, out, lse, sinks)
+        shares = triton_ops.sink_gradients(dout, out, lse, sinks)
     else:
-        taken = _dot_rows(dout, out) * torch.exp(_logits(sinks, lse) - lse)
-    return -taken.sum((0, 2)).to(sinks.dtype)
+        shares = _dot_head_dim(dout, out) * torch.exp(_logits(sinks, lse) - lse)
+    return -shares.sum((0, 2)).to(sinks.dtype)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return what `add_sinks_` makes of ``out``, and leave both as they are; rounded once.
+    """Return ``out`` with sinks, as `add_sinks_` does, but out of place; rounded once.
 
     Differentiable by autograd and compilers. The share of the keys is e^-softplus(sink - lse): its
-    derivative is the product of both shares, each by itself. 1 - the other's would be rounding.
+    derivative is the product of both shares, each computed directly; 1 - share would lose digits.
     """
-    # A query that has seen no key has a share of 0; -inf - -inf would be NaN. Beyond its threshold
-    # softplus is the identity: torch's own, 20, would be felt in float64.
-    distance = sinks.to(lse.dtype)[:, None] - lse.clamp(min=_HARDLY)
+    # A query that saw no key has a share of 0; -inf - -inf would be NaN. Beyond its threshold
+    # softplus is the identity: torch's default, 20, is too low for float64.
+    distance = sinks.to(lse.dtype)[:, None] - lse.clamp(min=_LOWEST)
     share = torch.exp(-functional.softplus(distance, threshold=60.0))
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def _can_fuse(sinks: Tensor, *tensors: Tensor) -> bool:
-    # Kernels take any address. A DTensor has none, and torch refuses what is elsewhere.
+    # Triton takes any address. A DTensor has none, and sinks on another device must fail in torch.
     return (
         triton_ops.can_take(*tensors)
         and sinks.device == tensors[0].device
@@ -370,14 +373,14 @@ def _logits(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def _share(part: Tensor, other: Tensor) -> Tensor:
-    """Return e^part / (e^part + e^other); 0 where neither is there.
+    """Return e^part / (e^part + e^other); 0 if both are empty.
 
-    Each share by itself: that of a small part, as 1 - the other's, would be rounding.
+    Computed directly: a small share, as 1 - the other one, would lose digits.
     """
     return torch.where(part == NEVER, 0.0, torch.sigmoid(part - other))
 
 
-def _dot_rows(x: Tensor, y: Tensor) -> Tensor:
+def _dot_head_dim(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum over D of x times y, [B, H, L] in at least float32."""
     dtype = accumulation_dtype(x.dtype)
     return (x.to(dtype) * y.to(dtype)).sum(-1)

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring the keys and values of one stage here, and give their gradients back.
+"""Exchange of keys and values of one stage, and of their gradients.
 
-They travel token by token: a *row* holds the key and the value of one token, of all rows of the
-batch and some heads, so that what arrives is a key buffer as it is. `fetch` and `give_back` start
-the traffic and return a function that waits for it, so that the caller can compute in between.
-`gather_row` and `scatter_row` move whole rows of the batch, for attention whose mask nobody can
-plan with.
+A *KV record* is one token's key and value, for every sample and the heads being sent; records are
+sent so that what arrives can serve as a key buffer. `fetch` and `scatter_grads` start the traffic
+and return a function that waits for it, so that the caller can compute in between.
+
+| case | keys are sent by | the key buffer is | gradients return by |
+|---|---|---|---|
+| `has_no_peers` | - | the local shard | - |
+| `is_local` | messages, to others only | the local shard | messages |
+| `is_one_parcel` | one message | the parcel as it arrives | messages |
+| other parcels | messages | filled by messages, or copies of several runs | messages |
+| `slots` | an all-gather per slot | the gathered tensor | a reduce-scatter per slot |
+| `collective` | one all-gather | filled by copies of the needed runs | one reduce-scatter |
+
+`gather_sequence` and `scatter_sequence_grads` exchange full sequences, for masks that are functions
+and cannot be planned with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import Sum, Where, sum_into, wire_dtype
-from lightning_cp.attn.plan import Parcel, Run, Stage, cut
+from lightning_cp.attn.accumulators import GradAccumulator, Region, sum_into, wire_dtype
+from lightning_cp.attn.plan import Parcel, Run, Stage, split_run
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
@@ -42,7 +52,7 @@ class KeyValues(NamedTuple):
         return KeyValues(self.keys.narrow(2, start, size), self.values.narrow(2, start, size))
 
     def empty(self, num_tokens: int, dtype: torch.dtype) -> "KeyValues":
-        """Return memory for so many tokens, each of which lies in one piece."""
+        """Return empty keys and values of ``num_tokens`` tokens; each token is contiguous."""
         batch, heads = self.keys.shape[:2]
         keys, values = (
             x.new_empty(num_tokens, batch, heads, x.shape[3], dtype=dtype).permute(1, 2, 0, 3)
@@ -50,24 +60,24 @@ class KeyValues(NamedTuple):
         )
         return KeyValues(keys, values)
 
-    def empty_rows(self, num_tokens: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for so many rows, [n, B, K, D + Dv]."""
+    def empty_records(self, num_tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return empty KV records, [n, B, K, D + Dv]."""
         batch, heads, _, dim = self.keys.shape
         width = dim + self.values.shape[3]
         return self.keys.new_empty(num_tokens, batch, heads, width, dtype=dtype)
 
-    def open_rows(self, rows: Tensor) -> "KeyValues":
-        """Return rows seen as keys and values of the same kind."""
-        return _open(rows, self.keys.shape[3])
+    def view_records(self, records: Tensor) -> "KeyValues":
+        """Return a view of KV records as keys and values with the same head dims."""
+        return _view_records(records, self.keys.shape[3])
 
 
-def _open(rows: Tensor, key_dim: int) -> KeyValues:
-    rows = rows.permute(1, 2, 0, 3)
-    return KeyValues(rows[..., :key_dim], rows[..., key_dim:])
+def _view_records(records: Tensor, key_dim: int) -> KeyValues:
+    records = records.permute(1, 2, 0, 3)
+    return KeyValues(records[..., :key_dim], records[..., key_dim:])
 
 
-class Shard:
-    """This rank's keys and values, and the same as rows, made when something travels.
+class KVShard:
+    """This rank's keys and values, and the same as KV records, built when they are sent.
 
     Args:
         keys: [B, K, L, D].
@@ -75,55 +85,54 @@ class Shard:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._whole = KeyValues(keys, values)
-        self._rows: tuple[Range, Tensor] | None = None
+        self._all_heads = KeyValues(keys, values)
+        self._records: tuple[Range, Tensor] | None = None
 
     def heads(self, heads: Range) -> KeyValues:
         """Return some heads, as a view."""
-        whole = self._whole
-        if heads.size == whole.keys.shape[1]:
-            return whole
-        part = slice(*heads)
-        return KeyValues(whole.keys[:, part], whole.values[:, part])
+        keys, values = self._all_heads
+        if heads.size == keys.shape[1]:
+            return self._all_heads
+        return KeyValues(keys[:, slice(*heads)], values[:, slice(*heads)])
 
-    def rows(self, heads: Range) -> Tensor:
-        """Return some heads as rows; stages of the same heads share them."""
-        if self._rows is None or self._rows[0] != heads:
-            self._rows = heads, as_rows(self.heads(heads))
-        return self._rows[1]
+    def records(self, heads: Range) -> Tensor:
+        """Return some heads as KV records; stages of the same heads share them."""
+        if self._records is None or self._records[0] != heads:
+            self._records = heads, as_records(self.heads(heads))
+        return self._records[1]
 
 
-def as_rows(part: KeyValues, dtype: torch.dtype | None = None) -> Tensor:
-    """Return keys and values as rows."""
-    rows = part.empty_rows(part.num_tokens, dtype)
-    for to, from_ in zip(part.open_rows(rows), part, strict=True):
+def as_records(part: KeyValues, dtype: torch.dtype | None = None) -> Tensor:
+    """Return keys and values as KV records."""
+    records = part.empty_records(part.num_tokens, dtype)
+    for to, from_ in zip(part.view_records(records), part, strict=True):
         to.copy_(from_)
-    return rows
+    return records
 
 
-def _picked(rows: Tensor, runs: Iterable[tuple[int, int]]) -> Tensor:
-    """Return some runs of rows, (start, size) each, as one tensor."""
-    return _joined([rows[start : start + size] for start, size in runs])
+def _select_runs(records: Tensor, runs: Iterable[tuple[int, int]]) -> Tensor:
+    """Return some runs of records, (start, size) each, as one tensor."""
+    return _concatenate([records[start : start + size] for start, size in runs])
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _end_to_end(runs: Sequence[Run]) -> Iterable[int]:
-    """Return where each run lies in a parcel."""
+def _parcel_offsets(runs: Sequence[Run]) -> Iterable[int]:
+    """Return the offset of each run in a parcel."""
     return accumulate((run.size for run in runs[:-1]), initial=0)
 
 
 def fetch(
-    stage: Stage, shard: Shard, transport: Transport, *, buffer_len: int | None = None
+    stage: Stage, shard: KVShard, transport: Transport, *, buffer_len: int | None = None
 ) -> Callable[[], KeyValues]:
-    """Start bringing a stage's keys here.
+    """Start fetching the keys and values of a stage.
 
     Args:
-        stage: what travels.
+        stage: what is sent.
         shard: this rank's keys and values, all heads.
-        transport: how it travels.
+        transport: the ranks.
         buffer_len: tokens of the key buffer, if more than those of the stage: zeros follow. Not
             for stages with slots.
 
@@ -132,24 +141,26 @@ def fetch(
     """
     own = shard.heads(stage.heads)
     if stage.collective:
-        rows = shard.rows(stage.heads)
+        records = shard.records(stage.heads)
         if stage.slots:
-            return _fetch_slots(stage, own, rows, transport)
-        return _fetch_whole_shards(stage, own, rows, transport, buffer_len or stage.buffer_len)
+            return _fetch_slots(stage, own, records, transport)
+        return _fetch_shards(stage, own, records, transport, buffer_len or stage.buffer_len)
     if buffer_len is not None:
         return _fetch_into(stage, own, transport, buffer_len)
-    if stage.is_alone:
+    if stage.has_no_peers:
         return lambda: own
     if not stage.is_local and not stage.is_one_parcel:
         return _fetch_into(stage, own, transport, stage.buffer_len)
-    rows = shard.rows(stage.heads)
-    sends = [(p.peer, _picked(rows, ((r.shard, r.size) for r in p.runs))) for p in stage.sends]
-    arriving = [(p.peer, own.empty_rows(p.num_tokens)) for p in stage.receives]
+    records = shard.records(stage.heads)
+    sends = [
+        (p.peer, _select_runs(records, ((r.shard, r.size) for r in p.runs))) for p in stage.sends
+    ]
+    arriving = [(p.peer, own.empty_records(p.num_tokens)) for p in stage.receives]
     wait = transport.exchange(sends, arriving)
 
     def finish() -> KeyValues:
         wait()
-        return own if stage.is_local else own.open_rows(arriving[0][1])
+        return own if stage.is_local else own.view_records(arriving[0][1])
 
     return finish
 
@@ -157,55 +168,56 @@ def fetch(
 def _fetch_into(
     stage: Stage, own: KeyValues, transport: Transport, buffer_len: int
 ) -> Callable[[], KeyValues]:
-    """Fetch parcels into a buffer: own tokens leave from it, others arrive in it, if they can."""
+    """Fetch parcels into a buffer: local tokens are sent from it, others arrive in it."""
     buffer = _empty_buffer(stage, own, buffer_len)
-    places = own.open_rows(buffer)
-    held = _held(stage, own)
-    for run in held:
-        there = places.tokens(run.buffer, run.buffer + run.size)
-        for to, from_ in zip(there, own.tokens(run.shard, run.shard + run.size), strict=True):
+    key_values = own.view_records(buffer)
+    local_runs = _local_runs(stage, own)
+    for run in local_runs:
+        targets = key_values.tokens(run.buffer, run.buffer + run.size)
+        for to, from_ in zip(targets, own.tokens(run.shard, run.shard + run.size), strict=True):
             sum_into(to, from_)
 
-    def rows_of(run: Run) -> Tensor:
-        for mine in held:
-            if mine.shard <= run.shard and run.shard + run.size <= mine.shard + mine.size:
-                start = mine.buffer + run.shard - mine.shard
+    def records_of(run: Run) -> Tensor:
+        for local in local_runs:
+            if local.shard <= run.shard and run.shard + run.size <= local.shard + local.size:
+                start = local.buffer + run.shard - local.shard
                 return buffer[start : start + run.size]
-        return as_rows(own.tokens(run.shard, run.shard + run.size))
+        return as_records(own.tokens(run.shard, run.shard + run.size))
 
     sends = [
-        (parcel.peer, _joined([rows_of(run) for run in parcel.runs])) for parcel in stage.sends
+        (parcel.peer, _concatenate([records_of(run) for run in parcel.runs]))
+        for parcel in stage.sends
     ]
-    arriving = [(parcel.peer, _place(parcel, buffer, own)) for parcel in stage.receives]
+    arriving = [(parcel.peer, _receive_buffer(parcel, buffer, own)) for parcel in stage.receives]
     wait = transport.exchange(sends, arriving)
 
     def finish() -> KeyValues:
         wait()
-        for parcel, (_, came) in zip(stage.receives, arriving, strict=True):
+        for parcel, (_, records) in zip(stage.receives, arriving, strict=True):
             if len(parcel.runs) > 1:
-                for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
-                    _copy(came, at, buffer, run.buffer, run.size)
-        return places
+                for offset, run in zip(_parcel_offsets(parcel.runs), parcel.runs, strict=True):
+                    _copy(records, offset, buffer, run.buffer, run.size)
+        return key_values
 
     return finish
 
 
-def _held(stage: Stage, local: KeyValues) -> tuple[Run, ...]:
-    """Return where in the key buffer this rank's own tokens lie: the shard may be all of it."""
-    return (Run(0, 0, local.num_tokens),) if stage.is_local else stage.own
+def _local_runs(stage: Stage, local: KeyValues) -> tuple[Run, ...]:
+    """Return the runs of this rank's tokens in the key buffer: the shard may be all of it."""
+    return (Run(0, 0, local.num_tokens),) if stage.is_local else stage.own_runs
 
 
-def _place(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
-    """Return where a parcel arrives: its place in the buffer, if it has one."""
+def _receive_buffer(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
+    """Return where a parcel arrives: in the key buffer if it is one run."""
     if len(parcel.runs) > 1:
-        return own.empty_rows(parcel.num_tokens)
+        return own.empty_records(parcel.num_tokens)
     (run,) = parcel.runs
     return buffer[run.buffer : run.buffer + run.size]
 
 
 def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int) -> Tensor:
-    """Return memory for the key buffer; places that no key comes to are cleared."""
-    buffer = own.empty_rows(buffer_len)
+    """Return an empty key buffer, with zeros where no key arrives."""
+    buffer = own.empty_records(buffer_len)
     used = own.num_tokens if stage.is_local else stage.buffer_len
     for start, stop in (*stage.gaps, Range(used, buffer_len)):
         if start < stop:
@@ -213,66 +225,67 @@ def _empty_buffer(stage: Stage, own: KeyValues, buffer_len: int) -> Tensor:
     return buffer
 
 
-def _copy(source: Tensor, start: int, target: Tensor, at: int, size: int) -> None:
-    target[at : at + size].copy_(source[start : start + size])
+def _copy(source: Tensor, start: int, target: Tensor, offset: int, size: int) -> None:
+    target[offset : offset + size].copy_(source[start : start + size])
 
 
 def _fetch_slots(
-    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport
+    stage: Stage, own: KeyValues, records: Tensor, transport: Transport
 ) -> Callable[[], KeyValues]:
-    """Gather shards slot by slot: what arrives is the key buffer."""
-    gathered = own.empty_rows(stage.buffer_len)
+    """Gather shards slot by slot: the gathered tensor is the key buffer."""
+    gathered = own.empty_records(stage.buffer_len)
     waits = [
-        transport.all_gather(place, _picked(rows, [(slot.start, slot.size)]))
-        for slot, place in zip(stage.slots, _by_slot(gathered, stage, transport.size), strict=True)
+        transport.all_gather(target, _select_runs(records, [(slot.start, slot.size)]))
+        for slot, target in zip(stage.slots, _by_slot(gathered, stage, transport.size), strict=True)
     ]
 
     def finish() -> KeyValues:
         for wait in waits:
             wait()
-        return own.open_rows(gathered)
+        return own.view_records(gathered)
 
     return finish
 
 
-def _by_slot(rows: Tensor, stage: Stage, num_ranks: int) -> list[Tensor]:
+def _by_slot(records: Tensor, stage: Stage, num_ranks: int) -> list[Tensor]:
     """Return [ranks, tokens of a slot, ...] for each slot of a key buffer."""
-    parts = torch.split(rows, [num_ranks * slot.size for slot in stage.slots])
+    parts = torch.split(records, [num_ranks * slot.size for slot in stage.slots])
     return [
-        part.view(num_ranks, slot.size, *rows.shape[1:])
+        part.view(num_ranks, slot.size, *records.shape[1:])
         for part, slot in zip(parts, stage.slots, strict=True)
     ]
 
 
-def _fetch_whole_shards(
-    stage: Stage, own: KeyValues, rows: Tensor, transport: Transport, buffer_len: int
+def _fetch_shards(
+    stage: Stage, own: KeyValues, records: Tensor, transport: Transport, buffer_len: int
 ) -> Callable[[], KeyValues]:
-    gathered = rows.new_empty(transport.size, *rows.shape)
-    wait = transport.all_gather(gathered, rows)
+    gathered = records.new_empty(transport.size, *records.shape)
+    wait = transport.all_gather(gathered, records)
 
     def finish() -> KeyValues:
         wait()
         buffer = _empty_buffer(stage, own, buffer_len)
-        for run in stage.own:
-            _copy(rows, run.shard, buffer, run.buffer, run.size)
+        for run in stage.own_runs:
+            _copy(records, run.shard, buffer, run.buffer, run.size)
         for parcel in stage.receives:
             for run in parcel.runs:
                 _copy(gathered[parcel.peer], run.shard, buffer, run.buffer, run.size)
-        return own.open_rows(buffer)
+        return own.view_records(buffer)
 
     return finish
 
 
-class Found:
-    """The gradients of a stage's key buffer, added up tile by tile, where they travel from.
+class KVGradBuffer:
+    """Accumulates dK, dV of one stage's key buffer, in the memory that they are sent from.
 
-    The first part waits for the second: both are added up in one go, and until then a kernel has
-    the memory of the sum. What nobody writes is cleared at the end.
+    The first part waits for the second: their sum is written in one pass, and until then kernels
+    can use the memory of the accumulator. What no part covers is cleared at the end. (Unlike
+    `PartialSums`, parts that overlap only partly are added in one pass, too, without clearing.)
 
     Args:
-        stage: what the keys came by.
+        stage: the stage that fetched the keys.
         buffer: the keys.
-        dtype: in which they are added up.
+        dtype: of the accumulator.
     """
 
     def __init__(self, stage: Stage, buffer: KeyValues, dtype: torch.dtype) -> None:
@@ -282,54 +295,54 @@ class Found:
         self._all = Range(0, buffer.num_tokens)
         self._written: tuple[Range, ...] = ()
         self._first: tuple[Range, KeyValues] | None = None
-        self._opened: tuple[Tensor | None, KeyValues] | None = None
+        self._memory: tuple[Tensor | None, KeyValues] | None = None
 
-    def add(self, batch: slice, columns: slice, part: KeyValues) -> None:
-        """Add what a tile found for some rows of the batch and some tokens of the buffer."""
-        here = Range(columns.start, columns.stop)
+    def add(self, batch: slice, k_slice: slice, part: KeyValues) -> None:
+        """Add the gradients of a tile: some samples, and some tokens of the buffer."""
+        covered = Range(k_slice.start, k_slice.stop)
         if batch != slice(None):
-            self._open()
-            _add(self.total(), batch, here, part)
-        elif self._opened is not None:
-            self._add(here, part)
+            self._allocate()
+            _add(self.total(), batch, covered, part)
+        elif self._memory is not None:
+            self._add(covered, part)
         elif self._first is None:
-            self._first = here, part
+            self._first = covered, part
         else:
-            first, second, self._first = self._first, (here, part), None
-            _, total = self._open()
-            both = here.meet(first[0])
+            first, second, self._first = self._first, (covered, part), None
+            _, total = self._allocate()
+            both = covered.meet(first[0])
             for one in (first, second):
-                for where in _outside(one[0], both):
-                    _write(total, where, one)
+                for tokens in _difference(one[0], both):
+                    _write(total, tokens, one)
             _write(total, both, first, second)
-            self._written = union((first[0], here))
+            self._written = union((first[0], covered))
 
-    def _add(self, here: Range, part: KeyValues) -> None:
-        """Add a part to what was written, and write it elsewhere."""
-        _, total = self._open()
-        rest = here
+    def _add(self, covered: Range, part: KeyValues) -> None:
+        """Add a part where something was written, and write it elsewhere."""
+        _, total = self._allocate()
+        rest = covered
         for written in self._written:
             both = rest.meet(written)
             if both.size:
-                _write(total, Range(rest.start, both.start), (here, part))
-                _add(total, slice(None), both, _cut(part, both, here))
+                _write(total, Range(rest.start, both.start), (covered, part))
+                _add(total, slice(None), both, _narrow(part, both, covered))
                 rest = Range(both.stop, rest.stop)
-        _write(total, rest, (here, part))
-        self._written = union((*self._written, here))
+        _write(total, rest, (covered, part))
+        self._written = union((*self._written, covered))
 
     def total(self) -> KeyValues:
         """Return the sum."""
-        if self._opened is None and self._first is not None and not self._has_slots:
-            there, first = self._first
-            if there == self._all:
+        if self._memory is None and self._first is not None and not self._has_slots:
+            covered, first = self._first
+            if covered == self._all:
                 return first
-        _, total = self._open()
-        at = 0
+        _, total = self._allocate()
+        end = 0
         for start, stop in (*self._written, Range(self._all.stop, self._all.stop)):
-            if at < start:
+            if end < start:
                 for x in total:
-                    x[:, :, at:start].zero_()
-            at = stop
+                    x[:, :, end:start].zero_()
+            end = stop
         self._written = (self._all,)
         return total
 
@@ -338,105 +351,105 @@ class Found:
         """Return the precision of the keys."""
         return self._like.keys.dtype
 
-    def rows(self) -> Tensor:
-        """Return the sum as rows; for stages with slots."""
+    def records(self) -> Tensor:
+        """Return the sum as KV records; for stages with slots."""
         self.total()
-        rows, _ = self._open()
-        assert rows is not None  # noqa: S101
-        return rows
+        records, _ = self._allocate()
+        assert records is not None  # noqa: S101
+        return records
 
-    def _open(self) -> tuple[Tensor | None, KeyValues]:
-        """Take the memory of the sum, and write down what waits."""
-        if self._opened is None:
+    def _allocate(self) -> tuple[Tensor | None, KeyValues]:
+        """Allocate the accumulator if there is none, and write the part that waits."""
+        if self._memory is None:
             if self._has_slots:
-                rows = self._like.empty_rows(self._all.stop, self._dtype)
-                self._opened = rows, self._like.open_rows(rows)
+                records = self._like.empty_records(self._all.stop, self._dtype)
+                self._memory = records, self._like.view_records(records)
             else:
-                self._opened = None, self._like.empty(self._all.stop, self._dtype)
+                self._memory = None, self._like.empty(self._all.stop, self._dtype)
             if self._first is not None:
                 first, self._first = self._first, None
-                _write(self._opened[1], first[0], first)
+                _write(self._memory[1], first[0], first)
                 self._written = (first[0],)
-        return self._opened
+        return self._memory
 
 
-def _outside(part: Range, both: Range) -> tuple[Range, ...]:
-    """Return what lies before and behind ``both``, of a part that contains it."""
-    if not both.size:
+def _difference(part: Range, inner: Range) -> tuple[Range, ...]:
+    """Return the ranges of a part before and after ``inner``, which lies inside it."""
+    if not inner.size:
         return (part,)
-    return Range(part.start, both.start), Range(both.stop, part.stop)
+    return Range(part.start, inner.start), Range(inner.stop, part.stop)
 
 
-def _cut(part: KeyValues, where: Range, columns: Range) -> KeyValues:
-    """Return the tokens ``where`` of a part that covers ``columns``."""
-    return part.tokens(where.start - columns.start, where.stop - columns.start)
+def _narrow(part: KeyValues, tokens: Range, covered: Range) -> KeyValues:
+    """Return some tokens of a part that covers ``covered``."""
+    return part.tokens(tokens.start - covered.start, tokens.stop - covered.start)
 
 
-def _write(total: KeyValues, where: Range, *parts: tuple[Range, KeyValues]) -> None:
-    """Write the tokens ``where`` of a part, or the sum of two; each comes with what it covers."""
-    if where.size > 0:
-        cut = (_cut(part, where, columns) for columns, part in parts)
-        for place, *found in zip(total.tokens(*where), *cut, strict=True):
-            sum_into(place, *found)
+def _write(total: KeyValues, tokens: Range, *parts: tuple[Range, KeyValues]) -> None:
+    """Write some tokens of a part, or of the sum of two; each comes with what it covers."""
+    if tokens.size > 0:
+        narrowed = (_narrow(part, tokens, covered) for covered, part in parts)
+        for target, *sources in zip(total.tokens(*tokens), *narrowed, strict=True):
+            sum_into(target, *sources)
 
 
-def _add(total: KeyValues, batch: slice, columns: Range, part: KeyValues) -> None:
-    for to, from_ in zip(total.tokens(*columns), part, strict=True):
+def _add(total: KeyValues, batch: slice, tokens: Range, part: KeyValues) -> None:
+    for to, from_ in zip(total.tokens(*tokens), part, strict=True):
         to[batch] += from_
 
 
 Add = Callable[[KeyValues, int], None]
-"""Adds gradients to those of this rank's keys from some token on."""
+"""Adds gradients to those of this rank's keys, starting at a token."""
 
 
-def give_back(
+def scatter_grads(
     stage: Stage,
-    found: Found,
-    sums: tuple[Sum, Sum],
+    kv_grads: KVGradBuffer,
+    sums: tuple[GradAccumulator, GradAccumulator],
     transport: Transport,
     gradient_wire: GradientWire,
 ) -> Callable[[], None]:
     """Start sending the gradients of a stage's key buffer to the owners of the keys.
 
     Args:
-        stage: what travelled.
-        found: the gradients of the key buffer.
-        sums: those of this rank's keys and values, for the stage's heads; its own share is added
-            at once.
-        transport: how it travels.
-        gradient_wire: how precise gradients are that a reduce-scatter adds up.
+        stage: the stage that fetched the keys.
+        kv_grads: the gradients of the key buffer.
+        sums: the gradients of this rank's keys and values, for the stage's heads; the local share
+            is added at once.
+        transport: the ranks.
+        gradient_wire: precision of gradients in reduce-scatters.
 
     Returns:
-        A function that waits and adds what the other ranks found for this rank's keys.
+        A function that waits and adds the gradients from other ranks for this rank's keys.
     """
-    total = found.total()
-    # Of what one rank sends straight to another nothing is lost by the kernels' own precision: the
-    # owner adds it up in a higher one. A reduce-scatter has no such owner.
-    dtype = found.key_dtype
+    total = kv_grads.total()
+    # A message may have the precision of the kernels: the owner adds it up in a higher one. A
+    # reduce-scatter adds up in the precision that it sends.
+    dtype = kv_grads.key_dtype
     if stage.collective:
         dtype = wire_dtype(dtype, gradient_wire)
 
     def add(part: KeyValues, start: int) -> None:
-        where = Where(Range(0, part.keys.shape[0]), Range(start, start + part.num_tokens))
+        region = Region(Range(0, part.keys.shape[0]), Range(start, start + part.num_tokens))
         for summed, x in zip(sums, part, strict=True):
-            summed.add(where, x)
+            summed.add(region, x)
 
     if not stage.collective and stage.block is not None:
-        for run in _held(stage, total):
-            for part in cut(run, stage.sent_edges):
+        for run in _local_runs(stage, total):
+            for part in split_run(run, stage.sent_edges):
                 add(total.tokens(part.buffer, part.buffer + part.size), part.shard)
-    if stage.is_alone:
+    if stage.has_no_peers:
         return nothing
     if stage.slots:
         key_dim = total.keys.shape[3]
-        return _scatter_slots(stage, key_dim, found.rows().to(dtype), transport, add)
+        return _scatter_slots(stage, key_dim, kv_grads.records().to(dtype), transport, add)
     if stage.collective:
-        local_len = sums[0].whole.tokens.size
-        return _scatter_whole_shards(stage, total, local_len, transport, dtype, add)
-    # A kernel may return any precision, another one on each rank; the wire has one. Keys and
-    # values apart: as kernels return them, they are ready to be sent.
+        local_len = sums[0].region.tokens.size
+        return _scatter_shards(stage, total, local_len, transport, dtype, add)
+    # Kernels may return different precisions on different ranks; messages have one. Keys and values
+    # are sent separately: kernels return them contiguous.
     sends = [
-        (parcel.peer, _ready(x, parcel.runs, dtype)) for parcel in stage.receives for x in total
+        (parcel.peer, _sendable(x, parcel.runs, dtype)) for parcel in stage.receives for x in total
     ]
     batch, heads = total.keys.shape[:2]
     arriving = [
@@ -448,66 +461,66 @@ def give_back(
 
     def finish() -> None:
         wait()
-        came = iter(arriving)
+        tensors = iter(arriving)
         for parcel in stage.sends:
-            keys, values = (next(came)[1].permute(1, 2, 0, 3) for _ in range(2))
+            keys, values = (next(tensors)[1].permute(1, 2, 0, 3) for _ in range(2))
             part = KeyValues(keys, values)
-            for at, run in zip(_end_to_end(parcel.runs), parcel.runs, strict=True):
-                add(part.tokens(at, at + run.size), run.shard)
+            for offset, run in zip(_parcel_offsets(parcel.runs), parcel.runs, strict=True):
+                add(part.tokens(offset, offset + run.size), run.shard)
 
     return finish
 
 
-def _ready(x: Tensor, runs: Sequence[Run], dtype: torch.dtype) -> Tensor:
+def _sendable(x: Tensor, runs: Sequence[Run], dtype: torch.dtype) -> Tensor:
     """Return some runs of [B, K, n, D] as one contiguous [m, B, K, D]."""
-    picked = _picked(x.permute(2, 0, 1, 3), ((run.buffer, run.size) for run in runs))
-    return picked.to(dtype).contiguous()
+    selected = _select_runs(x.permute(2, 0, 1, 3), ((run.buffer, run.size) for run in runs))
+    return selected.to(dtype).contiguous()
 
 
 def _scatter_slots(
-    stage: Stage, key_dim: int, rows: Tensor, transport: Transport, add: Add
+    stage: Stage, key_dim: int, records: Tensor, transport: Transport, add: Add
 ) -> Callable[[], None]:
-    """Start the sums slot by slot; the rows are all that is kept of the gradients."""
-    summed = [rows.new_empty(slot.size, *rows.shape[1:]) for slot in stage.slots]
-    places = _by_slot(rows, stage, transport.size)
+    """Start a reduce-scatter per slot; only the records of the gradients are kept."""
+    summed = [records.new_empty(slot.size, *records.shape[1:]) for slot in stage.slots]
+    sources = _by_slot(records, stage, transport.size)
     waits = [
-        transport.reduce_scatter(out, place) for out, place in zip(summed, places, strict=True)
+        transport.reduce_scatter(out, source) for out, source in zip(summed, sources, strict=True)
     ]
 
     def finish() -> None:
         for wait, slot, out in zip(waits, stage.slots, summed, strict=True):
             wait()
-            add(_open(out, key_dim), slot.start)
+            add(_view_records(out, key_dim), slot.start)
 
     return finish
 
 
-def _scatter_whole_shards(
+def _scatter_shards(
     stage: Stage,
-    found: KeyValues,
+    total: KeyValues,
     local_len: int,
     transport: Transport,
     dtype: torch.dtype,
     add: Add,
 ) -> Callable[[], None]:
-    owners = ((transport.rank, stage.own), *stage.receives)
-    arriving = _send_home(as_rows(found, dtype), owners, local_len, transport)
-    return lambda: add(found.open_rows(arriving()), 0)
+    owners = ((transport.rank, stage.own_runs), *stage.receives)
+    wait = _reduce_to_owners(as_records(total, dtype), owners, local_len, transport)
+    return lambda: add(total.view_records(wait()), 0)
 
 
-def _send_home(
-    rows: Tensor,
+def _reduce_to_owners(
+    records: Tensor,
     owners: Iterable[tuple[int, Iterable[Run]]],
     local_len: int,
     transport: Transport,
 ) -> Callable[[], Tensor]:
-    """Start sending runs of rows to their owners; return what waits for the sum of all ranks'."""
-    wires = rows.new_zeros(transport.size, local_len, *rows.shape[1:])
+    """Start sending runs of records to their owners; return a function that waits for the sum."""
+    shards = records.new_zeros(transport.size, local_len, *records.shape[1:])
     for peer, runs in owners:
         for run in runs:
-            _copy(rows, run.buffer, wires[peer], run.shard, run.size)
-    summed = torch.empty_like(wires[0])
-    wait = transport.reduce_scatter(summed, wires)
+            _copy(records, run.buffer, shards[peer], run.shard, run.size)
+    summed = torch.empty_like(shards[0])
+    wait = transport.reduce_scatter(summed, shards)
 
     def finish() -> Tensor:
         wait()
@@ -516,32 +529,32 @@ def _send_home(
     return finish
 
 
-def gather_row(shard: KeyValues, layout: Layout, transport: Transport) -> KeyValues:
-    """Return the keys and values of whole rows, in their order, without padding."""
-    rows = as_rows(shard)
-    gathered = rows.new_empty(transport.size, *rows.shape)
-    transport.all_gather(gathered, rows)()
-    whole = rows.new_empty(layout.seq_len, *rows.shape[1:])
+def gather_sequence(shard: KeyValues, layout: Layout, transport: Transport) -> KeyValues:
+    """Return the keys and values of full sequences, in their order, without padding."""
+    records = as_records(shard)
+    gathered = records.new_empty(transport.size, *records.shape)
+    transport.all_gather(gathered, records)()
+    sequence = records.new_empty(layout.seq_len, *records.shape[1:])
     for rank, part in enumerate(gathered):
-        for run in _row_runs(layout, rank):
-            _copy(part, run.shard, whole, run.buffer, run.size)
-    return shard.open_rows(whole)
+        for run in _sequence_runs(layout, rank):
+            _copy(part, run.shard, sequence, run.buffer, run.size)
+    return shard.view_records(sequence)
 
 
-def scatter_row(
-    found: KeyValues, layout: Layout, transport: Transport, dtype: torch.dtype
+def scatter_sequence_grads(
+    grads: KeyValues, layout: Layout, transport: Transport, dtype: torch.dtype
 ) -> KeyValues:
-    """Return, for this rank's keys, the sum in ``dtype`` of the gradients that all ranks found."""
-    owners = ((rank, _row_runs(layout, rank)) for rank in range(layout.cp_size))
-    arriving = _send_home(as_rows(found, dtype), owners, layout.local_len, transport)
-    return found.open_rows(arriving())
+    """Return the gradients of this rank's keys, summed over all ranks in ``dtype``."""
+    owners = ((rank, _sequence_runs(layout, rank)) for rank in range(layout.cp_size))
+    wait = _reduce_to_owners(as_records(grads, dtype), owners, layout.local_len, transport)
+    return grads.view_records(wait())
 
 
-def _row_runs(layout: Layout, rank: int) -> Iterable[Run]:
-    """Say where in the row each piece of a rank's shard goes; padding goes nowhere."""
+def _sequence_runs(layout: Layout, rank: int) -> Iterable[Run]:
+    """Return where in the sequence each piece of a shard goes; padding is left out."""
     ranges = layout.ranges(rank)
     offsets = accumulate((part.size for part in ranges), initial=0)
-    for held, offset in zip(ranges, offsets, strict=False):
-        kept = held.meet(Range(0, layout.seq_len))
-        if kept.size:
-            yield Run(offset, kept.start, kept.size)
+    for part, offset in zip(ranges, offsets, strict=False):
+        real = part.meet(Range(0, layout.seq_len))
+        if real.size:
+            yield Run(offset, real.start, real.size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: ANN001, ANN202  Triton reads annotations
-"""Small kernels of our own for the GPU, in Triton: one pass over memory where torch takes several.
+"""Triton kernels for the GPU that need one pass over memory where torch needs several.
 
-Everything here has an equal in plain torch, which serves wherever Triton does not.
+Everything here has an equivalent in plain torch, which is used wherever Triton does not work.
 """
 
 import logging
@@ -15,38 +15,38 @@ from torch import Tensor
 try:
     import triton  # type: ignore[import-not-found,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
-except ImportError:  # builds of torch for CPUs come without it
+except ImportError:  # not included in builds of torch for CPUs
     triton = None
 
 _logger = logging.getLogger(__name__)
 
 _ROWS = 32
-# What starts a kernel that is compiled already: Triton's own way looks at every argument again,
-# which costs the host 60 µs and more.
+# Launchers of compiled kernels: Triton's own launch inspects every argument again, which takes the
+# host 60 µs and more.
 _ready: dict[object, Any] = {}
 
 
 def can_take(*tensors: Tensor) -> bool:
-    """Say whether these [B, H, L, D] are on a GPU, in rows that start at multiples of 16 bytes."""
+    """Return whether these [B, H, L, D] are on a GPU, and each token is aligned to 16 bytes."""
     return triton is not None and all(_is_fit(x) for x in tensors) and can_start(tensors[0].device)
 
 
 @lru_cache(maxsize=16)
 def can_start(device: torch.device) -> bool:
-    """Say whether a kernel can be compiled and started here, by trying; a failure is logged."""
+    """Return whether kernels can be compiled and launched here, by trying; a failure is logged."""
     if triton is None or device.type != "cuda":
         return False
     x = torch.ones(1, 1, 4, 16, device=device)
     lse, sinks = torch.zeros(1, 1, 4, device=device), torch.zeros(1, device=device)
     try:
-        for _ in range(2):  # compiled and started, then started only
+        for _ in range(2):  # compiled and launched, then launched only
             add_sinks_(x, lse.clone(), sinks)
         works = bool(((x - 0.25).abs() < 1e-3).all())
-    except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no place to write: anything
+    except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no folder to write to: anything
         works = False
         _logger.warning(
-            "Triton does not work here (%s: %s): attention takes slower kernels. It needs a C "
-            "compiler such as gcc, and a folder to write to (TRITON_CACHE_DIR).",
+            "Triton does not work here (%s: %s): attention uses slower kernels. Triton needs a C "
+            "compiler such as gcc, and a writable folder (TRITON_CACHE_DIR).",
             type(error).__name__,
             str(error).strip().splitlines()[:1],
         )
@@ -67,7 +67,7 @@ def _is_fit(x: Tensor) -> bool:
 def merge_into(
     out: Tensor, lse: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
 ) -> None:
-    """Do what `merge.merge_into` does: each number is read once and written once."""
+    """Compute `accumulators.merge_into`: each number is read once and written once."""
     (a_out, a_lse), (b_out, b_lse) = a, b
     args = (
         out,
@@ -92,7 +92,7 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Do what `merge.add_sinks_` does, in one pass."""
+    """Compute `accumulators.add_sinks_` in one pass."""
     strides = (stride // 8 for stride in out.stride()[:3])
     args = (out, lse, sinks, *strides, *lse.stride(), *sinks.stride())
     _start(_add_sinks, out.shape, args)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Swap tokens for heads: each rank of a group gets the tokens of all of them, for some heads.
+"""Ulysses: ranks of a group exchange tokens for heads by all-to-all.
 
-Attention of those heads then runs as if the group were one rank; afterwards heads are swapped for
-tokens again. One all-to-all carries queries, keys and values, one brings the output back. Ranks
-beyond the group, if there are any, are met by the plan that comes between.
+Each rank gets the tokens of its group for some heads, computes attention as if the group were one
+rank, and exchanges heads for tokens again. One all-to-all sends queries, keys and values, one
+returns the output. Between groups, keys are exchanged by the plan of the inner call.
 
 Shapes: B batch, L tokens of this rank, T tokens of the group, D head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attn.accumulators import accumulation_dtype
+from lightning_cp.attn.call import AlibiSlopes, AttentionCall, Bias, ScoreBias
+from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
+from lightning_cp.step import Step
 from lightning_cp.torch_private import plain_functions
 
 
 class _Move(NamedTuple):
-    """Consecutive tokens of one rank, and where they lie among those of the group."""
+    """Consecutive tokens of one rank: offsets in its shard and among the tokens of the group."""
 
     source: int
     target: int
@@ -34,15 +37,15 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """Who gets which heads, and in which order the group's tokens lie.
+    """The exchange of tokens for heads in one Ulysses group.
 
     Args:
-        layout: who owns what once groups count as ranks; positions rise inside each of them.
-        rank: this group's place in it.
+        layout: which group owns which positions, in increasing order inside each group.
+        rank: index of this group in the layout.
         moves: for each rank of the group, where its tokens go.
         query_heads: for each rank of the group, the query heads that it computes.
         key_heads: for each rank of the group, the key heads that those share.
-        group: query heads that share a key head.
+        gqa_ratio: query heads per key head.
     """
 
     layout: Layout
@@ -50,17 +53,17 @@ class Swap:
     moves: tuple[tuple[_Move, ...], ...]
     query_heads: tuple[Range, ...]
     key_heads: tuple[Range, ...]
-    group: int
+    gqa_ratio: int
 
     @cached_property
     def local_len(self) -> int:
-        """Return how many tokens each rank brings."""
+        """Return the tokens of each rank."""
         return sum(move.size for move in self.moves[0])
 
     def shared_keys(self, rank: int) -> list[int] | None:
-        """Return for each query head of a rank which of its key heads it shares.
+        """Return the index of the key head of each query head of a rank.
 
-        None where they are shared evenly, so that nobody need be told.
+        None if they are shared evenly, as kernels assume.
 
         Example:
             >>> from lightning_cp.geometry.layout import build_layout
@@ -73,24 +76,24 @@ class Swap:
             ((Range(start=0, stop=2), Range(start=1, stop=3)), [0, 0, 1])
         """
         first = self.key_heads[rank].start
-        shared = [head // self.group - first for head in range(*self.query_heads[rank])]
+        shared = [head // self.gqa_ratio - first for head in range(*self.query_heads[rank])]
         evenly = max(1, len(shared) // max(1, self.key_heads[rank].size))
         return None if shared == [i // evenly for i in range(len(shared))] else shared
 
     def num_local_keys(self, rank: int) -> int:
-        """Return how many key heads a rank computes with."""
+        """Return the number of key heads with which a rank computes."""
         shared = self.shared_keys(rank)
         return self.key_heads[rank].size if shared is None else len(shared)
 
 
 def build_swap(layout: Layout, *, rank: int, size: int, num_heads: int, num_key_heads: int) -> Swap:
-    """Plan a swap among groups of ``size`` neighbouring ranks.
+    """Plan the exchange in Ulysses groups of ``size`` neighbouring ranks.
 
-    Query heads are dealt as evenly as they go, in runs; keys travel to each rank that needs them.
+    Query heads are split as evenly as possible; a key head is sent to each rank that needs it.
 
     Args:
-        layout: who owns what.
-        rank: this rank's place in it.
+        layout: which rank owns which positions.
+        rank: this rank.
         size: ranks of a group; divides those of the layout.
         num_heads: query heads.
         num_key_heads: key heads; divides the query heads.
@@ -102,70 +105,70 @@ def build_swap(layout: Layout, *, rank: int, size: int, num_heads: int, num_key_
     moves = []
     for member in groups[rank // size]:
         ranges = layout.ranges(member)
-        at = accumulate((part.size for part in ranges), initial=0)
+        offsets = accumulate((part.size for part in ranges), initial=0)
         moves.append(
             tuple(
-                _Move(source, start + part.start - home.start, part.size)
-                for part, source in zip(ranges, at, strict=False)
-                for home, start in zip(owned[rank // size], starts, strict=False)
-                if home.meet(part).size
+                _Move(source, start + part.start - target.start, part.size)
+                for part, source in zip(ranges, offsets, strict=False)
+                for target, start in zip(owned[rank // size], starts, strict=False)
+                if target.meet(part).size
             )
         )
     edges = [num_heads * r // size for r in range(size + 1)]
     queries = tuple(Range(a, b) for a, b in pairwise(edges))
-    group = num_heads // num_key_heads
+    ratio = num_heads // num_key_heads
     keys = tuple(
-        Range(part.start // group, -(-part.stop // group) if part.size else part.start // group)
+        Range(part.start // ratio, -(-part.stop // ratio) if part.size else part.start // ratio)
         for part in queries
     )
-    return Swap(merged, rank // size, tuple(moves), queries, keys, group)
+    return Swap(merged, rank // size, tuple(moves), queries, keys, ratio)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""Attention of q, k, v, sinks and bias."""
+def build_step_swap(step: Step, q: Tensor, k: Tensor) -> Swap | None:
+    """Return the exchange of this rank's Ulysses group in a step; None without Ulysses."""
+    size = step.groups.inside.size
+    if size == 1:
+        return None
+    num_heads, num_key_heads = q.shape[1], k.shape[1]
+    return build_swap(
+        step.layout, rank=step.cp_rank, size=size, num_heads=num_heads, num_key_heads=num_key_heads
+    )
+
+
+def query_shard_of(step: Step, swap: Swap | None) -> QueryShard:
+    """Return the queries and heads that this rank computes in a step."""
+    if swap is None:
+        return QueryShard(step.layout, step.cp_rank)
+    first_head = swap.query_heads[step.groups.inside.rank].start
+    return QueryShard(swap.layout, swap.rank, first_head)
 
 
 @dataclass(frozen=True, eq=False)
-class SwappedCall:
-    """A call of neighbours that swap tokens for heads, before and after.
+class UlyssesCall:
+    """A call between two exchanges of tokens and heads.
 
     Args:
-        swap: who gets which heads.
-        inside: the neighbours.
-        call: what is then to be done, by the layout of the swap; who runs it knows its kind.
+        swap: which rank gets which heads.
+        inside: the Ulysses group.
+        call: the call for this rank's heads of the group's tokens, in the layout of the swap.
     """
 
     swap: Swap
     inside: Transport
-    call: Any
+    call: AttentionCall
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        attend: Attend,
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
     ) -> Tensor:
-        """Attend with all heads of this rank's tokens, [B, H, L, Dv].
-
-        Args:
-            q: [B, H, L, D].
-            k: [B, K, L, D].
-            v: [B, K, L, Dv].
-            sinks: [H] or None.
-            bias: as in `attend.attend`.
-            attend: carries the call out, for this rank's heads of the neighbours' tokens.
-        """
+        """Attend with this rank's queries to the keys of all ranks; see `AttentionCall`."""
         swap, inside = self.swap, self.inside
         heads = slice(*swap.query_heads[inside.rank])
         q, k, v = to_heads(q, k, v, swap, inside)
         sinks = None if sinks is None else sinks[heads]
         bias = None if bias is None else bias_to_heads(bias, swap, inside)
         if q.shape[1]:
-            out = attend(q, k, v, sinks, bias)
-        else:  # more ranks than heads: nothing to do, but a part in what all do in backward
+            out = self.call.run(q, k, v, sinks, bias)
+        else:  # more ranks than heads: nothing to compute, but collectives in backward
             out = v if sinks is None else v + sinks.sum().to(v.dtype)
         return to_tokens(out, swap, inside)
 
@@ -177,46 +180,47 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, swap: Swap, transport: Transport) 
         q: [B, H, L, D].
         k: [B, K, L, D].
         v: [B, K, L, Dv].
-        swap: who gets what.
+        swap: which rank gets what.
         transport: the group.
 
     Returns:
         [B, h, T, D], [B, k, T, D], [B, k, T, Dv]; k divides h. Keys that are shared unevenly are
-        there once per query head.
+        repeated for each query head.
     """
-    found: tuple[Tensor, ...] = _ToHeads.apply(q, k, v, swap, transport)  # type: ignore[no-untyped-call]
-    return list(found)
+    tensors: tuple[Tensor, ...] = _ToHeads.apply(q, k, v, swap, transport)  # type: ignore[no-untyped-call]
+    return list(tensors)
 
 
 def to_tokens(out: Tensor, swap: Swap, transport: Transport) -> Tensor:
-    """Return all heads of this rank's tokens, [B, H, L, Dv], of some heads of the group's tokens.
+    """Return all heads of this rank's tokens, [B, H, L, Dv], from some heads of the group's tokens.
 
     Args:
         out: [B, h, T, Dv].
-        swap: who got what.
+        swap: which rank has what.
         transport: the group.
     """
-    found: Tensor = _ToTokens.apply(out, swap, transport)  # type: ignore[no-untyped-call]
-    return found
+    tokens: Tensor = _ToTokens.apply(out, swap, transport)  # type: ignore[no-untyped-call]
+    return tokens
 
 
-def bias_to_heads(bias: Tensor, swap: Swap, transport: Transport) -> Tensor:
+def bias_to_heads(bias: ScoreBias, swap: Swap, transport: Transport) -> ScoreBias:
     """Return a bias for this rank's heads and the group's tokens.
 
     Args:
-        bias: [B or 1, H or 1, L or 1, S], or slopes [H].
-        swap: who gets what.
+        bias: of all heads and this rank's tokens.
+        swap: which rank gets what.
         transport: the group.
     """
-    rank = transport.rank
-    if bias.dim() == 1:
-        return bias[slice(*swap.query_heads[rank])]
-    every = tuple(Range(0, 1) for _ in swap.query_heads)
-    heads = swap.query_heads if bias.shape[1] > 1 else every
-    # One query per rank is not one row for all queries: neighbours have other ones.
-    if bias.shape[2] == 1 and swap.layout.local_len > len(swap.query_heads):
-        return bias[:, slice(*heads[rank])]
-    return _collect([bias.contiguous()], [heads], swap, transport)[0]
+    query_heads, values = swap.query_heads, bias.values
+    # Size 1 is one query per rank, not one value for all queries, if each rank has one token.
+    is_shared = isinstance(bias, AlibiSlopes) or (
+        values.shape[2] == 1 and swap.layout.local_len > len(query_heads)
+    )
+    if is_shared:
+        return bias.select(slice(*query_heads[transport.rank]))
+    one_head = tuple(Range(0, 1) for _ in query_heads)
+    heads = query_heads if values.shape[1] > 1 else one_head
+    return Bias(_collect([values.contiguous()], [heads], swap, transport)[0])
 
 
 class _ToHeads(torch.autograd.Function):
@@ -238,7 +242,7 @@ class _ToHeads(torch.autograd.Function):
             shared = swap.shared_keys(transport.rank)
             if shared is not None:
                 num_keys = swap.key_heads[transport.rank].size
-                dk, dv = (_summed(x, shared, num_keys) for x in (dk, dv))
+                dk, dv = (_sum_shared(x, shared, num_keys) for x in (dk, dv))
             heads = [swap.query_heads, swap.key_heads, swap.key_heads]
             return (*_spread([dq, dk, dv], heads, swap, transport), None, None)
 
@@ -253,12 +257,12 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         with plain_functions():
-            found = _collect([dout], [ctx.swap.query_heads], ctx.swap, ctx.transport)
-        return found[0], None, None
+            tensors = _collect([dout], [ctx.swap.query_heads], ctx.swap, ctx.transport)
+        return tensors[0], None, None
 
 
-def _summed(x: Tensor, shared: list[int], num_keys: int) -> Tensor:
-    """Add up the gradients of key heads that several query heads have used."""
+def _sum_shared(x: Tensor, shared: list[int], num_keys: int) -> Tensor:
+    """Add up the gradients of key heads that several query heads share."""
     total = x.new_zeros(x.shape[0], num_keys, *x.shape[2:], dtype=accumulation_dtype(x.dtype))
     index = torch.tensor(shared, device=x.device)
     return total.index_add_(1, index, x.to(total.dtype)).to(x.dtype)
@@ -272,12 +276,12 @@ def _collect(
     Args:
         tensors: [B, any heads, L, any D], of one dtype.
         heads: for each tensor, which of its heads each rank gets.
-        swap: where tokens go.
+        swap: which tokens go where.
         transport: the group.
     """
     size, rank = transport.size, transport.rank
     parts = [
-        [x[:, slice(*dealt[r])] for x, dealt in zip(tensors, heads, strict=True)]
+        [x[:, slice(*assigned[r])] for x, assigned in zip(tensors, heads, strict=True)]
         for r in range(size)
     ]
     sizes = [sum(x.numel() for x in part) for part in parts]
@@ -285,13 +289,13 @@ def _collect(
     arrived = wire.new_empty(size * sizes[rank])
     wait = transport.all_to_all(arrived, wire, [sizes[rank]] * size, sizes)
     shapes = [x.shape for x in parts[rank]]
-    found = [wire.new_empty(b, h, size * tokens, dim) for b, h, tokens, dim in shapes]
+    outputs = [wire.new_empty(b, h, size * tokens, dim) for b, h, tokens, dim in shapes]
     wait()
     for moves, part in zip(swap.moves, torch.split(arrived, [sizes[rank]] * size), strict=True):
-        for x, whole in zip(_opened(part, shapes), found, strict=True):
+        for x, output in zip(_split(part, shapes), outputs, strict=True):
             for source, target, num_tokens in moves:
-                whole[:, :, target : target + num_tokens] = x[:, :, source : source + num_tokens]
-    return found
+                output[:, :, target : target + num_tokens] = x[:, :, source : source + num_tokens]
+    return outputs
 
 
 def _spread(
@@ -304,49 +308,48 @@ def _spread(
     Args:
         tensors: [B, some heads, T, any D], of one dtype.
         heads: for each tensor, which heads each rank has.
-        swap: where tokens come from.
+        swap: which tokens come from where.
         transport: the group.
     """
     size, rank, local_len = transport.size, transport.rank, swap.local_len
     shapes = [
         [
-            torch.Size((x.shape[0], dealt[r].size, local_len, x.shape[3]))
-            for x, dealt in zip(tensors, heads, strict=True)
+            torch.Size((x.shape[0], assigned[r].size, local_len, x.shape[3]))
+            for x, assigned in zip(tensors, heads, strict=True)
         ]
         for r in range(size)
     ]
     sizes = [sum(shape.numel() for shape in every) for every in shapes]
     wire = tensors[0].new_empty(size * sizes[rank])
     for moves, part in zip(swap.moves, torch.split(wire, [sizes[rank]] * size), strict=True):
-        for x, whole in zip(_opened(part, shapes[rank]), tensors, strict=True):
+        for x, tensor in zip(_split(part, shapes[rank]), tensors, strict=True):
             for source, target, num_tokens in moves:
-                x[:, :, source : source + num_tokens] = whole[:, :, target : target + num_tokens]
+                x[:, :, source : source + num_tokens] = tensor[:, :, target : target + num_tokens]
     arrived = wire.new_empty(sum(sizes))
     transport.all_to_all(arrived, wire, sizes, [sizes[rank]] * size)()
     every = [
-        _opened(part, shape)
-        for part, shape in zip(torch.split(arrived, sizes), shapes, strict=True)
+        _split(part, shape) for part, shape in zip(torch.split(arrived, sizes), shapes, strict=True)
     ]
     return [
-        _put_together(parts, dealt)
-        for parts, dealt in zip(zip(*every, strict=True), heads, strict=True)
+        _join_heads(parts, assigned)
+        for parts, assigned in zip(zip(*every, strict=True), heads, strict=True)
     ]
 
 
-def _opened(wire: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return a flat tensor seen as tensors that lie in it end to end."""
+def _split(wire: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of a flat tensor as the tensors concatenated in it."""
     parts = torch.split(wire, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _put_together(parts: Sequence[Tensor], heads: Sequence[Range]) -> Tensor:
-    """Return all heads of which each part has some; those that several have are summed."""
+def _join_heads(parts: Sequence[Tensor], heads: Sequence[Range]) -> Tensor:
+    """Concatenate parts with some heads each; heads that several parts have are summed."""
     if all(a.stop == b.start for a, b in pairwise(heads)):
         return torch.cat(list(parts), 1)
     first, dtype = parts[0], parts[0].dtype
     total = first.new_zeros(
         first.shape[0], heads[-1].stop, *first.shape[2:], dtype=accumulation_dtype(dtype)
     )
-    for part, dealt in zip(parts, heads, strict=True):
-        total[:, slice(*dealt)] += part
+    for part, assigned in zip(parts, heads, strict=True):
+        total[:, slice(*assigned)] += part
     return total.to(dtype)

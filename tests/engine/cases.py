@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import Softmax, Sum, Where
-from lightning_cp.attn.blockwise.function import Call, attend
+from lightning_cp.attn.accumulators import GradAccumulator, OutputAccumulator, Region
+from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Request, Scores
 from lightning_cp.attn.blockwise.kernels.select import _KERNELS
-from lightning_cp.attn.plan import Block, build_plan
-from lightning_cp.attn.ulysses import SwappedCall, build_swap
+from lightning_cp.attn.call import AlibiSlopes, Bias, ScoreBias
+from lightning_cp.attn.plan import build_plan
+from lightning_cp.attn.tiles import Block
+from lightning_cp.attn.ulysses import UlyssesCall, build_swap
 from lightning_cp.comm.transport import LoneTransport, Transport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
@@ -24,7 +25,7 @@ from tests.ranks import ThreadTransport
 
 ALL_KERNELS = {kernel.name: kernel for kernel in _KERNELS}
 _ON_CPU = Request(torch.device("cpu"), torch.float64, Scores(1.0), head_dim=8)
-KERNELS = {name: k for name, k in ALL_KERNELS.items() if k.refuse(_ON_CPU) is None}
+KERNELS = {name: k for name, k in ALL_KERNELS.items() if k.unsupported_reason(_ON_CPU) is None}
 
 
 def documents(batch: int, length: int) -> Tensor:
@@ -109,7 +110,7 @@ def make_case(mask: str, *, heads: str = "gqa", length: int = 37, **kwargs: obje
     return Case(MASKS[mask](2, length), inputs, **kwargs)  # type: ignore[arg-type]
 
 
-def build_call(case: Case, transport: Transport) -> Call:
+def build_call(case: Case, transport: Transport) -> BlockwiseCall:
     """Build the engine's call for this rank; neighbours that swap heads count as one rank."""
     inputs, layout = case.inputs, case.build_layout(transport.size)
     return _build_call(case, transport, layout, transport.rank, inputs.k.shape[1])
@@ -117,7 +118,7 @@ def build_call(case: Case, transport: Transport) -> Call:
 
 def _build_call(
     case: Case, transport: Transport, layout: Layout, rank: int, num_kv_heads: int
-) -> Call:
+) -> BlockwiseCall:
     inputs = case.inputs
     bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
     forward, backward = case.groups or ((1, 2) if case.algorithm == "ring" else (2, 2))
@@ -133,10 +134,10 @@ def _build_call(
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
     scores = Scores(scale, case.softcap)
     wire = case.gradient_wire
-    return Call(plan, transport, ALL_KERNELS[case.kernel], scores, gradient_wire=wire)
+    return BlockwiseCall(plan, transport, ALL_KERNELS[case.kernel], scores, gradient_wire=wire)
 
 
-def build_swapped_call(case: Case, transport: ThreadTransport) -> SwappedCall:
+def build_swapped_call(case: Case, transport: ThreadTransport) -> UlyssesCall:
     """Build the call of this rank and its neighbours."""
     rank, size = transport.rank, case.ulysses
     swap = build_swap(
@@ -153,7 +154,7 @@ def build_swapped_call(case: Case, transport: ThreadTransport) -> SwappedCall:
         inside = transport.part(range(start, start + size))
         between = transport.part(range(rank % size, transport.size, size))
     num_keys = max(1, swap.num_local_keys(inside.rank))
-    return SwappedCall(swap, inside, _build_call(case, between, swap.layout, swap.rank, num_keys))
+    return UlyssesCall(swap, inside, _build_call(case, between, swap.layout, swap.rank, num_keys))
 
 
 def forward_block(
@@ -166,38 +167,42 @@ def forward_block(
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a block, its parts put together."""
-    softmax = Softmax(q, v.shape[-1])
-    for part in kernel.forward(q, k, v, bias, block, scores):
-        softmax.add(_place(part.batch, part.rows, q), (part.out, part.lse))
-    return softmax.result()
+    output = OutputAccumulator(q, v.shape[-1])
+    for part in kernel.forward(q, k, v, typed(bias), block, scores):
+        output.add(_place(part.batch, part.q_slice, q), (part.out, part.lse))
+    return output.result()
+
+
+def typed(bias: Tensor | None) -> ScoreBias | None:
+    """Return a bias of the engine; a vector holds slopes."""
+    if bias is None:
+        return None
+    return AlibiSlopes(bias) if bias.dim() == 1 else Bias(bias)
 
 
 def backward_block(
     kernel: Kernel, given: BackwardInputs, bias: Tensor | None, block: Block, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a block, its parts put together."""
-    sums = [Sum(x) for x in (given.q, given.k, given.v)]
-    for part in kernel.backward(given, bias, block, scores):
+    sums = [GradAccumulator(x) for x in (given.q, given.k, given.v)]
+    for part in kernel.backward(given, typed(bias), block, scores):
         for total, tokens, found in zip(
-            sums, (part.rows, part.columns, part.columns), part[3:], strict=True
+            sums, (part.q_slice, part.k_slice, part.k_slice), part[3:], strict=True
         ):
             total.add(_place(part.batch, tokens, given.q), found)
     dq, dk, dv = (total.result() for total in sums)
     return dq, dk, dv
 
 
-def _place(batch: slice, tokens: slice, like: Tensor) -> Where:
-    return Where(Range(*batch.indices(like.shape[0])[:2]), Range(tokens.start, tokens.stop))
+def _place(batch: slice, tokens: slice, like: Tensor) -> Region:
+    return Region(Range(*batch.indices(like.shape[0])[:2]), Range(tokens.start, tokens.stop))
 
 
 def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     """Run a case on one rank: its part of out, dq, dk, dv, and its share of dsinks."""
     inputs, layout = case.inputs.on(transport.device), case.build_layout(transport.size)
-    if case.ulysses > 1:
-        swapped = build_swapped_call(case, transport)
-        attend_ = partial(swapped.attend, attend=partial(attend, call=swapped.call))
-    else:
-        attend_ = partial(attend, call=build_call(case, transport))
+    build = build_swapped_call if case.ulysses > 1 else build_call
+    call = build(case, transport)
 
     def cut(x: Tensor) -> Tensor:
         return shard(x, 2, layout=layout, rank=transport.rank)
@@ -205,7 +210,7 @@ def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:
     leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
     bias = None if case.bias is None else _local_bias(case.bias, layout, transport)
-    out = attend_(*leaves, sinks, bias)
+    out = call.run(*leaves, sinks, typed(bias))
     names = ["dq", "dk", "dv"] if sinks is None else ["dq", "dk", "dv", "dsinks"]
     wanted = leaves if sinks is None else [*leaves, sinks]
     grads = torch.autograd.grad(out, wanted, cut(inputs.dout))

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attn.flex.api import flex_attend
-from lightning_cp.attn.flex.mods import Place, RowMask, build_mods
+from lightning_cp.attn.flex.mods import SequenceMask, build_functions
+from lightning_cp.attn.flex.remote_kv import KVRoute
+from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
@@ -237,9 +239,9 @@ def flex_rank(
         case.captured.documents, case.captured.prefix, case.captured.slopes, leaves["table"]
     )
     mask_mod = build(case.mask, MASKS, captured)
-    place = Place(layout, transport.rank, head_offset)
-    mods = build_mods(
-        None if mask_mod is None else RowMask(mask_mod),
+    place = QueryShard(layout, transport.rank, head_offset)
+    functions = build_functions(
+        None if mask_mod is None else SequenceMask(mask_mod),
         build(case.score, SCORES, captured),
         place,
         batch=inputs.q.shape[0],
@@ -248,7 +250,9 @@ def flex_rank(
         fused=not plain,
     )
     q, k, v, _ = leaves.values()
-    found = flex_attend(q, k, v, mods, place, transport, scale=case.scale, plain=plain)
+    found = flex_attend(
+        q, k, v, functions, KVRoute(place.layout, transport, 0), scale=case.scale, plain=plain
+    )
     whole = weights_of_lse(inputs.q[..., 0]).to(found.lse)
     return differentiate(found.out, found.lse, leaves, cut(inputs.dout), cut(whole))
 

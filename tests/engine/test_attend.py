@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning_cp.attn import accumulators
 from lightning_cp.attn.accumulators import merge_into
 from lightning_cp.attn.blockwise import function as attend_module
-from lightning_cp.attn.blockwise.function import attend
 from lightning_cp.attn.blockwise.kernels import base, dense
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.data.sharding import shard
@@ -267,7 +266,7 @@ class RecordingKernel:
 def record(transport, case):
     """Return the order of events on this rank, forward and backward apart."""
     call = build_call(case, transport)
-    call = attend_module.Call(
+    call = attend_module.BlockwiseCall(
         call.plan, transport, RecordingKernel(call.kernel, transport.log), call.scores
     )
     inputs = case.inputs
@@ -275,7 +274,7 @@ def record(transport, case):
         shard(x, 2, layout=call.plan.layout, rank=transport.rank).requires_grad_()
         for x in (inputs.q, inputs.k, inputs.v)
     ]
-    out = attend(*leaves, None, None, call)
+    out = call.run(*leaves, None, None)
     forward = list(transport.log)
     transport.log.clear()
     out.sum().backward()
@@ -353,7 +352,7 @@ def count_numbers(transport, case):
         for x in (inputs.q, inputs.k, inputs.v)
     )
     with torch.no_grad():
-        attend(q, k, v, None, None, call)
+        call.run(q, k, v, None, None)
     per_token = k.shape[0] * (k.shape[3] + v.shape[3])
     planned = sum(
         stage.heads.size * per_token * stage.num_tokens_sent for stage in call.plan.stages
@@ -394,7 +393,7 @@ def test_frozen_keys_return_no_gradients(algorithm):
             shard(x, 2, layout=call.plan.layout, rank=transport.rank)
             for x in (inputs.q, inputs.k, inputs.v)
         )
-        out = attend(q.requires_grad_(), k, v, None, None, call)
+        out = call.run(q.requires_grad_(), k, v, None, None)
         before = transport.numbers_sent
         out.sum().backward()
         return transport.numbers_sent - before, before, q.grad is not None
@@ -422,7 +421,7 @@ def test_two_calls_in_one_graph_and_one_backward(algorithm):
             shard(x, 2, layout=call.plan.layout, rank=transport.rank).requires_grad_()
             for x in (square.q, square.k, square.v)
         ]
-        out = twice(*leaves, lambda q, k, v: attend(q, k, v, None, None, call))
+        out = twice(*leaves, lambda q, k, v: call.run(q, k, v, None, None))
         dout = shard(square.dout, 2, layout=call.plan.layout, rank=transport.rank)
         grads = torch.autograd.grad(out, leaves, dout)
         return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
@@ -440,7 +439,7 @@ def test_second_derivatives_are_refused():
     def run(transport, case):
         call, inputs = build_call(case, transport), case.inputs
         q = inputs.q.clone().requires_grad_()
-        out = attend(q, inputs.k, inputs.v, None, None, call)
+        out = call.run(q, inputs.k, inputs.v, None, None)
         (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         grad.sum().backward()
 
@@ -509,13 +508,13 @@ def test_huge_tiles_are_differentiated_in_halves(algorithm, monkeypatch):
     """Only a GPU's kernels do; here those of the CPU, with less for huge."""
     cut = []
 
-    def halved(tile, multiple):
+    def halve_tile(tile, multiple):
         cut.append(tile.keys.size)
-        return base.halved(tile, multiple)
+        return base.halve_tile(tile, multiple)
 
-    monkeypatch.setattr(dense, "halved", halved)
+    monkeypatch.setattr(dense, "halve_tile", halve_tile)
     monkeypatch.setattr(CpuKernel, "backward_tiles", dense.DenseKernel.backward_tiles)
-    monkeypatch.setattr(CpuKernel, "huge", 5_000, raising=False)
+    monkeypatch.setattr(CpuKernel, "min_pairs_to_halve", 5_000, raising=False)
     monkeypatch.setattr(CpuKernel, "tile_size", 64)
     masks = {
         "causal": Mask(causal=True),

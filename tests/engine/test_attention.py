@@ -2,7 +2,6 @@
 
 import logging
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +9,19 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp import ContextParallel, Mask, active_step, attention
-from lightning_cp.attn import api as attention_module
-from lightning_cp.attn.blockwise.function import Call
+from lightning_cp.attn import choose
+from lightning_cp.attn.blockwise.function import BlockwiseCall
+from lightning_cp.attn.blockwise.kernels.base import Request, Scores
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
-from lightning_cp.attn.flex.api import _Asked, _attend_in
+from lightning_cp.attn.call import Bias, CallOptions
+from lightning_cp.attn.choose import CallSpec, choose_head_groups
+from lightning_cp.attn.cost import Problem
+from lightning_cp.attn.flex.api import _attend_in_step, _FlexArguments
+from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.options import Options
 from lightning_cp.step import Step, StepMask
 from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
@@ -75,7 +78,7 @@ def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(al
 
         groups = Groups(transport, LoneTransport(), transport, LoneTransport())
         nothing = torch.zeros(2, layout.tensor_len(transport.rank))
-        step = Step(layout, groups, Options(algorithm=algorithm), 2, None, None, nothing, True)
+        step = Step(layout, groups, 2, None, None, nothing, True, algorithm, "auto")
         leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         mask = StepMask(causal=True, step=step)
         out = attention(*leaves, mask=mask, bias=cut(bias))
@@ -98,10 +101,8 @@ def test_autocast_does_not_lower_the_sums():
 
 def test_layers_share_one_plan(monkeypatch):
     built = []
-    build = attention_module.build_plan
-    monkeypatch.setattr(
-        attention_module, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw)
-    )
+    build = choose.build_plan
+    monkeypatch.setattr(choose, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw))
     q, ids = draw(1, 2, 6, 4), torch.arange(6)[None]
     batch = {"input_ids": ids, "document_ids": ids // 4}
     with ContextParallel(None, layout="contiguous").step(batch):
@@ -112,10 +113,8 @@ def test_layers_share_one_plan(monkeypatch):
 
 
 def test_rows_of_one_document_are_planned_once(monkeypatch):
-    built, build = [], attention_module.build_plan
-    monkeypatch.setattr(
-        attention_module, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw)
-    )
+    built, build = [], choose.build_plan
+    monkeypatch.setattr(choose, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw))
     q, found = draw(1, 2, 71, 4), []
     cp = ContextParallel(None, layout="contiguous")
     for length in (71, 71, 67, 71):
@@ -135,7 +134,7 @@ def test_rows_of_one_document_are_planned_once(monkeypatch):
 
 
 def test_the_choice_is_logged_once(caplog):
-    attention_module._say.cache_clear()
+    choose._log_choice.cache_clear()
     q = draw(1, 2, 6, 4)
     with (
         caplog.at_level(logging.INFO, logger="lightning_cp"),
@@ -144,7 +143,7 @@ def test_the_choice_is_logged_once(caplog):
         attention(q, q, q, mask=Mask(causal=True))
         attention(q, q, q, mask=Mask(causal=True))
     assert [record.message for record in caplog.records] == [
-        "context-parallel attention over 1 ranks: algorithm=gather layout=contiguous kernel=cpu"
+        "attention: cp_size=1 algorithm=gather layout=contiguous kernel=cpu"
     ]
 
 
@@ -258,7 +257,7 @@ def test_slopes_on_one_device():
 
 def test_an_empty_row_is_refused():
     q = draw(1, 2, 0, 4)
-    with pytest.raises(ValueError, match="sequences of length 0"):
+    with pytest.raises(ValueError, match="rows of length 0"):
         attention(q, q, q, mask=Mask(causal=True))
 
 
@@ -276,8 +275,7 @@ def test_a_wire_that_does_not_exist_is_refused():
 def own_step(transport, wire, kernel, layout):
     groups = Groups(transport, LoneTransport(), transport, LoneTransport())
     nothing = torch.zeros(1, layout.local_len)
-    options = Options(algorithm="gather", kernel=kernel, gradient_wire=wire)
-    return Step(layout, groups, options, 1, None, None, nothing, True)
+    return Step(layout, groups, 1, None, None, nothing, True, "gather", kernel, gradient_wire=wire)
 
 
 @pytest.mark.parametrize("wire", ["float32", "model"])
@@ -289,7 +287,8 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
         step = own_step(transport, wire, "auto" if kernel == "function" else kernel, layout)
         q, k, v = (draw(1, 2, 8, 4).bfloat16().requires_grad_() for _ in range(3))
         if kernel == "function":
-            out = _attend_in(step, q, k, v, _Asked(None, None, None, AuxRequest(), None)).out
+            arguments = _FlexArguments(None, None, None, AuxRequest(), None)
+            out = _attend_in_step(step, q, k, v, arguments).out
         else:
             out = attention(q, k, v, mask=StepMask(causal=True, step=step))
         torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
@@ -305,37 +304,35 @@ def test_steps_know_the_wire():
         assert active_step.current().gradient_wire == "model"
 
 
-@pytest.mark.parametrize("rows", [1, "held"])
-def test_neighbours_that_hold_different_numbers_of_tokens_all_send_a_bias(rows):
-    """One row may be that of one query: what is sent must not follow from what a rank holds."""
+@pytest.mark.parametrize("size", [1, "held"])
+def test_neighbours_that_hold_different_numbers_of_tokens_all_send_a_bias(size):
+    """Size 1 may be that of one query: what is sent must not follow from what a rank holds."""
     layout = build_layout("contiguous", seq_len=3, cp_size=2, shows_padding=False)
     for rank, held in enumerate([2, 1]):
         assert layout.tensor_len(rank) == held
-        step = SimpleNamespace(
-            layout=layout, groups=SimpleNamespace(inside=SimpleNamespace(size=2))
-        )
-        bias = torch.randn(1, 2, held if rows == "held" else 1, 3)
-        written = attention_module._row_per_query(bias, step)
-        assert written.shape[2] == (2 if bias.shape[2] == 1 else held)
-        assert torch.equal(written[:, :, :1], bias[:, :, :1])
+        bias = torch.randn(1, 2, held if size == "held" else 1, 3)
+        values = Bias(bias).per_query(layout.local_len).values
+        assert values.shape[2] == (2 if bias.shape[2] == 1 else held)
+        assert torch.equal(values[:, :, :1], bias[:, :, :1])
 
 
-def choose_way(algorithm, seq_len, cp_size, *, budget=None, capability=(9, 0), inside=1):
-    """Return how keys of a causal row on GPUs would travel."""
-    like = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    local_len = seq_len // cp_size
-    q, k = (SimpleNamespace(shape=(1, heads, local_len, 128), **like) for heads in (32, 8))
-    step = SimpleNamespace(
-        algorithm=algorithm,
-        layout=build_layout("zigzag", seq_len=seq_len, cp_size=cp_size),
-        cp_size=cp_size,
-        cp_rank=0,
-        groups=SimpleNamespace(inside=SimpleNamespace(size=inside)),
-        gradient_wire="float32",
-        gpu=Gpu(compiles=True, capability=capability),
+def choose_groups(algorithm, seq_len, cp_size, *, budget=None, capability=(9, 0), inside=1):
+    """Return how keys of a causal sequence on GPUs would be exchanged."""
+    layout = build_layout("zigzag", seq_len=seq_len, cp_size=cp_size)
+    spec = CallSpec(
+        Mask(causal=True).bounds(seq_len),
+        QueryShard(layout, 0),
+        8,
+        Request(torch.device("cuda"), torch.bfloat16, Scores(1.0), head_dim=128),
+        Problem(seq_len, cp_size, 32, 8, head_dim=128, value_dim=128, ulysses_size=inside),
+        has_bias=False,
+        options=CallOptions(
+            algorithm=algorithm,
+            memory_bytes=budget,
+            gpu=Gpu(compiles=True, capability=capability),
+        ),
     )
-    bounds = Mask(causal=True).bounds(seq_len)
-    return attention_module._choose_way(step, bounds, q, k, k, budget)
+    return choose_head_groups(spec)
 
 
 AUTO = {"algorithm": "auto", "seq_len": 1 << 18, "cp_size": 64}
@@ -356,31 +353,31 @@ AUTO = {"algorithm": "auto", "seq_len": 1 << 18, "cp_size": 64}
 )
 def test_how_keys_travel_over_several_nodes(asked, chosen):
     """A gather takes more than the least budget where it saves time, if a chip has it to spare."""
-    choice = choose_way(**AUTO | asked)
+    choice = choose_groups(**AUTO | asked)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
     assert (choice.algorithm, *groups) == chosen
 
 
 def test_a_step_has_its_kernel_for_itself(monkeypatch):
     """One that changes by experience would compute a layer in another way when it is recomputed."""
-    settled = CpuKernel()
-    monkeypatch.setattr(CpuKernel, "settled", lambda self: settled)
+    for_step = CpuKernel()
+    monkeypatch.setattr(CpuKernel, "for_step", lambda self: for_step)
     q = torch.randn(1, 2, 8, 4)
     with ContextParallel(None).step({"input_ids": torch.zeros(1, 8, dtype=torch.long)}):
         attention(q, q, q, mask=Mask(causal=True))
-        calls = [x for x in active_step.current().cache.values() if isinstance(x, Call)]
-    assert [call.kernel for call in calls] == [settled]
+        calls = [x for x in active_step.current().cache.values() if isinstance(x, BlockwiseCall)]
+    assert [call.kernel for call in calls] == [for_step]
 
 
-def test_a_named_way_that_takes_more_than_its_memory_says_so_once(caplog):
+def test_a_named_algorithm_that_takes_more_than_its_memory_says_so_once(caplog):
     """And what others would take; `auto` would have chosen among them."""
-    attention_module._say_memory.cache_clear()
+    choose._warn_memory.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lightning_cp"):
         for _ in range(2):
             for budget in (None, 2**28):
-                choice = choose_way("gather", 1 << 17, 8, budget=budget)
+                choice = choose_groups("gather", 1 << 17, 8, budget=budget)
                 assert (choice.algorithm, choice.fits) == ("gather", budget is None)
     (message,) = (record.message for record in caplog.records)
-    assert message.startswith("Attention by gather takes more GPU memory than its budget")
+    assert message.startswith("attention: algorithm=gather exceeds its GPU memory budget")
     assert "ring in " in message
     assert "over the budget of 0.25" in message

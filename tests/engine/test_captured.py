@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from lightning_cp.attn.flex.closure_key import identity_of
+from lightning_cp.attn.flex.closure_key import closure_key
 
 TABLE = torch.arange(4)
 
@@ -19,7 +19,7 @@ def with_inner(b, h, q, k):
 
 
 def same(fn, other):
-    found, again = identity_of(fn), identity_of(other)
+    found, again = closure_key(fn), closure_key(other)
     return found is not None and again is not None and found[0] == again[0]
 
 
@@ -43,25 +43,25 @@ def test_tensors_count_by_what_they_are_and_by_what_was_written_to_them():
     def build(x):
         return lambda b, h, q, k: x[q] == x[k]
 
-    before = identity_of(build(ids))
+    before = closure_key(build(ids))
     assert before is not None
     assert before[1] == [ids]
-    assert before == identity_of(build(ids))
+    assert before == closure_key(build(ids))
     assert not same(build(ids), build(others))
     ids[0] = 1
-    assert before != identity_of(build(ids))
+    assert before != closure_key(build(ids))
 
 
 def test_globals_count_also_in_inner_functions():
     global TABLE
     for fn in (from_globals, with_inner):
-        before = identity_of(fn)
+        before = closure_key(fn)
         assert before is not None
         assert any(x is TABLE for x in before[1])
         kept, TABLE = TABLE, torch.arange(4)
-        assert before != identity_of(fn)
+        assert before != closure_key(fn)
         TABLE = kept
-        assert before == identity_of(fn)
+        assert before == closure_key(fn)
 
 
 def test_partial_tuples_and_functions_of_functions():
@@ -92,17 +92,17 @@ def test_what_may_change_unseen_is_not_known():
             return q - k < self.width
 
     holder, growing = Holder(), [1]
-    assert identity_of(holder.mask) is None
-    assert identity_of(holder) is None
-    assert identity_of(lambda b, h, q, k: q - k < holder.width) is None
-    assert identity_of(lambda b, h, q, k: q - k < growing[0]) is None
+    assert closure_key(holder.mask) is None
+    assert closure_key(holder) is None
+    assert closure_key(lambda b, h, q, k: q - k < holder.width) is None
+    assert closure_key(lambda b, h, q, k: q - k < growing[0]) is None
     with torch.inference_mode():
         ids = torch.zeros(3)
-    assert identity_of(lambda b, h, q, k: ids[q] == 0) is None
+    assert closure_key(lambda b, h, q, k: ids[q] == 0) is None
 
     def unfilled():
         fn = lambda b, h, q, k: later  # noqa: E731
-        found = identity_of(fn)
+        found = closure_key(fn)
         later = 1
         return found, later
 

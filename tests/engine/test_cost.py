@@ -3,20 +3,17 @@ from dataclasses import replace
 import pytest
 
 from lightning_cp.attn.cost import (
-    A100,
-    FREE,
-    H200,
-    Links,
     Problem,
-    Tile,
-    choose,
+    TileShape,
+    choose_exchange,
     compute_times,
+    default_memory_budget,
     estimate,
     gather_tiles,
     kernel_time,
-    memory_budget,
     ring_tiles,
 )
+from lightning_cp.attn.hardware import A100, FREE, H200, Links
 
 GiB = 2**30
 
@@ -50,7 +47,7 @@ def test_kernels_take_what_was_measured(measured):
     queries, keys, heads, kind, *passes = measured
     for backward, spent in enumerate(passes):
         told = kernel_time(
-            problem(32768, 8), Tile(queries, keys, kind), heads, H200, backward=bool(backward)
+            problem(32768, 8), TileShape(queries, keys, kind), heads, H200, backward=bool(backward)
         )
         assert 1e3 * told == pytest.approx(spent, rel=0.1)
 
@@ -83,7 +80,8 @@ def test_one_rank_pays_for_no_exchange_and_no_merge(algorithm):
     slow = Links(inside_gbs=1, between_gbs=1)
     assert estimate(algorithm, one, links=slow) == estimate(algorithm, one, links=FREE)
     alone = sum(
-        kernel_time(one, Tile(8192, 8192, "causal"), 32, H200, backward=b) for b in (False, True)
+        kernel_time(one, TileShape(8192, 8192, "causal"), 32, H200, backward=b)
+        for b in (False, True)
     )
     assert estimate(algorithm, one).time == pytest.approx(alone)
 
@@ -157,13 +155,13 @@ def test_a_group_that_crosses_nodes_is_held_up_by_the_network():
 
 def test_the_fastest_way_that_fits_is_chosen():
     one = problem(1 << 20, 64)
-    plenty, little = (choose(one, memory_budget=n) for n in (80 * GiB, 1 * GiB))
+    plenty, little = (choose_exchange(one, memory_budget=n) for n in (80 * GiB, 1 * GiB))
     assert plenty.algorithm == "gather"
     assert little.algorithm == "ring"
     assert "over the budget of 1.00" in little.reason
     assert plenty.fits
     assert little.fits
-    none = choose(one, memory_budget=1)
+    none = choose_exchange(one, memory_budget=1)
     assert not none.fits
     least = min(
         estimate(name, one, groups=(n, n)).memory for name in ("gather", "ring") for n in (1, 8)
@@ -174,7 +172,9 @@ def test_the_fastest_way_that_fits_is_chosen():
 
 def test_groups_are_few_where_kernels_are_small_and_as_many_as_memory_asks_for():
     short, long = problem(32768, 8), problem(131072, 8)
-    few, many = (choose(one, memory_budget=memory_budget(one)) for one in (short, long))
+    few, many = (
+        choose_exchange(one, memory_budget=default_memory_budget(one)) for one in (short, long)
+    )
     assert (few.algorithm, few.num_groups_forward, few.num_groups_backward) == ("gather", 1, 1)
     assert (many.algorithm, many.num_groups_backward) == ("gather", 8)
     assert many.reason.startswith("gather in ")
@@ -185,14 +185,14 @@ def test_groups_are_few_where_kernels_are_small_and_as_many_as_memory_asks_for()
 def test_budgets_are_kept_for_any_number_of_ranks():
     for cp_size in (2, 8, 64, 256):
         one = problem(16384 * cp_size, cp_size)
-        choice = choose(one, memory_budget=memory_budget(one))
+        choice = choose_exchange(one, memory_budget=default_memory_budget(one))
         groups = (choice.num_groups_forward, choice.num_groups_backward)
-        assert estimate(choice.algorithm, one, groups=groups).memory <= memory_budget(one)
+        assert estimate(choice.algorithm, one, groups=groups).memory <= default_memory_budget(one)
 
 
 def test_more_memory_is_taken_only_where_it_saves_a_tenth_of_the_time():
     def best(one, budget):
-        return choose(one, memory_budget=budget)
+        return choose_exchange(one, memory_budget=budget)
 
     changed = set()
     for heads, kv_heads in ((32, 8), (32, 32), (16, 2)):
@@ -201,7 +201,7 @@ def test_more_memory_is_taken_only_where_it_saves_a_tenth_of_the_time():
                 one = replace(problem(seq_len, cp_size), num_heads=heads, num_kv_heads=kv_heads)
                 least = max(6 * one.query_bytes, 800 * 2**20)
                 most = max(least, H200.spare_bytes)
-                budget = memory_budget(one)
+                budget = default_memory_budget(one)
                 assert least <= budget <= most
                 taken, small, large = (best(one, x) for x in (budget, least, most))
                 assert taken.fits or not large.fits
@@ -217,27 +217,21 @@ def test_more_memory_is_taken_only_where_it_saves_a_tenth_of_the_time():
     assert (32, 1 << 18, 48) in changed
     # A ring that is named has no other way to be compared with.
     one = problem(1 << 18, 64)
-    assert memory_budget(one, algorithms=("ring",)) == 800 * 2**20
+    assert default_memory_budget(one, algorithms=("ring",)) == 800 * 2**20
 
 
 def test_the_choice_follows_from_shapes_alone():
     for chip in (H200, A100):
-        for one in (problem(32768, 8), problem(32768, 8, kind="masked", work=0.05)):
+        for one in (problem(32768, 8), problem(32768, 8, kind="full")):
             again = replace(one)
-            assert choose(one, memory_budget=1e9, chip=chip) == choose(
+            assert choose_exchange(one, memory_budget=1e9, chip=chip) == choose_exchange(
                 again, memory_budget=1e9, chip=chip
             )
 
 
-def test_flex_attention_has_no_ring():
-    one = problem(1 << 20, 64, kind="masked", work=0.01)
-    assert choose(one, memory_budget=1).algorithm == "gather"
-    assert "ring" not in choose(one, memory_budget=1).reason
-
-
 def test_a_single_key_head_is_one_group():
     one = replace(problem(32768, 8), num_kv_heads=1)
-    choice = choose(one, memory_budget=1)
+    choice = choose_exchange(one, memory_budget=1)
     assert (choice.num_groups_forward, choice.num_groups_backward) == (1, 1)
     with_swap = replace(problem(32768, 8), ulysses_size=8)
-    assert choose(with_swap, memory_budget=1e12).num_groups_forward == 1
+    assert choose_exchange(with_swap, memory_budget=1e12).num_groups_forward == 1

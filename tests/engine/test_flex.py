@@ -6,13 +6,14 @@ import random
 import pytest
 import torch
 
-from lightning_cp.attn import kv_exchange
+from lightning_cp.attn import kv_exchange, plan
 from lightning_cp.attn.flex import kernel as kernel
 from lightning_cp.attn.flex import mods, remote_kv
 from lightning_cp.attn.flex.api import flex_attend
-from lightning_cp.attn.flex.kernel import Mods
-from lightning_cp.attn.flex.mods import Place, RowMask
-from lightning_cp.attn.flex.remote_kv import Way, whole_row
+from lightning_cp.attn.flex.kernel import FlexFunctions
+from lightning_cp.attn.flex.mods import SequenceMask
+from lightning_cp.attn.flex.remote_kv import KVRoute, gather_kv
+from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
@@ -138,7 +139,7 @@ def test_nothing_that_grows_with_the_square_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         leaves = [x.requires_grad_() for x in (case.inputs.q, case.inputs.k, case.inputs.v)]
         layout = build_layout("contiguous", seq_len=256, cp_size=1)
-        flex_attend(*leaves, Mods(), Place(layout, 0), LoneTransport())
+        flex_attend(*leaves, FlexFunctions(), KVRoute(layout, LoneTransport(), 0))
     assert max(kept, default=0) <= case.inputs.q.numel()
 
 
@@ -147,9 +148,9 @@ def row_there_and_back(transport, layout, dtype, gradient_wire):
     k, v = (
         torch.randn(2, 3, layout.local_len, dim, generator=generator).to(dtype) for dim in (4, 5)
     )
-    way = Way(layout, transport, 0, gradient_wire)
+    way = KVRoute(layout, transport, 0, gradient_wire)
     k.requires_grad_(), v.requires_grad_()
-    whole = whole_row(k, v, way)
+    whole = gather_kv(k, v, way)
     grads = [torch.full_like(x, transport.rank + 1.0) for x in whole]
     found = torch.autograd.grad(whole, [k, v], grads)
     kept = dtype if gradient_wire == "model" else torch.promote_types(dtype, torch.float32)
@@ -179,7 +180,7 @@ def test_second_derivatives_are_refused():
     def run(transport):
         layout = build_layout("zigzag", seq_len=8, cp_size=2)
         q = torch.randn(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
-        out = flex_attend(q, q, q, Mods(), Place(layout, transport.rank), transport).out
+        out = flex_attend(q, q, q, FlexFunctions(), KVRoute(layout, transport, 0)).out
         (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         grad.sum().backward()
 
@@ -204,18 +205,18 @@ def test_parity_notices_queries_that_are_counted_locally(monkeypatch, mask, scor
     def local(layout, rank, device, dtype):
         return torch.arange(layout.local_len), layout.is_real(rank)
 
-    monkeypatch.setattr(mods, "_positions", local)
+    monkeypatch.setattr(plan, "_positions", local)
     assert broken(monkeypatch, make_flex_case(mask, score)) > 1e-3
 
 
 def test_parity_notices_keys_that_are_not_in_their_order(monkeypatch):
-    runs = kv_exchange._row_runs
+    runs = kv_exchange._sequence_runs
 
     def end_to_end(layout, rank):
         for run in runs(layout, rank):
             yield run._replace(buffer=(run.buffer + 1) % (layout.seq_len - run.size + 1))
 
-    monkeypatch.setattr(kv_exchange, "_row_runs", end_to_end)
+    monkeypatch.setattr(kv_exchange, "_sequence_runs", end_to_end)
     assert broken(monkeypatch, make_flex_case("causal")) > 1e-3
 
 
@@ -225,12 +226,14 @@ def test_parity_notices_padding_that_is_a_key(monkeypatch):
     def with_padding(layout):
         return Layout(layout.name, layout.padded_len, layout.owned)
 
-    gather, scatter = kv_exchange.gather_row, kv_exchange.scatter_row
+    gather, scatter = kv_exchange.gather_sequence, kv_exchange.scatter_sequence_grads
     monkeypatch.setattr(
-        remote_kv, "gather_row", lambda kv, layout, t: gather(kv, with_padding(layout), t)
+        remote_kv, "gather_sequence", lambda kv, layout, t: gather(kv, with_padding(layout), t)
     )
     monkeypatch.setattr(
-        remote_kv, "scatter_row", lambda kv, layout, *way: scatter(kv, with_padding(layout), *way)
+        remote_kv,
+        "scatter_sequence_grads",
+        lambda kv, layout, *way: scatter(kv, with_padding(layout), *way),
     )
     assert broken(monkeypatch, make_flex_case("none")) > 1e-3
 
@@ -238,11 +241,13 @@ def test_parity_notices_padding_that_is_a_key(monkeypatch):
 def test_padding_would_be_read_past_the_end_of_what_was_captured(monkeypatch):
     case = make_flex_case("document")
     layout = build_layout("contiguous", seq_len=37, cp_size=3)
-    mask = RowMask(build("document", MASKS, case.captured))
+    mask = SequenceMask(build("document", MASKS, case.captured))
 
     def attend():
-        place, device = Place(layout, 2), torch.device("cpu")
-        found = mods.build_mods(mask, None, place, batch=2, heads=4, device=device, fused=False)
+        place, device = QueryShard(layout, 2), torch.device("cpu")
+        found = mods.build_functions(
+            mask, None, place, batch=2, heads=4, device=device, fused=False
+        )
         q = shard(case.inputs.q, 2, layout=layout, rank=2)
         return kernel.attend_plain(q, case.inputs.k, case.inputs.v, found, scale=1.0)
 
@@ -251,7 +256,7 @@ def test_padding_would_be_read_past_the_end_of_what_was_captured(monkeypatch):
     def unclamped(layout, rank, device, dtype):
         return layout.positions(rank), layout.is_real(rank)
 
-    monkeypatch.setattr(mods, "_positions", unclamped)
+    monkeypatch.setattr(plan, "_positions", unclamped)
     with pytest.raises(IndexError):
         attend()
 

@@ -17,15 +17,15 @@ from lightning_cp import ContextParallel, Mask
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.flex import api as flex_api
 from lightning_cp.attn.flex import kernel as kernel
+from lightning_cp.attn.flex.block_mask import mask_functions
 from lightning_cp.attn.flex.mods import (
-    Place,
-    RowMask,
-    RowMasks,
+    SequenceMask,
+    SequenceMaskCache,
     _states,
-    bounds_mods,
-    build_mods,
-    row_mask_of,
+    build_functions,
+    sequence_mask_of,
 )
+from lightning_cp.attn.plan import QueryShard
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
 from tests.engine import cases
@@ -67,19 +67,19 @@ def run_rank(case, layout, rank, mask=None):
     captured = Captured(old.documents, old.prefix, old.slopes, leaves["table"])
     mask_mod = build(case.mask, MASKS, captured)
     if mask is None and mask_mod is not None:
-        mask = RowMask(mask_mod)
+        mask = SequenceMask(mask_mod)
     batch, heads = inputs.q.shape[:2]
-    mods = build_mods(
+    mods = build_functions(
         mask,
         build(case.score, SCORES, captured),
-        Place(layout, rank),
+        QueryShard(layout, rank),
         batch=batch,
         heads=heads,
         device=inputs.q.device,
         fused=True,
     )
     q, k, v, _ = leaves.values()
-    found = kernel.attend_compiled(q, k, v, mods, scale=case.scale, wants=AuxRequest(lse=True))
+    found = kernel.attend_compiled(q, k, v, mods, scale=case.scale, aux=AuxRequest(lse=True))
     whole = weights_of_lse(inputs.q[..., 0])
     return differentiate(found.out, found.lse, leaves, cut(inputs.dout), cut(whole))
 
@@ -131,7 +131,7 @@ def test_other_documents_are_not_compiled_again(counter, way):
         layout, mask = case.build_layout(2), None
         if way == "whole":
             mask_mod = build("document", MASKS, case.captured)
-            mask = row_mask_of(create_block_mask(mask_mod, 2, 1, 96, 96, device="cpu"))
+            mask = sequence_mask_of(create_block_mask(mask_mod, 2, 1, 96, 96, device="cpu"))
         for _ in range(2):
             run_rank(case, layout, 0, mask)
         compiled.append(counter.frame_count)
@@ -144,11 +144,16 @@ def test_a_mask_is_not_compiled_again_for_another_batch(counter):
     layout = build_layout("zigzag", seq_len=96, cp_size=2)
     for name in ["documents", "left padding", "causal", "window"]:
         bounds = cases.MASKS[name](2, 96).bounds(96, padded_len=layout.padded_len)
-        mods = bounds_mods(
-            bounds, Scores(1.0, 3.0), Place(layout, 1), batch=2, device=inputs.q.device, fused=True
+        mods = mask_functions(
+            bounds,
+            Scores(1.0, 3.0),
+            QueryShard(layout, 1),
+            batch=2,
+            device=inputs.q.device,
+            fused=True,
         )
         q = shard(inputs.q, 2, layout=layout, rank=1)
-        kernel.attend_compiled(q, inputs.k, inputs.v, mods, scale=1.0, wants=AuxRequest(lse=True))
+        kernel.attend_compiled(q, inputs.k, inputs.v, mods, scale=1.0, aux=AuxRequest(lse=True))
     assert counter.frame_count == 1
 
 
@@ -163,11 +168,14 @@ def test_blocks_of_a_mask_are_those_of_its_pairs(name):
     bounds_of = {**cases.MASKS, "holes": holes}[name](2, length)
     for layout_name, rank in [("zigzag", 0), ("zigzag", 1), ("contiguous", 2)]:
         layout = build_layout(layout_name, seq_len=length, cp_size=3)
-        bounds, place = bounds_of.bounds(length, padded_len=layout.padded_len), Place(layout, rank)
-        mods = bounds_mods(
+        bounds, place = (
+            bounds_of.bounds(length, padded_len=layout.padded_len),
+            QueryShard(layout, rank),
+        )
+        mods = mask_functions(
             bounds, Scores(1.0), place, batch=2, device=torch.device("cpu"), fused=True
         )
-        table = mods.build_table()
+        table = mods.build_block_mask()
         exact = create_block_mask(mods.mask_mod, 2, 1, *place.lengths, device="cpu")
         found, pairs = _states(table), _states(exact)
         assert torch.equal(found == 2, pairs == 2)
@@ -181,17 +189,17 @@ def test_a_block_mask_of_the_row_is_cut_where_blocks_allow_it():
     whole = create_block_mask(
         lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q >= k + h), 2, 3, 64, 64, "cpu", 8
     )
-    mask = row_mask_of(whole)
+    mask = sequence_mask_of(whole)
     for cp_size, cut in [(2, True), (4, True), (3, False)]:
         for rank in range(cp_size):
             layout = build_layout("zigzag", seq_len=64, cp_size=cp_size)
-            place, heads = Place(layout, rank, head_offset=1), 2
+            place, heads = QueryShard(layout, rank, head_offset=1), 2
             if not cut:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
-                    table = mask.table(place, batch=2, heads=heads, device=torch.device("cpu"))
+                    table = mask.block_mask(place, batch=2, heads=heads, device=torch.device("cpu"))
             else:
-                table = mask.table(place, batch=2, heads=heads, device=torch.device("cpu"))
+                table = mask.block_mask(place, batch=2, heads=heads, device=torch.device("cpu"))
             assert table.seq_lengths == place.lengths
             exact = create_block_mask(table.mask_mod, 2, heads, *place.lengths, "cpu", 8)
             assert torch.equal(_states(table), _states(exact))
@@ -212,14 +220,14 @@ def test_blocks_that_were_given_count(counter):
     )
     seen = torch.zeros(48, 48).bool()
     seen[:16, :16], seen[16:32, :32], seen[32:, 32:] = True, True, True
-    visible = row_mask_of(given).visible(torch.device("cpu"))
+    visible = sequence_mask_of(given).visible(torch.device("cpu"))
     q, k = torch.arange(48)[:, None], torch.arange(48)
     zero = torch.tensor(0)
     assert torch.equal(visible(zero, zero, q, k), seen)
 
 
 def test_masks_are_kept_over_steps_while_nothing_changes():
-    masks = RowMasks(size=3)
+    masks = SequenceMaskCache(size=3)
     ids = torch.zeros(2, 8).long()
 
     def build_mask(width):
@@ -256,28 +264,28 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
         (2, 3): lambda b, h, q, k: [][0],  # cannot be found out
     }
     for shape, mask_mod in shapes.items():
-        mask = RowMask(mask_mod)
+        mask = SequenceMask(mask_mod)
         assert (mask._size(None, 0, 2), mask._size(None, 1, 3)) == shape
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
-        mask = RowMask(shapes[2, 1], block_size=(4, 4))
+        mask = SequenceMask(shapes[2, 1], block_size=(4, 4))
         kwargs = {"batch": 2, "heads": 3, "device": torch.device("cpu")}
-        table = mask.table(Place(layout, 1), **kwargs)
+        table = mask.block_mask(QueryShard(layout, 1), **kwargs)
         assert table.kv_num_blocks.shape == (2, 1, 2)
-        assert mask.table(Place(layout, 1), **kwargs) is table
-        assert mask.table(Place(layout, 0), **kwargs) is not table
+        assert mask.block_mask(QueryShard(layout, 1), **kwargs) is table
+        assert mask.block_mask(QueryShard(layout, 0), **kwargs) is not table
         ids[0, 3] = 5  # the mask is the same, what it captured is not
-        again = mask.table(Place(layout, 1), **kwargs)
+        again = mask.block_mask(QueryShard(layout, 1), **kwargs)
         assert again is not table
         for rank in range(20):
-            mask.table(Place(layout, rank % 2, head_offset=rank), **kwargs)
+            mask.block_mask(QueryShard(layout, rank % 2, head_offset=rank), **kwargs)
         assert len(mask._kept) <= 8
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch, inside):
     """Three batches with other documents, two layers, gradients, the mode of a step around it."""
-    monkeypatch.setattr(flex_api, "is_plain", lambda q, kernel: False)
+    monkeypatch.setattr(flex_api, "needs_plain_torch", lambda *_: False)
     cp = ContextParallel(None)
     for seed in range(3):
         case = document_case(seed)
@@ -318,10 +326,10 @@ def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
     layout = build_layout("contiguous", seq_len=16, cp_size=1)
     q = torch.randn(1, 2, 16, 16)
     for score_mod in scores:
-        place, device = Place(layout, 0), torch.device("cpu")
-        mods = build_mods(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
+        place, device = QueryShard(layout, 0), torch.device("cpu")
+        mods = build_functions(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
         with torch._dynamo.config.patch(recompile_limit=2):
-            kernel.attend_compiled(q, q, q, mods, scale=1.0, wants=AuxRequest())
+            kernel.attend_compiled(q, q, q, mods, scale=1.0, aux=AuxRequest())
     assert counter.frame_count == 4
 
 
@@ -341,11 +349,11 @@ def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
     monkeypatch.setattr(kernel, "_options", {})
     q = torch.zeros(1, 1, 2, 4)
     for _ in range(2):
-        kernel.attend_compiled(q, q, q, kernel.Mods(), scale=None, wants=AuxRequest())
+        kernel.attend_compiled(q, q, q, kernel.FlexFunctions(), scale=None, aux=AuxRequest())
     assert asked == [None, {"num_stages": 1}, {"num_stages": 1}]
     own = {"num_stages": 2}  # the user's stay as they are
     kernel.attend_compiled(
-        q, q, q, kernel.Mods(), scale=None, wants=AuxRequest(), kernel_options=own
+        q, q, q, kernel.FlexFunctions(), scale=None, aux=AuxRequest(), kernel_options=own
     )
     assert asked[-1] is own
 
@@ -362,7 +370,7 @@ def test_one_mask_serves_any_precision_and_mode(counter):
         for mode in (torch.enable_grad, torch.no_grad):
             with mode():
                 found = kernel.attend_compiled(
-                    q, q, q, kernel.Mods(), scale=1.0, wants=AuxRequest(), sinks=sinks
+                    q, q, q, kernel.FlexFunctions(), scale=1.0, aux=AuxRequest(), sinks=sinks
                 )
             assert found.out.dtype == dtype
     assert counter.frame_count > 8
@@ -378,7 +386,7 @@ def test_other_errors_of_the_compiler_are_raised(monkeypatch):
     monkeypatch.setattr(kernel, "compiled_flex_attention", stand_in)
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(RuntimeError, match="a graph break"):
-        kernel.attend_compiled(q, q, q, kernel.Mods(), scale=None, wants=AuxRequest())
+        kernel.attend_compiled(q, q, q, kernel.FlexFunctions(), scale=None, aux=AuxRequest())
 
 
 def test_backward_of_compiled_code_may_run_again():

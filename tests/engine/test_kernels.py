@@ -10,6 +10,7 @@ from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.blockwise.kernels.select import _KERNELS, select_kernel
+from lightning_cp.attn.call import Bias
 from lightning_cp.attn.plan import build_plan
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.geometry.layout import build_layout
@@ -75,10 +76,10 @@ def test_queries_that_see_nothing_return_zero_and_never(kernel):
     block = call.plan.stages[0].block
     inputs = case.inputs
     out, lse = forward_block(
-        KERNELS[kernel], inputs.q[:, :, block.rows], inputs.k, inputs.v, None, block, call.scores
+        KERNELS[kernel], inputs.q[:, :, block.q_slice], inputs.k, inputs.v, None, block, call.scores
     )
     empty = lse == NEVER
-    first = block.rows.start
+    first = block.q_slice.start
     for row in (0, 1):
         width = int(case.mask.padding[row].sum())
         assert empty[row].sum(-1).tolist() == [max(0, width - first)] * 4
@@ -141,12 +142,12 @@ def test_a_kernel_of_rectangles_takes_a_bias_in_small_tiles(dense, mask):
     exact = attend_whole(case.inputs, case.mask, bias=case.bias)
     assert max(errors(found, exact).values()) < 1e-13
     block = build_call(case, LoneTransport()).plan.stages[0].block
-    tiles = ALL_KERNELS[dense].tiles(block, case.bias)
+    tiles = ALL_KERNELS[dense].tiles(block, Bias(case.bias))
     assert max(tile.query.size * tile.keys.size for tile in tiles) <= 16 * 16
     work = sum(
         block.bounds.sample(r).work(t.query, t.keys) for t in tiles for r in rows_of(t, block)
     )
-    assert work == block.work
+    assert work == block.visible_pairs
 
 
 def rows_of(tile, block):
@@ -183,7 +184,7 @@ def num_by_flash(kernel, queries, keys, *, kind="forward", dtype=torch.bfloat16,
     """Return how many calls of a shape FA2 computes before cuDNN does, a step being one call."""
     q = torch.empty(1, 32, queries, 128, device="meta", dtype=dtype)
     k = torch.empty(1, 8, keys, 128, device="meta", dtype=dtype)
-    plans = [kernel.settled().is_worth_a_plan(q, k, kind) for _ in range(most)]
+    plans = [kernel.for_step().is_worth_a_plan(q, k, kind) for _ in range(most)]
     assert plans == sorted(plans)  # once planned it stays so
     return plans.count(False)
 
@@ -225,7 +226,7 @@ def test_cudnn_plans_every_shape_for_itself(other):
 
 
 def test_cudnn_remembers_the_shapes_that_came_last(monkeypatch):
-    monkeypatch.setattr(cudnn, "_MOST_SHAPES", 3)
+    monkeypatch.setattr(cudnn, "_MAX_SHAPES", 3)
     kernel = CudnnKernel()
     assert num_by_flash(kernel, 8191, 8191) == 33
     assert num_by_flash(kernel, 8190, 8190) == 33
@@ -271,12 +272,12 @@ def test_a_step_computes_a_shape_by_one_kernel_to_its_end(causal, by_flash, monk
         return by_flash
 
     kernel = CudnnKernel()
-    first = kernel.settled()
+    first = kernel.for_step()
     for _ in range(3):
         assert run(first, "forward") == ["forward"]
-    second = kernel.settled()
+    second = kernel.for_step()
     assert run(second, "forward", "backward", "forward") == ["backward"]  # each has its own plan
-    third = kernel.settled()
+    third = kernel.for_step()
     assert run(third, "forward", "backward") == []
     assert run(third, "forward", "backward", causal=not causal) == ["forward", "backward"]
     assert run(first, "forward", "backward") == ["forward", "backward"]
@@ -331,19 +332,19 @@ def test_auto_takes_the_first_kernel_that_can(request_, chosen, gpu):
 @pytest.mark.parametrize(
     ("name", "request_", "reason"),
     [
-        ("cpu", on_cpu(softcap=30.0), r"it has no softcap \(asked: 30.0\)"),
-        ("cpu", on_gpu(), "it runs on the CPU, and the tensors are on cuda:0"),
-        ("flash", on_cpu(), "it runs on a GPU, and the tensors are on cpu"),
-        ("cudnn", on_cpu(), "it runs on a GPU, and the tensors are on cpu"),
+        ("cpu", on_cpu(softcap=30.0), r"it has no softcap \(got 30.0\)"),
+        ("cpu", on_gpu(), "it runs on CPUs, but the tensors are on cuda:0"),
+        ("flash", on_cpu(), "it runs on GPUs, but the tensors are on cpu"),
+        ("cudnn", on_cpu(), "it runs on GPUs, but the tensors are on cpu"),
         (
             "flash",
             on_gpu(torch.float32),
-            "it computes bfloat16 and float16, and the tensors are torch.float32",
+            "it computes bfloat16 and float16, but the tensors are torch.float32",
         ),
-        ("cudnn", on_gpu(softcap=30.0), r"it has no softcap \(asked: 30.0\)"),
-        ("flash", on_gpu(scale=-0.7), r"its scale must be above 0 \(asked: -0.7\)"),
-        ("flash", on_gpu(head_dim=264), r"its head dims end at 256 \(asked: 264\)"),
-        ("cudnn", on_gpu(head_dim=192), r"its head dims end at 128 \(asked: 192\)"),
+        ("cudnn", on_gpu(softcap=30.0), r"it has no softcap \(got 30.0\)"),
+        ("flash", on_gpu(scale=-0.7), r"its scale must be above 0 \(got -0.7\)"),
+        ("flash", on_gpu(head_dim=264), r"its largest head dim is 256 \(got 264\)"),
+        ("cudnn", on_gpu(head_dim=192), r"its largest head dim is 128 \(got 192\)"),
     ],
 )
 def test_a_named_kernel_that_cannot_is_refused(name, request_, reason, gpu):
@@ -359,12 +360,12 @@ def test_a_gpu_or_a_build_that_cannot_is_refused(gpu, monkeypatch):
     assert select_kernel("auto", on_gpu()).name == "flash"
     with pytest.raises(
         ValueError,
-        match="it needs a GPU of compute capability 9.0 or newer, and cuda:0 has 8.6. "
+        match="it needs a GPU of compute capability 9.0 or newer, but cuda:0 has 8.6. "
         "Use kernel='auto', or 'flash' or 'reference'",
     ):
         select_kernel("cudnn", on_gpu())
     gpu(capability=(7, 5))
-    with pytest.raises(ValueError, match="compute capability 8.0 or newer, and cuda:0 has 7.5"):
+    with pytest.raises(ValueError, match="compute capability 8.0 or newer, but cuda:0 has 7.5"):
         select_kernel("flash", on_gpu())
     gpu(flash=False)
     with pytest.raises(ValueError, match="this build of torch has no flash attention"):
@@ -373,15 +374,15 @@ def test_a_gpu_or_a_build_that_cannot_is_refused(gpu, monkeypatch):
     with pytest.raises(ValueError, match="this build of torch has no cuDNN"):
         select_kernel("cudnn", on_gpu())
     gpu(cudnn=91002)
-    with pytest.raises(ValueError, match="it needs cuDNN 9.15.1 or newer, and torch has 9.10.2"):
+    with pytest.raises(ValueError, match="it needs cuDNN 9.15.1 or newer, but torch has 9.10.2"):
         select_kernel("cudnn", on_gpu())
     gpu()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(ValueError, match="not deterministic, and torch.use_deterministic_algor"):
+    with pytest.raises(ValueError, match="not deterministic, but torch.use_deterministic_algor"):
         select_kernel("cudnn", on_gpu())
     assert select_kernel("auto", on_gpu()).name == "flash"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(ValueError, match="written for NVIDIA's GPUs, and this torch is built for"):
+    with pytest.raises(ValueError, match="it is for NVIDIA GPUs, but this torch is built for"):
         select_kernel("flash", on_gpu())
 
 
@@ -393,7 +394,7 @@ def test_an_unknown_kernel_is_refused():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_reference_writes_out_no_large_tile(causal, monkeypatch):
     kernel = ReferenceKernel()
-    monkeypatch.setattr(ReferenceKernel, "largest_tile", 16)
+    monkeypatch.setattr(ReferenceKernel, "max_tile_size", 16)
     q, k, v = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(3))
     layout = build_layout("contiguous", seq_len=70, cp_size=1)
     bounds = Mask(causal=causal).bounds(70)

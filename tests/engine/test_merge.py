@@ -5,9 +5,9 @@ import torch
 
 from lightning_cp.attn.accumulators import (
     NEVER,
-    Softmax,
-    Sum,
-    Where,
+    GradAccumulator,
+    OutputAccumulator,
+    Region,
     accumulation_dtype,
     add_sinks_,
     merge_,
@@ -100,7 +100,7 @@ def test_a_row_that_sees_only_its_sink_is_zero():
 
 
 def place(start, stop):
-    return Where(Range(0, 1), Range(start, stop))
+    return Region(Range(0, 1), Range(start, stop))
 
 
 @pytest.mark.parametrize("expects_more", [False, True])
@@ -122,7 +122,10 @@ def test_parts_that_cover_anything_add_up(cuts, expects_more):
     scores = torch.randn(1, 2, 6, 4 * max(1, len(cuts)), dtype=torch.float64)
     values = torch.randn(1, 2, scores.shape[-1], 3, dtype=torch.float64)
     hidden = torch.full_like(scores, NEVER)
-    softmax, total = Softmax(q, 3, expects_more=expects_more), Sum(q, expects_more=expects_more)
+    softmax, total = (
+        OutputAccumulator(q, 3, expects_more=expects_more),
+        GradAccumulator(q, expects_more=expects_more),
+    )
     expected = torch.zeros_like(q)
     for number, parts in enumerate(cuts):
         keys = slice(4 * number, 4 * number + 4)
@@ -146,7 +149,9 @@ def test_sums_are_rounded_once(kinds, expects_more):
     """Each part is lost in bfloat16 if it is added alone, and not if all are added in float32."""
     parts = [torch.full((1, 1, 1, 1), x) for x in (1.0, 2**-9, 2**-9, 2**-8)]
     kinds = (*kinds, torch.float32)
-    total = Sum(torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16), expects_more=expects_more)
+    total = GradAccumulator(
+        torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16), expects_more=expects_more
+    )
     for part, kind in zip(parts, kinds, strict=True):
         total.add(place(0, 1), part.to(kind))
     assert total.result().dtype == torch.bfloat16

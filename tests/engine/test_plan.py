@@ -59,7 +59,7 @@ def test_blocks_hold_all_visible_pairs_once(drawn):
         for stage in plan.stages:
             if stage.block is not None:
                 bounds = stage.block.bounds
-                heads[stage.heads] = heads.get(stage.heads, 0) + stage.block.work
+                heads[stage.heads] = heads.get(stage.heads, 0) + stage.block.visible_pairs
         if bounds is not None:
             row = Range(0, bounds.length)
             expected = sum(bounds.work(query, row) for query in queries)
@@ -108,7 +108,7 @@ def test_a_document_over_one_border_moves_only_its_own_keys():
 def test_causal_zigzag_does_the_same_work_in_every_stage():
     drawn = plans("ring", Mask(causal=True), seq_len=64, cp_size=4)
     for plan in drawn:
-        first, *others = [stage.block.work for stage in plan.stages]
+        first, *others = [stage.block.visible_pairs for stage in plan.stages]
         assert others == [128] * 3
         assert first == 128 + 8  # the two diagonals
 
@@ -116,7 +116,7 @@ def test_causal_zigzag_does_the_same_work_in_every_stage():
 def test_causal_zigzag_computes_half_a_shard_where_the_mask_needs_half():
     drawn = plans("ring", Mask(causal=True), seq_len=64, cp_size=4)
     stage = drawn[0].stages[1]  # rank 0 sees of a later rank only what its tail sees
-    assert (stage.block.rows.start, stage.block.rows.stop) == (8, 16)
+    assert (stage.block.q_slice.start, stage.block.q_slice.stop) == (8, 16)
     assert drawn[3].stages[1].buffer_len == 8  # rank 3 needs only the head of an earlier one
 
 
@@ -138,18 +138,18 @@ def test_a_rings_own_tokens_hide_its_first_keys_and_its_last_gradients():
     drawn = plans("ring", Mask(causal=True), seq_len=64, cp_size=3, num_kv_heads=6, num_groups=3)
     own_first, own_last = [False, True, True], [True, True, False]
     for plan in drawn:
-        assert [stage.travels for stage in plan.stages] == 3 * own_first
-        assert [stage.travels for stage in plan.backward_stages] == 2 * own_first + own_last
+        assert [stage.has_traffic for stage in plan.stages] == 3 * own_first
+        assert [stage.has_traffic for stage in plan.backward_stages] == 2 * own_first + own_last
         assert [stage.heads.start for stage in plan.backward_stages] == [0] * 3 + [2] * 3 + [4] * 3
     for plan in plans("ring", Mask(causal=True), seq_len=64, cp_size=3):  # of one group no second
-        assert [stage.travels for stage in plan.backward_stages] == own_first
+        assert [stage.has_traffic for stage in plan.backward_stages] == own_first
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_gather_makes_one_tile_of_what_a_chunk_sees_before_itself(rank):
     plan = plans("gather", Mask(causal=True), seq_len=1024, cp_size=4)[rank]
     own, others = (
-        [(tile.kind, tile.rows.start) for tile in stage.block.tiles(128, fused=True)]
+        [(tile.kind, tile.q_slice.start) for tile in stage.block.tiles(128, fused=True)]
         for stage in plan.stages
     )
     assert sorted(own) == [("causal", 0), ("causal", 128)]
@@ -167,13 +167,13 @@ def test_ring_computes_each_stage_of_a_causal_row_at_once(rank):
 @given(random_plans(), st.sampled_from([1, 4, 64]))
 def test_fused_tiles_cover_what_the_tiles_cover(drawn, size):
     for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
-        width = max(piece.offset + piece.where.size for piece in block.keys)
-        shape = (block.bounds.num_samples, block.rows.stop - block.rows.start, width)
+        width = max(piece.offset + piece.positions.size for piece in block.keys)
+        shape = (block.bounds.num_samples, block.q_slice.stop - block.q_slice.start, width)
         kept = []
         for fused in (False, True):
             seen = torch.zeros(shape, dtype=torch.int64)
             for tile in block.tiles(size, fused=fused):
-                place = seen[tile.batch, tile.rows, tile.columns]
+                place = seen[tile.batch, tile.q_slice, tile.k_slice]
                 square = torch.ones(place.shape[1:], dtype=torch.int64)
                 if tile.kind == "masked":
                     place += block.bounds.visible(tile.query, tile.keys)[tile.batch]

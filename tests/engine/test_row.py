@@ -12,11 +12,13 @@ from torch.nn.attention import flex_attention as torch_flex
 from lightning_cp.attn import accumulators, kv_exchange
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import Scores
-from lightning_cp.attn.flex import from_mask, mods, remote_kv
+from lightning_cp.attn.call import AlibiSlopes
+from lightning_cp.attn.choose import count_flex_groups
+from lightning_cp.attn.flex import block_mask, from_mask, mods, remote_kv
 from lightning_cp.attn.flex import kernel as kernel
-from lightning_cp.attn.flex.from_mask import attend_row, build_row_call
-from lightning_cp.attn.flex.mods import Place
-from lightning_cp.attn.ulysses import SwappedCall, build_swap
+from lightning_cp.attn.flex.from_mask import build_flex_call
+from lightning_cp.attn.plan import QueryShard
+from lightning_cp.attn.ulysses import UlyssesCall, build_swap
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import pad_end, shard
 from lightning_cp.geometry.layout import Layout, build_layout
@@ -30,11 +32,16 @@ from tests.ranks import run_threads
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 
 
-def build_call(case, transport, budget=None):
+def plain_torch():
+    """Return whether functions run in plain torch, as always on a CPU."""
+    return True
+
+
+def build_call(case, transport, split=False):
     """Build this rank's call; neighbours that swap heads count as one rank."""
     inputs, layout = case.inputs, case.build_layout(transport.size)
     heads = inputs.q.shape[1], inputs.k.shape[1]
-    place, swap, inside = Place(layout, transport.rank), None, None
+    place, swap, inside = QueryShard(layout, transport.rank), None, None
     if case.ulysses > 1:
         rank, size = transport.rank, case.ulysses
         swap = build_swap(layout, rank=rank, size=size, num_heads=heads[0], num_key_heads=heads[1])
@@ -42,31 +49,32 @@ def build_call(case, transport, budget=None):
         inside = transport.part(range(start, start + size))
         transport = transport.part(range(rank % size, transport.size, size))
         heads = swap.query_heads[inside.rank].size, swap.num_local_keys(inside.rank)
-        place = Place(swap.layout, swap.rank, swap.query_heads[inside.rank].start)
+        place = QueryShard(swap.layout, swap.rank, swap.query_heads[inside.rank].start)
     bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
-    call = build_row_call(
-        inputs.q,
-        inputs.v,
+    call = build_flex_call(
         bounds,
         Scores(scale, case.softcap),
         place,
         transport,
-        num_heads=heads,
-        budget=budget,
+        batch=inputs.q.shape[0],
+        device=inputs.q.device,
+        num_kv_heads=heads[1],
+        num_groups=heads[1] if split else 1,
+        plain=plain_torch(),
         gradient_wire=case.gradient_wire,
     )
-    return call, (None if swap is None else SwappedCall(swap, inside, call))
+    return call, (None if swap is None else UlyssesCall(swap, inside, call))
 
 
-def row_rank(transport, case, budget=None):
+def row_rank(transport, case, split=False):
     """Return a rank's part of out and gradients, its key buffer's length, and its groups."""
     inputs, layout = case.inputs, case.build_layout(transport.size)
 
     def cut(x):
         return shard(x, 2, layout=layout, rank=transport.rank)
 
-    call, swapped = build_call(case, transport, budget)
+    call, swapped = build_call(case, transport, split)
     leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     if inputs.sinks is not None:
         leaves.append(inputs.sinks.clone().requires_grad_())
@@ -75,19 +83,15 @@ def row_rank(transport, case, budget=None):
         bias = cut(bias)
     sinks = None if inputs.sinks is None else leaves[3]
 
-    def attend(*args):
-        return attend_row(*args, call)
-
-    args = (*leaves[:3], sinks, bias)
-    out = attend(*args) if swapped is None else swapped.attend(*args, attend)
+    out = (swapped or call).run(*leaves[:3], sinks, cases.typed(bias))
     grads = torch.autograd.grad(out, leaves, cut(inputs.dout))
     names = ("dq", "dk", "dv", "dsinks")
     found = {"out": out.detach(), **dict(zip(names, grads, strict=False))}
     return found, call.keys, len(call.stages), transport.numbers_sent
 
 
-def run_row(case, cp_size, budget=None):
-    results = run_threads(cp_size, row_rank, case, budget)
+def run_row(case, cp_size, split=False):
+    results = run_threads(cp_size, row_rank, case, split)
     parts, order = [found for found, *_ in results], case.build_layout(cp_size).order
     whole = {
         name: sum(part[name] for part in parts)
@@ -108,8 +112,8 @@ def exact(case, dtype=torch.float64):
     )
 
 
-def worst_error(case, cp_size, budget=None):
-    return max(errors(run_row(case, cp_size, budget)[0], exact(case)).values())
+def worst_error(case, cp_size, split=False):
+    return max(errors(run_row(case, cp_size, split)[0], exact(case)).values())
 
 
 SLOPES = torch.tensor([0.0, 0.3, 0.1, 0.7], dtype=torch.float64)
@@ -154,7 +158,7 @@ def test_all_masks_heads_and_layouts_go_together(cp_size):
     for (mask, layout, heads), bias in zip(choices, added, strict=False):
         case = make_case(mask, layout=layout, heads=heads, bias=bias, softcap=3.0)
         assert worst_error(case, cp_size) < 1e-10, (layout, heads)
-        assert worst_error(case, cp_size, budget=1) < 1e-10, (layout, heads)
+        assert worst_error(case, cp_size, split=True) < 1e-10, (layout, heads)
 
 
 @pytest.mark.parametrize("heads", cases.HEADS)
@@ -162,7 +166,7 @@ def test_groups_of_heads_are_brought_one_after_the_other(heads):
     """One head at a time, where there is no room for two; slopes, biases and sinks are theirs."""
     for bias in (None, SLOPES, numbers(4), numbers(1)):
         case = make_case("documents+window", heads=heads, bias=bias, softcap=2.0)
-        whole, results = run_row(case, 3, budget=1)
+        whole, results = run_row(case, 3, split=True)
         assert [groups for _, _, groups, _ in results] == [case.inputs.k.shape[1]] * 3
         assert max(errors(whole, exact(case)).values()) < 1e-10
 
@@ -172,12 +176,7 @@ def test_groups_of_heads_are_brought_one_after_the_other(heads):
     [(8, 100, 1), (8, 101, 2), (8, 200, 2), (8, 201, 4), (8, 900, 8), (6, 150, 2), (7, 120, 7)],
 )
 def test_groups_are_as_few_as_the_budget_allows_and_of_one_size(num_heads, num_bytes, groups):
-    assert from_mask._num_groups(num_heads, num_bytes, budget=800) == groups
-
-
-def test_the_budget_is_that_of_the_queries_and_never_small():
-    assert from_mask.group_budget(1) == 2**30
-    assert from_mask.group_budget(2**30) == 2**32
+    assert count_flex_groups(num_heads, num_bytes, budget=800) == groups
 
 
 def test_neighbours_swap_heads_and_needed_keys_travel_between_them():
@@ -276,7 +275,9 @@ def new_nan(x, *size, **options):
 def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
     """No accumulator of a shard, where each token has been sent once."""
     kept = []
-    monkeypatch.setattr(accumulators.Patches, "_gathered", lambda self: kept.append(self) or 1 / 0)
+    monkeypatch.setattr(
+        accumulators.PartialSums, "_accumulate_parts", lambda self: kept.append(self) or 1 / 0
+    )
     for layout in LAYOUTS:
         case = make_case("window", length=96, layout=layout)
         assert worst_error(case, 3) < 1e-10
@@ -285,7 +286,7 @@ def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
 
 def buffer_len(num_needed, row_len, cp_size):
     layout = build_layout("contiguous", seq_len=row_len, cp_size=cp_size)
-    return from_mask._buffer_len(num_needed, layout, fused=True)
+    return from_mask._padded_buffer_len(num_needed, layout, plain=False)
 
 
 def test_buffers_of_fused_kernels_have_few_lengths():
@@ -308,8 +309,8 @@ def counter(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(kernel, "_backend", backend)
-    monkeypatch.setattr(from_mask, "is_plain", lambda *_: False)
-    monkeypatch.setattr(from_mask, "SHORT_ROW", 0)
+    monkeypatch.setitem(globals(), "plain_torch", lambda: False)
+    monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 0)
     yield backend
     torch._dynamo.reset()
 
@@ -342,7 +343,7 @@ def draw_documents(seed, length):
 @pytest.mark.parametrize("is_short", [True, False])
 def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
     """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
-    monkeypatch.setattr(from_mask, "SHORT_ROW", 16384 if is_short else 0)
+    monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 16384 if is_short else 0)
     lengths, needs = set(), set()
     case = make_case("causal", length=1024, heads="mqa")
     layout = case.layout = build_layout("contiguous", seq_len=1024, cp_size=4)
@@ -350,12 +351,12 @@ def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
     for mask in [alone, *(draw_documents(seed, 1024) for seed in range(4))]:
         case.mask, inputs = mask, case.inputs
         call, _ = build_call(case, Replay(3, 4))
-        assert call.stages[0].is_alone == (mask is alone)
+        assert call.stages[0].has_no_peers == (mask is alone)
         leaves = [
             shard(x, 2, layout=layout, rank=3).requires_grad_()
             for x in (inputs.q, inputs.k, inputs.v)
         ]
-        attend_row(*leaves, None, None, call).sum().backward()
+        call.run(*leaves, None, None).sum().backward()
         lengths.add(call.keys.buffer_len)
         needs.add(len(call.keys.positions))
     assert len(needs) > 3
@@ -374,7 +375,7 @@ def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
     q, k, v = (
         shard(x, 2, layout=layout, rank=3).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
     )
-    out = attend_row(q, k, v, None, None, call)
+    out = call.run(q, k, v, None, None)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert not out.any()  # the values that came are 0
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
@@ -391,7 +392,7 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     monkeypatch.setattr(remote_kv, "fetch", lambda *_, buffer_len: lambda: brought(buffer_len))
     plain, outs, grads, sink_grads = [], [], [], []
     for rank in range(2):
-        call, _ = build_call(case, Replay(rank, 2), budget=1)
+        call, _ = build_call(case, Replay(rank, 2), split=True)
         assert len(call.stages) == 2
         assert len(call.keys.positions) < call.keys.buffer_len < 520
         places = torch.from_numpy(call.keys.positions)
@@ -404,9 +405,9 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
             return kv_exchange.KeyValues(*(pad_end(x, 2, short) for x in found))
 
         q, k, v = (shard(x, 2, layout=layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v))
-        plain.append(attend_row(q, k, v, None, case.bias, call))
+        plain.append(call.run(q, k, v, None, cases.typed(case.bias)))
         q, sinks = q.requires_grad_(), inputs.sinks.clone().requires_grad_()
-        outs.append(attend_row(q, k, v, sinks, case.bias, call))
+        outs.append(call.run(q, k, v, sinks, cases.typed(case.bias)))
         dout = shard(inputs.dout, 2, layout=layout, rank=rank)
         dq, dsinks = torch.autograd.grad(outs[-1], (q, sinks), dout)
         grads.append(dq)
@@ -430,9 +431,9 @@ def test_blocks_of_a_trimmed_mask_are_those_of_its_pairs(counter):
         case = make_case(name, length=1500, layout=layout_name)
         call, _ = build_call(case, Replay(rank, 3))
         lengths = case.build_layout(3).local_len, call.keys.buffer_len
-        table = call.mods.build_table()
+        table = call.functions.build_block_mask()
         pairs = mods._states(
-            torch_flex.create_block_mask(call.mods.mask_mod, 2, 1, *lengths, device="cpu")
+            torch_flex.create_block_mask(call.functions.mask_mod, 2, 1, *lengths, device="cpu")
         )
         states = mods._states(table)
         assert table.seq_lengths == lengths
@@ -449,19 +450,18 @@ def test_padding_is_looked_up_only_where_it_lies_between_keys():
         case.mask = Mask(causal=True, padding=padding)
         assert worst_error(case, 2) < 1e-10
         call, _ = build_call(case, Replay(1, 2))
-        codes.append(call.mods.mask_mod.__name__)
-        assert call.mods.kind[0] is call.mods.mask_mod.__code__
+        codes.append(call.functions.mask_mod.__name__)
+        assert call.functions.kind[0] is call.functions.mask_mod.__code__
     assert codes == ["mask_mod"] * 3 + ["mask_mod_of_real"]
 
 
 def test_functions_of_another_kind_are_told_apart():
     case = make_case("window")
     call, _ = build_call(case, Replay(1, 2))
-    slopes = mods.add_slopes(call.mods, SLOPES, call.place, call.keys, fused=False)
-    whole = mods.add_slopes(
-        call.mods, SLOPES, call.place, mods.whole_row_keys(call.place.layout), fused=False
-    )
-    assert len({call.mods.kind, slopes.kind, whole.kind}) == 3
+    added = call.functions, AlibiSlopes(SLOPES), (), call.query_shard
+    slopes = block_mask.add_bias(*added, call.keys, fused=False)
+    whole = block_mask.add_bias(*added, block_mask.all_keys(call.query_shard.layout), fused=False)
+    assert len({call.functions.kind, slopes.kind, whole.kind}) == 3
 
 
 def test_sinks_are_differentiated_exactly():
@@ -509,7 +509,7 @@ def test_second_derivatives_are_refused(with_sinks):
             shard(x, 2, layout=layout, rank=transport.rank).requires_grad_()
             for x in (case.inputs.q, case.inputs.k, case.inputs.v)
         )
-        out = attend_row(q, k, v, case.inputs.sinks if with_sinks else None, None, call)
+        out = call.run(q, k, v, case.inputs.sinks if with_sinks else None, None)
         (grad,) = torch.autograd.grad(out.sum(), k, create_graph=True)
         grad.sum().backward()
 
@@ -528,40 +528,43 @@ def broken(monkeypatch, case, cp_size=3):
 
 
 def test_parity_notices_bounds_that_are_off_by_one(monkeypatch):
-    build = mods._build_seen
+    build = block_mask._build_visible_keys
 
     def shifted(*args):
         seen = build(*args)
-        return mods._Seen(seen.first, seen.last - 1, seen.real, seen.has_holes)
+        return block_mask._VisibleKeys(seen.first, seen.last - 1, seen.real, seen.has_holes)
 
-    monkeypatch.setattr(mods, "_build_seen", shifted)
+    monkeypatch.setattr(block_mask, "_build_visible_keys", shifted)
     assert broken(monkeypatch, make_case("documents")) > 1e-3
 
 
 def test_parity_notices_distances_in_the_buffer(monkeypatch):
-    monkeypatch.setattr(mods.Keys, "is_row", True)
+    monkeypatch.setattr(block_mask.BufferedKeys, "is_identity", True)
     assert broken(monkeypatch, make_case("window", bias=SLOPES)) > 1e-3
 
 
 def test_parity_notices_gradients_that_are_not_given_back(monkeypatch):
-    monkeypatch.setattr(remote_kv, "give_back", lambda *_: lambda: None)
+    monkeypatch.setattr(remote_kv, "scatter_grads", lambda *_: lambda: None)
     assert broken(monkeypatch, make_case("window")) > 1e-3
 
 
 def test_parity_notices_slopes_of_other_heads(monkeypatch):
-    monkeypatch.setattr(from_mask, "_bias_of", lambda bias, heads: bias[: heads.stop - heads.start])
+    def first(self, heads, q_slice=None):
+        return AlibiSlopes(self.values[: heads.stop - heads.start])
+
+    monkeypatch.setattr(AlibiSlopes, "select", first)
     case = make_case("window", bias=SLOPES)
-    assert worst_error(case, 2, budget=1) > 1e-3
+    assert worst_error(case, 2, split=True) > 1e-3
 
 
 def test_a_buffer_that_is_not_sorted_is_noticed(monkeypatch):
-    keys_of = from_mask._keys_of
+    keys_of = from_mask._buffered_keys
 
     def reversed_(*args, **kwargs):
         keys = keys_of(*args, **kwargs)
-        return mods.Keys(keys.positions[::-1], keys.buffer_len, keys.row_len)
+        return block_mask.BufferedKeys(keys.positions[::-1], keys.buffer_len, keys.seq_len)
 
-    monkeypatch.setattr(from_mask, "_keys_of", reversed_)
+    monkeypatch.setattr(from_mask, "_buffered_keys", reversed_)
     with pytest.raises(AssertionError, match="the key buffer misses a key, or is not sorted"):
         run_row(make_case("window"), 2)
 
@@ -570,6 +573,6 @@ def test_one_device_brings_nothing():
     case = make_case("documents")
     call, _ = build_call(case, LoneTransport())
     inputs = case.inputs
-    found = attend_row(inputs.q, inputs.k, inputs.v, inputs.sinks, None, call)
+    found = call.run(inputs.q, inputs.k, inputs.v, inputs.sinks, None)
     assert isinstance(inputs, Inputs)
     assert float((found - exact(case)["out"]).abs().max()) < 1e-10

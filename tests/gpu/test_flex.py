@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_cp import ContextParallel, Mask, active_step, attention
 from lightning_cp.attn import api as attention_module
+from lightning_cp.attn import choose
 from lightning_cp.attn.flex import from_mask
-from lightning_cp.attn.flex.from_mask import RowCall
+from lightning_cp.attn.flex.from_mask import FlexCall
 from lightning_cp.data.sharding import shard
 from tests.engine import cases
 from tests.engine.flex_cases import flex_whole, make_flex_case
@@ -170,17 +171,17 @@ def written_out(case, dtype):
 
 def run_trimmed(jobs, num_groups):
     """Run kernels with the ladder of long rows, and so many groups of heads."""
-    built, build = [], from_mask.build_row_call
+    built, build = [], from_mask.build_flex_call
 
     def recording(*args, **kwargs):
         built.append(build(*args, **kwargs))
         return built[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(from_mask, "SHORT_ROW", 0)
-        patch.setattr(attention_module, "build_row_call", recording)
+        patch.setattr(from_mask, "SHORT_SEQUENCE", 0)
+        patch.setattr(choose, "build_flex_call", recording)
         if num_groups > 1:
-            patch.setattr(from_mask, "group_budget", lambda _: 1)
+            patch.setattr(choose, "default_memory_budget", lambda *_, **__: 1)
         found = run_kernels(jobs)
     lengths = [(len(call.keys.positions), call.keys.buffer_len) for call in built]
     return found, lengths, [len(call.stages) for call in built]
@@ -237,15 +238,20 @@ def kernel_of(name, how):
     ).to(torch.bfloat16)
     inputs = inputs.on(torch.device("cuda"))
     added = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in added.items()}
-    taken, attend = [], attention_module._attend
+    taken = []
 
-    def recording(*args):
-        taken.append(isinstance(args[-1], RowCall))
-        return attend(*args)
+    def recording(build):
+        def built(*args, **kwargs):
+            call = build(*args, **kwargs)
+            taken.append(isinstance(call, FlexCall))
+            return call
+
+        return built
 
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_module, "_attend", recording)
+        for builder in ("build_step_call", "build_unsharded_call"):
+            patch.setattr(attention_module, builder, recording(getattr(attention_module, builder)))
         if how == "alone":
             out = attention(*leaves, mask=mask, **added)
             grads = torch.autograd.grad(out, leaves, inputs.dout)

@@ -13,7 +13,6 @@ import torch
 
 from lightning_cp import Mask, active_step, attention
 from lightning_cp.attn.accumulators import NEVER
-from lightning_cp.attn.blockwise.function import attend
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Scores
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
@@ -100,8 +99,8 @@ def run(kernel, case, inputs=None, backward=None):
     call = build_call(case, LoneTransport())
     block, scores = call.plan.stages[0].block, call.scores
     inputs = (inputs or case.inputs).on(CUDA)
-    q, dout = inputs.q[:, :, block.rows], inputs.dout[:, :, block.rows]
-    bias = None if case.bias is None else case.bias[:, :, block.rows].to(CUDA)
+    q, dout = inputs.q[:, :, block.q_slice], inputs.dout[:, :, block.q_slice]
+    bias = None if case.bias is None else case.bias[:, :, block.q_slice].to(CUDA)
     out, lse = forward_block(kernel, q, inputs.k, inputs.v, bias, block, scores)
     out = out.to(q.dtype)
     sure = torch.where(lse == NEVER, float("inf"), lse)
@@ -335,9 +334,7 @@ def expected_whole(mask, dtype):
     call = build_call(case, LoneTransport())
 
     def whole(inputs):
-        return with_gradients(
-            inputs.on(CUDA), torch.clone, lambda *leaves: attend(*leaves, None, call)
-        )
+        return with_gradients(inputs.on(CUDA), torch.clone, lambda *leaves: call.run(*leaves, None))
 
     return whole(case.inputs.to(torch.float64)), whole(case.inputs)
 

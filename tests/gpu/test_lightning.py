@@ -27,18 +27,18 @@ LENGTH = 509
 class Documents(Dataset):
     """Packed documents of 5 to 150 tokens: most ring steps of most ranks have nothing to do."""
 
-    def __init__(self, num_rows, seed=0):
+    def __init__(self, num_samples, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(0, 61, (num_rows, LENGTH), generator=generator)
+        self.tokens = torch.randint(0, 61, (num_samples, LENGTH), generator=generator)
         # Something to learn: every third token repeats the one before it.
         self.tokens[:, 2::3] = self.tokens[:, 1:-1:3]
-        lengths = torch.randint(5, 150, (num_rows, LENGTH // 5), generator=generator)
+        lengths = torch.randint(5, 150, (num_samples, LENGTH // 5), generator=generator)
         place = torch.arange(LENGTH)
         self.documents = torch.stack(
             [torch.bucketize(place, row.cumsum(0), right=True) for row in lengths]
         )
         self.labels = self.tokens.clone()
-        self.labels[torch.rand(num_rows, LENGTH, generator=generator) < 0.3] = -100
+        self.labels[torch.rand(num_samples, LENGTH, generator=generator) < 0.3] = -100
 
     def __len__(self):
         return len(self.tokens)

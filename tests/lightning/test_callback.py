@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
-from lightning_cp.attn import api
+from lightning_cp.attn import choose
 from tests.lightning.jobs import (
     LENGTH,
     VOCAB,
@@ -52,7 +52,7 @@ class HandModule(Module):
 
 def run(module_class, dp_size, options, *arguments):
     """Fit with the callback, and return metrics or an error, log lines and the saved state."""
-    api._say.cache_clear()  # each choice is logged once per process, and other tests ran here
+    choose._log_choice.cache_clear()  # each choice is logged once per process
     lines = []
 
     class Listening(logging.Handler):

@@ -46,15 +46,17 @@ def whole_loss(model: TinyLM, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the summed loss over all valid tokens of a batch on one device, and their number."""
     batch = rows.batch
     anchor = batch.get("input_ids", batch.get("inputs_embeds"))
-    num_rows, length = anchor.shape[:2]
-    documents = torch.zeros(num_rows, length).long() if rows.documents is None else rows.documents
-    padding = torch.zeros(num_rows, length).bool() if rows.padding is None else rows.padding
-    positions = torch.arange(length).expand(num_rows, -1)
+    num_samples, length = anchor.shape[:2]
+    documents = (
+        torch.zeros(num_samples, length).long() if rows.documents is None else rows.documents
+    )
+    padding = torch.zeros(num_samples, length).bool() if rows.padding is None else rows.padding
+    positions = torch.arange(length).expand(num_samples, -1)
     positions = positions if rows.positions is None else rows.positions
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
         full = Mask(mask.causal, mask.window, documents=documents, padding=padding)
-        seen = visible(full, num_rows, length)[:, None]
+        seen = visible(full, num_samples, length)[:, None]
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
@@ -65,7 +67,7 @@ def whole_loss(model: TinyLM, rows: Rows) -> tuple[Tensor, Tensor]:
         batch.get("input_ids"), positions, inputs_embeds=batch.get("inputs_embeds"), attend=attend
     )
     total, count = logits.sum() * 0, 0
-    for row in range(num_rows):
+    for row in range(num_samples):
         for token in range(length - 1):
             label = batch["labels"][row, token + 1]
             same = documents[row, token] == documents[row, token + 1] != -1

@@ -251,7 +251,7 @@ def test_functions_that_captured_this_ranks_part_are_refused(ranks, which):
     for message in ranks(2).run(captured_cut_message, which, timeout=60):
         assert "reads past the end of a tensor that it captured (index 1" in message
         assert "12 tokens, of which this rank holds 6" in message
-        assert "before cp.step(...) cuts the batch" in message
+        assert "before cp.step(...) shards the batch" in message
 
 
 def local_block_mask_message(lengths):

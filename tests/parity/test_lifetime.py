@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, active_step, attention, token_mean
 from lightning_cp import loss as loss_module
-from lightning_cp.attn.blockwise.function import Call
+from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.plan import Plan
 from lightning_cp.data.sharding import shard, shift_labels
 from lightning_cp.geometry.bounds import Bounds
@@ -58,7 +58,7 @@ def test_several_steps_before_one_backward(ranks, kind):
 def many_steps_of_other_documents():
     """Train on rows that are packed otherwise each time; return what lives after 10 and 30."""
     cp, model, counts = build(), build_model(), []
-    kinds = (Step, Plan, Call, Layout, Bounds)
+    kinds = (Step, Plan, BlockwiseCall, Layout, Bounds)
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 61, (2, 40), generator=generator)

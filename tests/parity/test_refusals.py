@@ -279,7 +279,7 @@ ATTENTION_CASES = {
         {},
         {},
         r"got 12 tokens inside a step whose ranks hold 6 each \(12 over 2 ranks\). That is the "
-        r"whole row. .*cp.paused\(\)",
+        r"full sequence. .*cp.paused\(\)",
     ),
     "one token, as in generate()": ((2, 4, 1, 8), {}, {}, r"got 1 tokens inside a step.*cp.paused"),
     "dropout": (
@@ -288,7 +288,7 @@ ATTENTION_CASES = {
         {},
         r"dropout=0.1\): attention dropout is not exact",
     ),
-    "softcap": ((2, 4, 6, 8), {"softcap": 0.0}, {}, r"softcap=0.0\): give a number above 0"),
+    "softcap": ((2, 4, 6, 8), {"softcap": 0.0}, {}, r"softcap=0.0\): pass a number above 0"),
     "a kernel that cannot": (
         (2, 4, 6, 8),
         {"softcap": 20.0},
@@ -300,7 +300,7 @@ ATTENTION_CASES = {
         (3, 4, 6, 8),
         {"mask": Mask(documents=torch.stack([TOKENS[0] // 3, TOKENS[0] // 4]))},
         {},
-        "the mask has 2 rows .*but the tensors have a batch of 3",
+        "the mask has 2 samples .*but the tensors have a batch of 3",
     ),
     "three dims": (
         (4, 6, 8),
@@ -332,7 +332,7 @@ def rows_message():
 
 def test_ranks_that_hold_only_padding_refuse_too(ranks):
     for message in ranks(2).run(rows_message, timeout=20):
-        assert "the mask has 2 rows" in message
+        assert "the mask has 2 samples" in message
 
 
 def uneven_groups_message():

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry a plan out: the one autograd function behind every algorithm.
+"""Blockwise attention: runs a plan stage by stage, as one autograd function for every algorithm.
 
-Stage after stage, keys of the next one travel while this one is computed; gradients of keys travel
-back the same way. The function keeps its plan and its group, so backward needs nothing around it.
+While one stage is computed, keys of the next one are sent; gradients of keys are sent back in the
+same order. The function holds its plan and its transport, so backward needs no active step.
 
 Shapes: B batch, H query heads, K key/value heads, L local tokens, D and Dv head dims.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple
@@ -19,38 +18,46 @@ from torch import Tensor
 
 from lightning_cp.attn.accumulators import (
     NEVER,
-    Patches,
-    Softmax,
-    Sum,
+    GradAccumulator,
+    OutputAccumulator,
+    PartialSums,
+    Region,
     T,
-    Where,
     accumulation_dtype,
     add_sinks_,
-    empty_softmaxed,
-    laid_out_like,
+    empty_output,
     sink_gradient,
+    with_layout_of,
 )
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Scores
-from lightning_cp.attn.kv_exchange import Found, KeyValues, Shard, fetch, give_back
-from lightning_cp.attn.plan import Block, Plan, Stage
+from lightning_cp.attn.call import (
+    AlibiSlopes,
+    Bias,
+    ScoreBias,
+    backward_of_step,
+    with_unit_stride,
+    without_autocast,
+)
+from lightning_cp.attn.kv_exchange import KeyValues, KVGradBuffer, KVShard, fetch, scatter_grads
+from lightning_cp.attn.plan import Plan, Stage
+from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.guards import check_mark, enter_backward_of, refuse_second_derivative
 from lightning_cp.options import GradientWire
 from lightning_cp.torch_private import plain_functions
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """Everything about one attention call that is no tensor.
+class BlockwiseCall:
+    """An attention call computed tile by tile.
 
     Args:
-        plan: what meets where.
-        transport: how keys travel.
-        kernel: what computes a block.
-        scores: how a score is made.
-        uid: the step that the call belongs to; 0 for none.
-        gradient_wire: how precise gradients are that collectives add up.
+        plan: tiles and transfers.
+        transport: the ranks that exchange keys; each makes the same call.
+        kernel: computes a block.
+        scores: scale and softcap.
+        uid: the step of the call; 0 outside a step.
+        gradient_wire: precision of gradients in reduce-scatters.
     """
 
     plan: Plan
@@ -65,40 +72,19 @@ class Call:
         """Return the uid as a tensor that autograd can save."""
         return torch.tensor(self.uid)
 
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
-) -> Tensor:
-    """Attend with this rank's queries to the keys of all ranks.
-
-    Args:
-        q: [B, H, L, D].
-        k: [B, K, L, D].
-        v: [B, K, L, Dv].
-        sinks: [H] or None.
-        bias: [B or 1, H or 1, L or 1, S] or None: added to the scores of this rank's queries with
-            the keys of the whole row; or slopes [H], by which a score falls with the distance of
-            query and key. It gets no gradient.
-        call: what to do; every rank of the group makes the same call.
-
-    Returns:
-        [B, H, L, Dv] in the dtype of ``q``.
-    """
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        # Kernels walk along the head dim: the CPU's op takes its stride for 1 without looking.
-        q, k, v = (x.contiguous() for x in (q, k, v))
-    out: Tensor = _Attend.apply(q, k, v, sinks, bias, call)  # type: ignore[no-untyped-call]
-    return out
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
+    ) -> Tensor:
+        """Attend with this rank's queries to the keys of all ranks; see `AttentionCall`."""
+        q, k, v = with_unit_stride(q, k, v)
+        values = None if bias is None else bias.values
+        out: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+            q, k, v, sinks, values, self, type(bias)
+        )
+        return out
 
 
-def _own_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off, which would lower the sums; cheap where it is off already."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-# As many as are in one node, whose links are fast.
+# As many ranks as one node has: its links are fast.
 _FEW_RANKS = 8
 
 
@@ -110,156 +96,165 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        bias: Tensor | None,
-        call: Call,
+        bias_values: Tensor | None,
+        call: BlockwiseCall,
+        bias_type: type[Bias] | type[AlibiSlopes],
     ) -> Tensor:
-        with plain_functions(), _own_precision(q.device):
+        bias = None if bias_values is None else bias_type(bias_values)
+        with plain_functions(), without_autocast(q.device):
             out, lse = _forward(q, k, v, sinks, bias, call)
-        ctx.call = call
-        # Activation checkpointing replaces saved tensors by recomputed ones. If the recompute ran
-        # under another step, this mark tells.
-        ctx.save_for_backward(q, k, v, sinks, bias, out, lse, call.mark)
+        ctx.call, ctx.bias_type = call, bias_type
+        # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which
+        # step they were recomputed.
+        ctx.save_for_backward(q, k, v, sinks, bias_values, out, lse, call.mark)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        saved, call = ctx.saved_tensors, ctx.call
-        with plain_functions(), _own_precision(dout.device):
-            check_mark(saved[-1], call.uid)
-            enter_backward_of(call.uid)
-            gradients = _gradients(dout, saved, call, ctx.needs_input_grad)
-        return (*gradients, None, None)
+        with backward_of_step(ctx, ctx.call.uid) as saved, without_autocast(dout.device):
+            q, k, v, sinks, bias_values, out, lse = saved
+            bias = None if bias_values is None else ctx.bias_type(bias_values)
+            inputs = BackwardInputs(dout, q, k, v, out, lse)
+            gradients = _gradients(inputs, sinks, bias, ctx.call, ctx.needs_input_grad)
+        return (*gradients, None, None, None)
 
 
 def _gradients(
-    dout: Tensor, saved: tuple[Any, ...], call: Call, needed: tuple[bool, ...]
+    inputs: BackwardInputs,
+    sinks: Tensor | None,
+    bias: ScoreBias | None,
+    call: BlockwiseCall,
+    needs_grad: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv, dsinks, as far as they are needed."""
-    q, k, v, sinks, bias, out, lse, _ = saved
-    needs_q, needs_k, needs_v, needs_sinks, *_ = needed
+    """Return dq, dk, dv, dsinks, or None for those that are not needed."""
+    needs_q, needs_k, needs_v, needs_sinks, *_ = needs_grad
     dq = dk = dv = dsinks = None
-    dout = laid_out_like(q, dout)
+    dout, lse = with_layout_of(inputs.q, inputs.dout), inputs.lse
     if bias is not None or call.plan.has_blind_queries:
         # A query that saw nothing: exp(score - inf) makes all of its weights 0.
         lse = torch.where(lse == NEVER, float("inf"), lse)
+    inputs = inputs._replace(dout=dout, lse=lse)
     if needs_q or needs_k or needs_v:
-        keys = needs_k or needs_v
-        given = BackwardInputs(dout, q, k, v, out, lse)
-        dq, dk, dv = _backward(given, bias, call, return_keys=keys)
+        dq, dk, dv = _backward(inputs, bias, call, return_keys=needs_k or needs_v)
     if needs_sinks and sinks is not None:
-        dsinks = sink_gradient(dout, out, lse, sinks)
+        dsinks = sink_gradient(dout, inputs.out, lse, sinks)
     return dq, dk, dv, dsinks
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: ScoreBias | None,
+    call: BlockwiseCall,
 ) -> tuple[Tensor, Tensor]:
-    found = _Heads(call.plan.stages, k, lambda: empty_softmaxed(q, v.shape[-1]))
-    for turn in _visit(Shard(k, v), call.plan.stages, call.transport):
+    results = _HeadGroups(call.plan.stages, k, lambda: empty_output(q, v.shape[-1]))
+    for turn in _visit(KVShard(k, v), call.plan.stages, call.transport):
         heads = _query_heads(turn.stage, q, k)
         if turn.is_first:
-            softmax = Softmax(_of(q, heads), v.shape[-1], expects_more=call.plan.has_many_stages)
+            output = OutputAccumulator(
+                _select(q, heads), v.shape[-1], expects_more=call.plan.has_many_stages
+            )
         block = turn.stage.block
         if block is not None:
-            bias_part = None if bias is None else _bias_of(bias, heads, block.rows)
-            queries = _of(q, heads, block.rows)
+            bias_part = None if bias is None else bias.select(heads, block.q_slice)
+            queries = _select(q, heads, block.q_slice)
             parts = call.kernel.forward(queries, *turn.buffer, bias_part, block, call.scores)
             for part in parts:
-                where = _where(part.batch, part.rows, block, q)
-                softmax.add(where, (part.out, part.lse))
+                output.add(_region(part.batch, part.q_slice, block, q), (part.out, part.lse))
         if turn.is_last:
-            found.settle(heads, softmax)
-    out, lse = found.result
+            results.write(heads, output)
+    out, lse = results.result
     if sinks is not None:
         add_sinks_(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
 def _backward(
-    given: BackwardInputs, bias: Tensor | None, call: Call, *, return_keys: bool
+    inputs: BackwardInputs, bias: ScoreBias | None, call: BlockwiseCall, *, return_keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out, lse = given
+    dout, q, k, v, out, lse = inputs
     stages = call.plan.backward_stages
-    dq, dk, dv = (_Heads(stages, k, partial(torch.empty_like, x)) for x in (q, k, v))
+    dq, dk, dv = (_HeadGroups(stages, k, partial(torch.empty_like, x)) for x in (q, k, v))
     dtype = accumulation_dtype(q.dtype)
     finish = nothing
-    for turn in _visit(Shard(k, v), stages, call.transport):
+    for turn in _visit(KVShard(k, v), stages, call.transport):
         stage, block = turn.stage, turn.stage.block
-        heads, own = _query_heads(stage, q, k), slice(*stage.heads)
+        heads, kv_heads = _query_heads(stage, q, k), slice(*stage.heads)
         if turn.is_first:
-            dq_sum = Sum(_of(q, heads), expects_more=call.plan.has_many_stages)
-            sums = Sum(_of(k, own)), Sum(_of(v, own))
-        found = Found(stage, turn.buffer, dtype)
+            dq_sum = GradAccumulator(_select(q, heads), expects_more=call.plan.has_many_stages)
+            kv_sums = GradAccumulator(_select(k, kv_heads)), GradAccumulator(_select(v, kv_heads))
+        kv_grads = KVGradBuffer(stage, turn.buffer, dtype)
         if stage.slots and call.transport.size <= _FEW_RANKS:
-            # What the former group sent had the time of the own tokens: its memory goes before
-            # kernels take theirs.
+            # Gradients of the previous head group were sent while local tokens were computed: free
+            # their memory before kernels allocate theirs.
             finish()
             finish = nothing
         if block is not None:
-            rows = block.rows
-            inputs = BackwardInputs(
-                _of(dout, heads, rows),
-                _of(q, heads, rows),
+            q_slice = block.q_slice
+            block_inputs = BackwardInputs(
+                _select(dout, heads, q_slice),
+                _select(q, heads, q_slice),
                 *turn.buffer,
-                _of(out, heads, rows),
-                _of(lse, heads, rows),
+                _select(out, heads, q_slice),
+                _select(lse, heads, q_slice),
             )
-            bias_part = None if bias is None else _bias_of(bias, heads, rows)
-            for part in call.kernel.backward(inputs, bias_part, block, call.scores):
-                dq_sum.add(_where(part.batch, part.rows, block, q), part.dq)
+            bias_part = None if bias is None else bias.select(heads, q_slice)
+            for part in call.kernel.backward(block_inputs, bias_part, block, call.scores):
+                dq_sum.add(_region(part.batch, part.q_slice, block, q), part.dq)
                 if return_keys:
-                    if stage.travels:
-                        # Only now, with a kernel on its way: what the last stage sent has had the
-                        # time to arrive, and its memory serves the next.
+                    if stage.has_traffic:
+                        # Only now, with a kernel launched: gradients of the last stage have had the
+                        # time to arrive, and their memory serves the next.
                         finish()
                         finish = nothing
-                    found.add(part.batch, part.columns, KeyValues(part.dk, part.dv))
+                    kv_grads.add(part.batch, part.k_slice, KeyValues(part.dk, part.dv))
         if turn.is_last:
-            dq.settle(heads, dq_sum)
+            dq.write(heads, dq_sum)
         if return_keys:
-            if stage.travels:
+            if stage.has_traffic:
                 finish()
-            sent = give_back(stage, found, sums, call.transport, call.gradient_wire)
-            if stage.travels:
-                finish = sent
+            pending = scatter_grads(stage, kv_grads, kv_sums, call.transport, call.gradient_wire)
+            if stage.has_traffic:
+                finish = pending
             if turn.is_last:
-                finish = partial(_settle_keys, finish, own, (dk, dv), sums)
+                finish = partial(_write_kv_grads, finish, kv_heads, (dk, dv), kv_sums)
     finish()
     if not return_keys:
         return dq.result, torch.zeros_like(k), torch.zeros_like(v)
     return dq.result, dk.result, dv.result
 
 
-def _settle_keys(
+def _write_kv_grads(
     finish: Callable[[], None],
     heads: slice,
-    gradients: tuple["_Heads[Tensor]", ...],
-    sums: tuple[Sum, ...],
+    gradients: tuple["_HeadGroups[Tensor]", ...],
+    sums: tuple[GradAccumulator, ...],
 ) -> None:
-    """Wait for the last gradients of some key heads, and keep the sum."""
+    """Wait for the last gradients of some key heads, and write their sum."""
     finish()
     for gradient, total in zip(gradients, sums, strict=True):
-        gradient.settle(heads, total)
+        gradient.write(heads, total)
 
 
-class _Heads(Generic[T]):
-    """A result that comes in groups of heads; that of all heads at once is taken as it is.
+class _HeadGroups(Generic[T]):
+    """A result computed by head groups; a single group of all heads is returned without a copy.
 
     Args:
-        stages: what it comes of.
+        stages: the stages that compute it.
         k: the keys, for their number of heads.
-        empty: takes memory for it.
+        empty: allocates the result.
     """
 
     def __init__(self, stages: tuple[Stage, ...], k: Tensor, empty: Callable[[], T]) -> None:
-        self._is_whole = stages[0].heads.size == k.shape[1]
+        self._has_one_group = stages[0].heads.size == k.shape[1]
         self._empty: Callable[[], T] = empty
         self._result: T | None = None
 
-    def settle(self, heads: slice, part: Patches[T]) -> None:
-        """Keep the heads that are ready."""
-        if self._is_whole:
+    def write(self, heads: slice, part: PartialSums[T]) -> None:
+        """Write heads that are complete."""
+        if self._has_one_group:
             self._result = part.result()
             return
         if self._result is None:
@@ -279,40 +274,31 @@ def _heads_of(x: T, heads: slice) -> T:
     return x[:, heads]
 
 
-def _where(batch: slice, rows: slice, block: Block, q: Tensor) -> Where:
-    """Return the place of a tile's queries among those of the rank."""
-    start = block.rows.start
-    tokens = Range(start + rows.start, start + rows.stop)
-    return Where(Range(*batch.indices(q.shape[0])[:2]), tokens)
+def _region(batch: slice, q_slice: slice, block: Block, q: Tensor) -> Region:
+    """Return the region of a tile's queries among those of the rank."""
+    start = block.q_slice.start
+    tokens = Range(start + q_slice.start, start + q_slice.stop)
+    return Region(Range(*batch.indices(q.shape[0])[:2]), tokens)
 
 
-def _of(x: Tensor, heads: slice, rows: slice | None = None) -> Tensor:
-    """Return some heads and rows; slicing costs microseconds, so not where that is all."""
+def _select(x: Tensor, heads: slice, tokens: slice | None = None) -> Tensor:
+    """Return some heads and tokens; a view costs microseconds, so not where it would be all."""
     num_heads = heads.stop - heads.start
     if num_heads != x.shape[1]:
         x = x.narrow(1, heads.start, num_heads)
-    if rows is None or rows.stop - rows.start == x.shape[2]:
+    if tokens is None or tokens.stop - tokens.start == x.shape[2]:
         return x
-    return x.narrow(2, rows.start, rows.stop - rows.start)
-
-
-def _bias_of(bias: Tensor, heads: slice, rows: slice) -> Tensor:
-    """Return the bias of some heads and rows; dims of size 1 stand for all."""
-    if bias.dim() == 1:
-        return bias[heads]
-    heads = heads if bias.shape[1] > 1 else slice(None)
-    rows = rows if bias.shape[2] > 1 else slice(None)
-    return bias[:, heads, rows]
+    return x.narrow(2, tokens.start, tokens.stop - tokens.start)
 
 
 def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
     """Return the query heads that share the stage's key heads."""
-    group = q.shape[1] // k.shape[1]
-    return slice(stage.heads.start * group, stage.heads.stop * group)
+    gqa_ratio = q.shape[1] // k.shape[1]
+    return slice(stage.heads.start * gqa_ratio, stage.heads.stop * gqa_ratio)
 
 
 class _Turn(NamedTuple):
-    """A stage, its keys, and whether it is the first or the last one of its heads."""
+    """A stage, its key buffer, and whether it is the first or the last one of its heads."""
 
     stage: Stage
     buffer: KeyValues
@@ -320,17 +306,19 @@ class _Turn(NamedTuple):
     is_last: bool
 
 
-def _visit(shard: Shard, stages: tuple[Stage, ...], transport: Transport) -> Iterator[_Turn]:
-    """Yield each stage with its key buffer; what travels next is already on its way."""
-    # Taken out before it is called: it holds what came over the wire, which would otherwise stay
-    # in memory beside the kernel.
+def _visit(shard: KVShard, stages: tuple[Stage, ...], transport: Transport) -> Iterator[_Turn]:
+    """Yield each stage with its key buffer, while the next exchange is already running."""
+    # Removed before it is called: it holds what was received, which would otherwise stay in memory
+    # while the kernel runs.
     pending: deque[Callable[[], KeyValues]] = deque()
-    begun, heads = 0, None
+    num_started, heads = 0, None
     for number, stage in enumerate(stages):
-        # Past stages that are each rank's own: all ranks begin the same exchange at the same time.
-        while begun < len(stages) and not any(s.travels for s in stages[number + 1 : begun]):
-            pending.append(fetch(stages[begun], shard, transport))
-            begun += 1
+        # Past stages without traffic: all ranks start the same exchange at the same time.
+        while num_started < len(stages) and not any(
+            s.has_traffic for s in stages[number + 1 : num_started]
+        ):
+            pending.append(fetch(stages[num_started], shard, transport))
+            num_started += 1
         following = stages[number + 1] if number + 1 < len(stages) else None
         is_last = following is None or following.heads != stage.heads
         yield _Turn(stage, pending.popleft()(), heads != stage.heads, is_last)

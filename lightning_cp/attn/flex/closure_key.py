@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function computes with: so that what was worked out for it can be used again, or not.
+"""A cache key for a Python function: its code and everything it closes over.
 
-Two calls of a function give the same if its code is the same, and everything that it captured: by
-its closure, its defaults, or its module's globals. Pure Python: knows nothing of attention.
+Two functions compute the same if their code is equal, and everything that they captured: by
+closure, defaults, or globals of their module. Pure Python: knows nothing of attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,26 +18,26 @@ from lightning_cp.torch_private import tensor_version
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
-class _Unknown(Exception):
-    """Something was captured that may change without being seen."""
+class _Mutable(Exception):
+    """A captured value may change unnoticed."""
 
 
-def identity_of(fn: Callable[..., Any]) -> tuple[object, list[Tensor]] | None:
-    """Return a key that is equal for functions that compute the same, and the tensors behind it.
+def closure_key(fn: Callable[..., Any]) -> tuple[object, list[Tensor]] | None:
+    """Return a key that is equal for functions that compute the same, and the captured tensors.
 
-    The key holds the tensors by their ids: whoever keeps it keeps them. None where the function
-    captured something (an object, a list that may grow) that can change without being seen.
+    The key holds the ids of the tensors: keep them alive as long as the key. None if the function
+    captured something that can change unnoticed (an object, a list).
 
     Example:
         >>> def build(width):
         ...     return lambda b, h, q, k: q - k < width
-        >>> identity_of(build(4)) == identity_of(build(4)) != identity_of(build(5))
+        >>> closure_key(build(4)) == closure_key(build(4)) != closure_key(build(5))
         True
     """
     tensors: list[Tensor] = []
     try:
         return _identity(fn, tensors, ()), tensors
-    except _Unknown:
+    except _Mutable:
         return None
 
 
@@ -47,7 +47,7 @@ def _identity(x: object, tensors: list[Tensor], above: tuple[object, ...]) -> ob
     if isinstance(x, Tensor):
         version = tensor_version(x)
         if version is None:
-            raise _Unknown
+            raise _Mutable
         tensors.append(x)
         return Tensor, id(x), version
     if any(x is outer for outer in above):  # it calls itself
@@ -62,18 +62,18 @@ def _identity(x: object, tensors: list[Tensor], above: tuple[object, ...]) -> ob
     elif isinstance(x, ModuleType | BuiltinFunctionType | type):
         return type(x), id(x)
     else:
-        raise _Unknown
-    own = x.__code__ if isinstance(x, FunctionType) else type(x)
-    return own, tuple(_identity(part, tensors, (*above, x)) for part in parts)
+        raise _Mutable
+    kind = x.__code__ if isinstance(x, FunctionType) else type(x)
+    return kind, tuple(_identity(part, tensors, (*above, x)) for part in parts)
 
 
 def _parts(fn: FunctionType) -> Iterator[object]:
-    """Yield what a function captured."""
+    """Yield everything that a function captured."""
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not filled yet
-            raise _Unknown from None
+            raise _Mutable from None
     yield from fn.__defaults__ or ()
     yield from (fn.__kwdefaults__ or {}).items()
     for name in sorted(_names(fn.__code__)):
@@ -82,6 +82,6 @@ def _parts(fn: FunctionType) -> Iterator[object]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a code may look up among globals, also in functions inside it."""
+    """Return the names that code may look up in globals, including nested functions."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)

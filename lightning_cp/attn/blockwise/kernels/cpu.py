@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's own flash attention (aten), tile by tile.
+"""Flash attention on the CPU (aten), tile by tile.
 
-Its traps, all handled here: causal is aligned top-left, so only squares are causal; a row that its
-mask leaves empty returns lse 0; head dims of keys and values must be equal; a mask must be float.
+Its traps, all handled here: causal is aligned top-left, so only squares are causal; a query that
+sees nothing gets lse 0; head dims of keys and values must be equal; a mask must be float.
 """
 
 import torch
@@ -15,10 +15,11 @@ from lightning_cp.attn.blockwise.kernels.base import (
     Scores,
     TiledKernel,
     TileMask,
-    cut_tile,
     same_dim,
+    split_tile,
 )
-from lightning_cp.attn.plan import Block, PlacedTile
+from lightning_cp.attn.call import AlibiSlopes, ScoreBias
+from lightning_cp.attn.tiles import Block, PlacedTile
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,39 +31,39 @@ class CpuKernel(TiledKernel):
     name = "cpu"
     tile_size = 256
 
-    def refuse(self, request: Request) -> str | None:
-        """Refuse other devices, and softcap, which the op does not know."""
+    def unsupported_reason(self, request: Request) -> str | None:
+        """Exclude other devices, and softcap, which the op does not have."""
         if request.device.type != "cpu":
-            return f"it runs on the CPU, and the tensors are on {request.device}"
+            return f"it runs on CPUs, but the tensors are on {request.device}"
         if request.scores.softcap is not None:
-            return f"it has no softcap (asked: {request.scores.softcap})"
+            return f"it has no softcap (got {request.scores.softcap})"
         return None
 
-    def tiles(self, block: Block, bias: Tensor | None) -> tuple[PlacedTile, ...]:
-        """Return the tiles to compute; under slopes all are small: each takes a table."""
+    def tiles(self, block: Block, bias: ScoreBias | None) -> tuple[PlacedTile, ...]:
+        """Return the tiles to compute; with slopes all are small: a bias is built for each."""
         tiles = super().tiles(block, bias)
-        if bias is None or bias.dim() > 1:
+        if not isinstance(bias, AlibiSlopes):
             return tiles
-        return tuple(part for tile in tiles for part in cut_tile(tile, 2 * self.tile_size))
+        return tuple(part for tile in tiles for part in split_tile(tile, 2 * self.tile_size))
 
     def tile_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Run the op on one tile."""
         dim, value_dim = q.shape[-1], v.shape[-1]
-        bias, seen = _bias(mask, q)
+        bias, sees_any = _bias(mask, q)
         if dim != value_dim:
             q, k, v = same_dim(q, k, v)
         out, lse = _forward(q, k, v, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale)
-        if seen is not None:
-            lse = torch.where(seen, lse, NEVER)
+        if sees_any is not None:
+            lse = torch.where(sees_any, lse, NEVER)
         return (out[..., :value_dim], lse) if dim > value_dim else (out, lse)
 
     def tile_backward(
-        self, given: BackwardInputs, mask: TileMask, scores: Scores
+        self, inputs: BackwardInputs, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward on one tile."""
-        dout, q, k, v, out, lse = given
+        dout, q, k, v, out, lse = inputs
         dim, value_dim = q.shape[-1], v.shape[-1]
         bias, _ = _bias(mask, q)
         if dim != value_dim:
@@ -76,7 +77,7 @@ class CpuKernel(TiledKernel):
 
 
 def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the tile's mask as a float bias, and [.., .., Lq]: which queries see anything."""
+    """Return the tile's mask as a float bias, and which queries see any key, [.., .., Lq]."""
     if mask.is_causal or mask.is_full:
         return None, None
     dtype = accumulation_dtype(q.dtype)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """cuDNN's attention, nearly twice as fast as FA2 on Hopper.
 
-Its traps: every new shape is planned, which takes the host some 40 ms for each of forward and
-backward, and the plan is kept for ever; backward's plans are told apart by the layouts of q, k and
-v only, so that out and dout must come in one layout always.
+Its traps: every new shape is planned, which takes the host about 40 ms for each of forward and
+backward, and plans are never freed; plans of backward are looked up by the strides of q, k and v
+only, so out and dout must always have the same strides.
 """
 
 import torch
@@ -15,40 +15,40 @@ from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
-# No dropout, like 0.0, but torch keeps our plans apart from those of other calls by it. They were
-# made for the dout of those calls, and with ours they give wrong gradients without a word (seen in
-# torch 2.11; later versions compare its layout too).
-_OURS = -0.0
+# No dropout, like 0.0, but it separates our plans from those of other calls. Those were made for
+# another layout of dout, and give silently wrong gradients with ours (seen in torch 2.11; later
+# versions compare its layout too).
+_OUR_DROPOUT = -0.0
 
-# So many shapes are remembered: those that came last.
-_MOST_SHAPES = 1024
+# Most recent shapes that are remembered.
+_MAX_SHAPES = 1024
 
-# Older ones are wrong on rows whose length is no multiple of 128 (pytorch#169849).
-_OLDEST = 91501
+# Older ones are wrong for lengths that are not multiples of 128 (pytorch#169849).
+_MIN_VERSION = 91501
 
 
 class CudnnKernel(FlashKernel):
     """`aten._scaled_dot_product_cudnn_attention` and its backward; FA2 for tiles not worth a plan.
 
-    Rows and documents may come in ever new lengths, whose plans would cost more than they bring.
-    Those of rows of one length come again with every layer and step: FA2 computes a new shape until
+    With documents, shapes may be new in every batch, and their plans would cost more than they
+    save. Shapes of a fixed length repeat with every layer and step: FA2 computes a new shape until
     it has lost as much time as a plan takes, and cuDNN from the next step on.
 
     Args:
-        work: what FA2 has computed of each shape; shared by what `settled` returns.
-        planned: shapes that are worth a plan by now.
+        work: multiply-adds that FA2 has computed for each shape; shared with `for_step`.
+        planned: shapes that are worth a plan.
     """
 
     name = "cudnn"
     max_head_dim = 128
     min_capability = 9
-    # Lengths that are multiples of this are taken for those of chunks that come again.
+    # Lengths that are multiples of this are assumed to be those of chunks, which repeat.
     grain = 128
-    # Other tiles are planned at once if they are so large (multiply-adds of one matrix product; 32
-    # heads of 128, 8k by 8k) that the layers of one step pay for it.
+    # Other tiles are planned at once if they are this large (multiply-adds of one matrix product;
+    # 32 heads of 128, 8k by 8k): then the layers of one step pay for the plan.
     large = 2**38
-    # The rest once FA2 has computed so much of one shape: it takes 36 ms longer for that than cuDNN
-    # forward and 100 backward (H200, nothing hidden).
+    # The rest once FA2 has computed this much of one shape: it takes 36 ms longer for it than cuDNN
+    # in forward and 100 ms in backward (H200, nothing masked).
     patience = 2**43
 
     def __init__(
@@ -57,33 +57,35 @@ class CudnnKernel(FlashKernel):
         self._work = {} if work is None else work
         self._planned = planned
 
-    def settled(self) -> "CudnnKernel":
-        """Return the kernel as it is by now, for one step.
+    def for_step(self) -> "CudnnKernel":
+        """Return the kernel in its current state, for one step.
 
-        Layers that are recomputed must find the same kernel again: other roundings might send
-        tokens to other experts, and checkpointing refuses what has other shapes.
+        Recomputed layers must use the same kernel again: different rounding might route tokens to
+        other experts, and checkpointing rejects other shapes.
         """
         planned = (shape for shape, done in self._work.items() if done >= self.patience)
         return CudnnKernel(self._work, frozenset(planned))
 
-    def refuse(self, request: Request) -> str | None:
-        """Refuse what FA2 refuses too, a cuDNN that is too old, and determinism."""
-        reason = super().refuse(request)
+    def unsupported_reason(self, request: Request) -> str | None:
+        """Exclude what FA2 does not support, an old cuDNN, and deterministic mode."""
+        reason = super().unsupported_reason(request)
         if reason is not None:
             return reason
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         if version is None:
             return "this build of torch has no cuDNN"
-        if version < _OLDEST:
-            return f"it needs cuDNN {_spelled(_OLDEST)} or newer, and torch has {_spelled(version)}"
+        if version < _MIN_VERSION:
+            return (
+                f"it needs cuDNN {_format(_MIN_VERSION)} or newer, but torch has {_format(version)}"
+            )
         if torch.are_deterministic_algorithms_enabled():
-            return "it is not deterministic, and torch.use_deterministic_algorithms() is on"
+            return "it is not deterministic, but torch.use_deterministic_algorithms() is on"
         return None
 
     def rectangle_forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Run the op. Its causal mask starts at the top left, so on squares it is the usual."""
+        """Run the op. Its causal mask is aligned top-left: the usual one on squares."""
         if not self.is_worth_a_plan(q, k, ("forward", causal)):
             return super().rectangle_forward(q, k, v, causal=causal, scale=scale)
         out, lse, *_ = _forward(
@@ -99,19 +101,19 @@ class CudnnKernel(FlashKernel):
         return out, lse.squeeze(-1)
 
     def rectangle_backward(
-        self, given: BackwardInputs, *, causal: bool, scale: float
+        self, inputs: BackwardInputs, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward."""
-        dout, q, k, v, out, lse = given
+        dout, q, k, v, out, lse = inputs
         if not self.is_worth_a_plan(q, k, ("backward", causal)):
-            return super().rectangle_backward(given, causal=causal, scale=scale)
+            return super().rectangle_backward(inputs, causal=causal, scale=scale)
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _backward(
-            _laid_out_like(q, dout),
+            _with_strides_of(q, dout),
             q,
             k,
             v,
-            _laid_out_like(q, out),
+            _with_strides_of(q, out),
             lse.unsqueeze(-1),
             philox_seed=no_dropout,
             philox_offset=no_dropout,
@@ -120,47 +122,47 @@ class CudnnKernel(FlashKernel):
             cum_seq_k=None,
             max_q=q.shape[2],
             max_k=k.shape[2],
-            dropout_p=_OURS,
+            dropout_p=_OUR_DROPOUT,
             is_causal=causal,
             scale=scale,
         )
         return dq, dk, dv
 
     def is_worth_a_plan(self, q: Tensor, k: Tensor, kind: object) -> bool:
-        """Say whether cuDNN computes this rectangle, and remember it.
+        """Return whether cuDNN computes this rectangle, and count it.
 
-        Nobody else remembers at the same time: who calls backward waits for autograd's thread.
+        Needs no lock: the caller of backward waits for autograd's thread.
 
         Args:
             q: its queries.
             k: its keys.
-            kind: what has plans of its own.
+            kind: each kind has its own plans.
         """
         queries, keys = q.shape[2], k.shape[2]
         if min(queries, keys) == 1 or q.numel() == 0:
-            return False  # torch does not trust cuDNN with a single key, nor with a single query
+            return False  # torch excludes single keys and single queries from cuDNN
         work = q.numel() * keys
         if (queries % self.grain == 0 and keys % self.grain == 0) or work >= self.large:
             return True
         shape = (kind, q.dtype, q.shape, k.shape)
         self._work[shape] = self._work.pop(shape, 0) + work
-        if len(self._work) > _MOST_SHAPES:
+        if len(self._work) > _MAX_SHAPES:
             del self._work[next(iter(self._work))]
         return shape in self._planned
 
 
-def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
-    """Return x with the strides of q, by which plans are told apart."""
+def _with_strides_of(q: Tensor, x: Tensor) -> Tensor:
+    """Return x with the strides of q, by which plans are looked up."""
     if x.stride() == q.stride():
         return x
     return torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device).copy_(x)
 
 
-def _spelled(version: int) -> str:
-    """Return a version of cuDNN 9 or newer in words.
+def _format(version: int) -> str:
+    """Return a version of cuDNN 9 or newer as text.
 
     Example:
-        >>> _spelled(91501)
+        >>> _format(91501)
         '9.15.1'
     """
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention on the GPU, as torch brings it along: FA2.
+"""Flash attention on the GPU, as included in torch: FA2.
 
 `torch.nn.attention.activate_flash_attention_impl` puts FA3 or FA4 behind the same ops.
 """
@@ -21,9 +21,9 @@ class FlashKernel(DenseKernel):
     max_head_dim = 256
     min_capability = 8
 
-    def refuse(self, request: Request) -> str | None:
-        """Refuse what no such op can do, and builds of torch that lack this one."""
-        reason = super().refuse(request)
+    def unsupported_reason(self, request: Request) -> str | None:
+        """Exclude what no such op supports, and builds of torch without this one."""
+        reason = super().unsupported_reason(request)
         if reason is None and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no flash attention"
         return reason
@@ -31,15 +31,15 @@ class FlashKernel(DenseKernel):
     def rectangle_forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Run the op. Its causal mask ends at the bottom right, so on squares it is the usual."""
+        """Run the op. Its causal mask is aligned bottom-right: the usual one on squares."""
         out, lse, *_ = _forward(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)
         return out, lse
 
     def rectangle_backward(
-        self, given: BackwardInputs, *, causal: bool, scale: float
+        self, inputs: BackwardInputs, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the op's backward."""
-        dout, q, k, v, out, lse = given
+        dout, q, k, v, out, lse = inputs
         no_dropout = q.new_empty(0)
         dq, dk, dv = _backward(
             dout,

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chooser: kernel, algorithm, head groups and memory budget of one attention call.
+
+Every decision follows from values that are equal on all ranks (layout, mask, shapes, options), so
+that ranks agree without a message. The result is a call that is ready to run: `BlockwiseCall` or
+`FlexCall`, inside a `UlyssesCall` where neighbouring ranks exchange tokens for heads.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_cp.attn import triton_ops
+from lightning_cp.attn.accumulators import accumulation_dtype, wire_dtype
+from lightning_cp.attn.blockwise.function import BlockwiseCall
+from lightning_cp.attn.blockwise.kernels.base import Kernel, Request, Scores
+from lightning_cp.attn.blockwise.kernels.select import check_pair, select_kernel
+from lightning_cp.attn.call import AttentionCall, CallOptions
+from lightning_cp.attn.cost import (
+    ExchangeChoice,
+    ExchangeName,
+    Problem,
+    choose_exchange,
+    default_memory_budget,
+)
+from lightning_cp.attn.flex.from_mask import FlexCall, build_flex_call, longest_key_buffer
+from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES, needs_plain_torch
+from lightning_cp.attn.hardware import Chip, chip_of
+from lightning_cp.attn.plan import Plan, QueryShard, build_plan, resolve_algorithm
+from lightning_cp.attn.ulysses import UlyssesCall, build_step_swap, query_shard_of
+from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.transport import LoneTransport, Transport
+from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.layout import build_layout
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.step import Step
+from lightning_cp.torch_private import can_compile
+
+_logger = logging.getLogger(__name__)
+
+# FlexAttention's kernels are slow in float32, too: for shorter sequences the reference kernel has
+# finished before they are compiled.
+_LONG_FLOAT32_SEQUENCE = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class CallSpec:
+    """One attention call as the choice sees it; equal on all ranks except for ``query_shard``.
+
+    Args:
+        bounds: the mask.
+        query_shard: the queries and heads that this rank computes.
+        num_kv_heads: key heads that this rank computes.
+        request: device, dtype and scores.
+        problem: sizes of the call over all ranks.
+        has_bias: whether a bias or ALiBi slopes are added to the scores.
+        options: of the user.
+    """
+
+    bounds: Bounds
+    query_shard: QueryShard
+    num_kv_heads: int
+    request: Request
+    problem: Problem
+    has_bias: bool
+    options: CallOptions
+
+    @property
+    def algorithms(self) -> tuple[ExchangeName, ...]:
+        """Return the algorithms to choose among."""
+        name = self.options.algorithm
+        return ("gather", "ring") if name == "auto" else (resolve_algorithm(name),)
+
+    @property
+    def chip(self) -> Chip:
+        """Return the GPU of the cost model."""
+        if self.options.gpu is not None:
+            return chip_of(self.options.gpu.capability)
+        device = self.request.device
+        is_gpu = device.type == "cuda"
+        return chip_of(torch.cuda.get_device_capability(device) if is_gpu else (0, 0))
+
+    @property
+    def memory_budget(self) -> float:
+        """Return the bytes that the call may allocate beyond its inputs and its output."""
+        if self.options.memory_bytes is not None:
+            return float(self.options.memory_bytes)
+        return default_memory_budget(self.problem, chip=self.chip, algorithms=self.algorithms)
+
+
+def build_step_call(
+    mask: Mask, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool
+) -> AttentionCall:
+    """Choose and plan a call of a step.
+
+    Args:
+        mask: in global positions.
+        step: layout, documents, padding and options.
+        scores: scale and softcap.
+        q: queries, for shape, dtype and device.
+        k: keys, likewise.
+        v: values, likewise.
+        has_bias: whether a bias or ALiBi slopes are added to the scores.
+    """
+    bounds = step.bounds(mask)
+    _check_batch(bounds, q)
+    groups, swap = step.groups, build_step_swap(step, q, k)
+    num_kv_heads = k.shape[1] if swap is None else max(1, swap.num_local_keys(groups.inside.rank))
+    options, sizes = CallOptions.of(step), (step.cp_size, groups.inside.size)
+    check_pair(options.kernel, options.algorithm)
+    shard, tensors = query_shard_of(step, swap), (q, k, v)
+    spec = _build_spec(bounds, shard, num_kv_heads, scores, tensors, sizes, options, has_bias)
+    call: BlockwiseCall | FlexCall
+    if takes_flex(spec):
+        call, algorithm, kernel = _flex_call(spec, groups.attend), "gather", "flex"
+    else:
+        selected = select_kernel(options.kernel, spec.request).for_step()
+        choice = choose_head_groups(spec)
+        call = _blockwise_call(spec, groups.attend, selected, choice)
+        algorithm, kernel = choice.algorithm, selected.name
+    if step.cp_rank == 0:
+        _log_choice(step.cp_size, name_algorithm(algorithm, groups), step.layout.name, kernel)
+    return call if swap is None else UlyssesCall(swap, groups.inside, call)
+
+
+def build_unsharded_call(
+    mask: Mask, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool
+) -> AttentionCall:
+    """Choose and plan a call outside a step: one rank, full sequences; arguments as above."""
+    bounds = mask.bounds(q.shape[2])
+    _check_batch(bounds, q)
+    layout, options = build_layout("contiguous", seq_len=k.shape[2], cp_size=1), CallOptions()
+    shard = QueryShard(layout, 0)
+    spec = _build_spec(bounds, shard, k.shape[1], scores, (q, k, v), (1, 1), options, has_bias)
+    if takes_flex(spec):
+        return _flex_call(spec, LoneTransport())
+    kernel = select_kernel("auto", spec.request)
+    return _blockwise_call(spec, LoneTransport(), kernel, ExchangeChoice("gather", 1, 1, ""))
+
+
+def _build_spec(
+    bounds: Bounds,
+    query_shard: QueryShard,
+    num_kv_heads: int,
+    scores: Scores,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int],
+    options: CallOptions,
+    has_bias: bool,
+) -> CallSpec:
+    (q, k, v), (cp_size, ulysses_size), seq_len = tensors, sizes, query_shard.layout.seq_len
+    request = Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
+    problem = Problem(
+        seq_len=seq_len,
+        cp_size=cp_size,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        itemsize=q.dtype.itemsize,
+        batch_size=q.shape[0],
+        kind="full" if (bounds.last[:, 0] >= seq_len).all() else "causal",
+        ulysses_size=ulysses_size,
+        wire_itemsize=wire_dtype(q.dtype, options.gradient_wire).itemsize,
+    )
+    return CallSpec(bounds, query_shard, num_kv_heads, request, problem, has_bias, options)
+
+
+def _check_batch(bounds: Bounds, q: Tensor) -> None:
+    if bounds.num_samples not in (1, q.shape[0]):
+        raise ValueError(
+            f"attention(): the mask has {bounds.num_samples} samples (documents, spans or "
+            f"padding), but the tensors have a batch of {q.shape[0]}. Build the mask from the same "
+            "batch."
+        )
+
+
+# --- kernel ---
+
+
+def takes_flex(spec: CallSpec) -> bool:
+    """Return whether FlexAttention computes a call."""
+    options = spec.options
+    if options.kernel != "auto" or spec.request.device.type != "cuda":
+        return options.kernel == "flex"
+    if options.gpu is not None and not options.gpu.compiles:
+        return False
+    preferred = prefers_flex(spec, select_kernel("auto", spec.request))
+    is_ring = options.algorithm == "ring"
+    if preferred and is_ring and spec.query_shard.is_first:
+        _warn_slow_ring()
+    return preferred and not is_ring
+
+
+def prefers_flex(spec: CallSpec, kernel: Kernel) -> bool:
+    """Return whether ``auto`` takes FlexAttention instead of a blockwise kernel.
+
+    Blockwise kernels are faster where the mask is dense. Everything else they split into tiles, and
+    leave tiles at the edges to the reference kernel, which materializes the scores: ten times
+    slower on a GPU. FlexAttention's kernels are deterministic as we call them (nothing is summed by
+    atomics), so ``torch.use_deterministic_algorithms`` does not matter.
+
+    Args:
+        spec: the call.
+        kernel: what `select_kernel` returns for it.
+    """
+    request, layout, problem = spec.request, spec.query_shard.layout, spec.problem
+    is_half = request.dtype in (torch.bfloat16, torch.float16)
+    is_long = request.dtype == torch.float32 and layout.seq_len >= _LONG_FLOAT32_SEQUENCE
+    is_able = (
+        request.device.type == "cuda"  # it has no backward elsewhere
+        and (is_half or is_long)  # float64 is chosen to be exact
+        and layout.local_len >= MIN_QUERIES
+        and min(problem.head_dim, problem.value_dim) >= MIN_HEAD_DIM
+    )
+    # Softcap, other scales, large head dims, float32, old GPUs: no fused kernel supports them.
+    is_better = (
+        kernel.name == "reference" or spec.has_bias or not is_dense(spec.bounds, layout.seq_len)
+    )
+    return is_able and is_better and _compiles(request.device, request.dtype)
+
+
+def is_dense(bounds: Bounds, seq_len: int) -> bool:
+    """Return whether a mask is only causal, or hides nothing; padding of ours does not count.
+
+    Example:
+        >>> is_dense(Mask(causal=True, window=4).bounds(4), 4)  # it reaches everything
+        True
+        >>> is_dense(Mask(causal=True, window=3).bounds(4), 4)
+        False
+    """
+    first, last = bounds.first[:, :seq_len], bounds.last[:, :seq_len]
+    if first.any() or not (bounds.real_before[:, seq_len] == seq_len).all():
+        return False
+    return bool((last == seq_len).all() or (last == np.arange(1, seq_len + 1)).all())
+
+
+def _compiles(device: torch.device, dtype: torch.dtype) -> bool:
+    return can_compile(device, dtype) and triton_ops.can_start(device)
+
+
+# --- algorithm and head groups ---
+
+
+def choose_head_groups(spec: CallSpec) -> ExchangeChoice:
+    """Choose algorithm and head groups of a blockwise call."""
+    if spec.request.device.type != "cuda":
+        # Two groups: the second one is sent while the first is computed.
+        is_ring = spec.options.algorithm == "ring"
+        return ExchangeChoice("ring", 1, 1, "") if is_ring else ExchangeChoice("gather", 2, 2, "")
+    problem, chip, budget = spec.problem, spec.chip, spec.memory_budget
+    choice = choose_exchange(problem, memory_budget=budget, chip=chip, algorithms=spec.algorithms)
+    if not choice.fits and spec.query_shard.is_first:
+        every = choose_exchange(problem, memory_budget=budget, chip=chip)
+        _warn_memory(choice.algorithm, every.reason)
+    return choice
+
+
+def count_flex_groups(num_kv_heads: int, head_bytes: int, budget: float) -> int:
+    """Return the fewest head groups within the budget, of one size, so that one kernel serves all.
+
+    Args:
+        num_kv_heads: key heads that are fetched.
+        head_bytes: bytes of the key buffer of one head, with its gradients.
+        budget: bytes of a group.
+    """
+    counts = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    fitting = [n for n in counts if num_kv_heads // n * head_bytes <= budget]
+    return fitting[0] if fitting else counts[-1]
+
+
+def name_algorithm(algorithm: str, groups: Groups) -> str:
+    """Return the name of an algorithm, with Ulysses if there are Ulysses groups."""
+    exchange = resolve_algorithm(algorithm)
+    if groups.inside.size == 1:
+        return exchange
+    return "ulysses" if groups.attend.size == 1 else f"ulysses x {exchange}"
+
+
+# --- calls ---
+
+
+def _blockwise_call(
+    spec: CallSpec, transport: Transport, kernel: Kernel, choice: ExchangeChoice
+) -> BlockwiseCall:
+    options, plan = spec.options, _plan(spec, choice)
+    scores, wire = spec.request.scores, options.gradient_wire
+    return BlockwiseCall(plan, transport, kernel, scores, options.uid, wire)
+
+
+def _plan(spec: CallSpec, choice: ExchangeChoice) -> Plan:
+    """Plan a blockwise call; once for bounds that later batches share."""
+    build = _shared_plan if spec.bounds.is_shared else _build_plan
+    groups = choice.num_groups_forward, choice.num_groups_backward
+    return build(choice.algorithm, spec.bounds, spec.query_shard, spec.num_kv_heads, groups)
+
+
+def _build_plan(
+    algorithm: str, bounds: Bounds, shard: QueryShard, num_kv_heads: int, groups: tuple[int, int]
+) -> Plan:
+    return build_plan(
+        algorithm,
+        layout=shard.layout,
+        bounds=bounds,
+        rank=shard.rank,
+        num_kv_heads=num_kv_heads,
+        num_groups=groups[0],
+        num_backward_groups=groups[1],
+    )
+
+
+_shared_plan = lru_cache(maxsize=16)(_build_plan)
+
+
+def _flex_call(spec: CallSpec, transport: Transport) -> FlexCall:
+    request, problem, options = spec.request, spec.problem, spec.options
+    layout = spec.query_shard.layout
+    plain = needs_plain_torch(request.device, request.dtype, options.kernel, layout.local_len)
+    # Of keys and values, and of their gradients. Equal on all ranks, although their buffers differ
+    # in length: messages must pair up.
+    itemsize = problem.itemsize + accumulation_dtype(request.dtype).itemsize
+    token_bytes = problem.batch_size * (problem.head_dim + problem.value_dim) * itemsize
+    head_bytes = token_bytes * longest_key_buffer(layout, spec.bounds, plain=plain)
+    return build_flex_call(
+        spec.bounds,
+        request.scores,
+        spec.query_shard,
+        transport,
+        batch=problem.batch_size,
+        device=request.device,
+        num_kv_heads=spec.num_kv_heads,
+        num_groups=count_flex_groups(spec.num_kv_heads, head_bytes, spec.memory_budget),
+        plain=plain,
+        uid=options.uid,
+        gradient_wire=options.gradient_wire,
+    )
+
+
+# --- log ---
+
+
+@lru_cache(maxsize=64)
+def _log_choice(cp_size: int, algorithm: str, layout: str, kernel: str) -> None:
+    """Log a choice, once for each different one."""
+    _logger.info(
+        "attention: cp_size=%d algorithm=%s layout=%s kernel=%s", cp_size, algorithm, layout, kernel
+    )
+
+
+@lru_cache(maxsize=4)
+def _warn_memory(algorithm: str, estimates: str) -> None:
+    _logger.warning(
+        "attention: algorithm=%s exceeds its GPU memory budget (attention_memory). Estimates of "
+        "the cost model: %s",
+        algorithm,
+        estimates,
+    )
+
+
+@lru_cache(maxsize=1)
+def _warn_slow_ring() -> None:
+    _logger.warning(
+        "attention: algorithm=ring computes the edges of documents, windows and padding, and "
+        "scores with softcap or bias, by the slow reference kernel. algorithm=gather would use "
+        "FlexAttention for them."
+    )
