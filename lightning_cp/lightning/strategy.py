@@ -76,6 +76,7 @@ class ContextParallelStrategy(MeshStrategy):
             as (8, 4): Ulysses among the ranks inside a node, ``algorithm`` between nodes.
         data_parallel_size: number of groups that receive different batches. ``auto`` uses all
             remaining ranks.
+        tensor_parallel_size: 1; other sizes are not supported yet.
         layout: which rank owns which tokens: ``zigzag``, ``balanced``, ``contiguous`` or ``auto``.
         algorithm: how keys and values reach the queries: ``gather``, ``ring``, ``ulysses`` or
             ``auto``.
@@ -119,6 +120,7 @@ class ContextParallelStrategy(MeshStrategy):
         context_parallel_size: ContextSize = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         *,
+        tensor_parallel_size: Literal[1, "auto"] = 1,
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
@@ -138,6 +140,12 @@ class ContextParallelStrategy(MeshStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        if tensor_parallel_size not in (1, "auto"):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}: tensor parallelism with context "
+                "parallelism is not supported yet. Leave it out, and use more context ranks: "
+                "context_parallel_size."
+            )
         ignore_known_warnings()
         super().__init__(
             context_parallel_size,

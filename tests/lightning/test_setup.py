@@ -85,8 +85,9 @@ def test_options_that_do_not_exist_are_refused_at_once(options, message):
         ContextParallelStrategy(**options)
 
 
-def test_there_is_no_tensor_parallel_size():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tensor_parallel_size'"):
+def test_tensor_parallelism_is_refused():
+    ContextParallelStrategy(tensor_parallel_size=1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: .* not supported yet"):
         ContextParallelStrategy(tensor_parallel_size=2)
 
 
