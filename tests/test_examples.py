@@ -132,7 +132,8 @@ def test_stated_numbers_of_models_are_those_of_the_code():
     support = (ROOT / "docs" / "support.md").read_text()
     assert count_models(ARCHITECTURES) in support
     num_types = count_models(ARCHITECTURES).split()[0]
-    num_causal = re.search(r"Causal language models: (\d+) compared", support)[1]
+    parity = re.search(r"Causal language models: (\d+) compared.*; (worst loss .*) \(", support)
+    num_causal, worst = parity.groups()
     stated = {
         num_types: re.compile(r"(\d+)\s+(?:Hugging\s+Face\s+)?model\s+types"),
         num_causal: re.compile(r"(\d+)\s+causal\s+language\s+models"),
@@ -142,3 +143,4 @@ def test_stated_numbers_of_models_are_those_of_the_code():
             assert set(pattern.findall(page.read_text())) <= {count}, page
     readme = (ROOT / "README.md").read_text()
     assert all(pattern.search(readme) for pattern in stated.values())
+    assert worst in readme

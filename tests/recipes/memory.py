@@ -173,24 +173,19 @@ def compute(job: Job) -> dict[str, float]:
         "weights with gradients and Adam states": (16 * trained + 2 * frozen) / job.num_ranks,
         # gathered from forward to backward, with gradients; those of the head once more, from the
         # loss that is computed in pieces
-        "unsharded embeddings and head": (8 * root + 4 * head) if full else 2 * root,
+        "embeddings and head in whole": (8 * root + 4 * head) if full else 2 * root,
         # two at a time in float32, one in bfloat16, one's gradients and their copy on the way
-        "two unsharded layers": largest * (18 if full else 4),
+        "two layers in whole": largest * (18 if full else 4),
         "one activation per layer": layers * tokens * width * residual,
-        "recomputing one layer": tokens * _work(text, width, queries, keys, residual),
+        "computing one layer again": tokens * _work(text, width, queries, keys, residual),
         # keys and values in bfloat16, their gradients in float32
-        "keys and values of full sequences": job.batch_size
-        * job.row_len
-        * 2
-        * keys
-        * 6
-        / job.ulysses,
+        "keys and values of whole rows": job.batch_size * job.row_len * 2 * keys * 6 / job.ulysses,
         # logits of a piece in float32, a few times
         "the loss": 4 * LARGEST_LOGITS + tokens * width * 2 * residual,
     }
     if job.ulysses > 1:
         # queries, keys, values and output once more, and their gradients
-        taken["tokens exchanged for heads"] = tokens * 2 * (queries + keys) * 2 * 2
+        taken["tokens swapped for heads"] = tokens * 2 * (queries + keys) * 2 * 2
     return {name: count / 1e9 for name, count in taken.items()}
 
 
