@@ -97,7 +97,7 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
         "head.weight",
         "head.bias",
     ]
-    assert "Same numbers" in done.stdout
+    assert "Same results" in done.stdout
 
 
 def test_files_named_in_the_docs_exist():
