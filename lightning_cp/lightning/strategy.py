@@ -79,7 +79,7 @@ from lightning_cp.loss import global_mean
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, check_memory, reenter
 from lightning_cp.step import IGNORED_LABEL, Step
-from lightning_cp.torch_private import rest_at_exit
+from lightning_cp.torch_private import delay_exit_for_gloo
 from lightning_cp.verification import TOLERANCES, Report, verify
 
 LossName = Literal["auto", "local_mean"]
@@ -327,7 +327,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         self._check_precision()
         self._setup_distributed()
         if "gloo" in str(self.process_group_backend):
-            rest_at_exit()
+            delay_exit_for_gloo()
         if self._device_mesh is None:
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
