@@ -196,7 +196,7 @@ def compare(
         hint: another possible reason for a difference, for the report.
     """
     compute = loss_fn or (lambda local: model(**local).loss)
-    part = cut_rows(cp.same_rows(batch), cp=cp, max_len=max_len)
+    part = truncate_batch(cp.same_rows(batch), cp=cp, max_len=max_len)
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
@@ -231,7 +231,7 @@ def compare(
     )
 
 
-def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
+def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
     full = batches.read_batch(batch, sequence_dims=cp.sequence_dims, decided={})
     if max_len is None or full.seq_len <= max_len or full.is_handed_over:
@@ -242,7 +242,7 @@ def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
         ids = torch.from_numpy(full.documents) if full.documents is not None else None
         batch = {k: v for k, v in batch.items() if not k.startswith(("cu_seq_lens", "max_length"))}
         batch |= {"document_ids": ids} if ids is not None else {}
-        return cut_rows(batch, cp=cp, max_len=max_len)
+        return truncate_batch(batch, cp=cp, max_len=max_len)
     start = 0
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.dim() > 1:

@@ -32,7 +32,7 @@ from lightning_cp.lightning.logs import (
 )
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import HandedOver, Step
-from lightning_cp.verification import MIXING, cut_rows
+from lightning_cp.verification import MIXING, truncate_batch
 
 Kind = int | Literal["same"]
 """What a value is: of tokens, along this dim, or the same on all ranks of a group."""
@@ -222,7 +222,7 @@ class StepOutputs:
         pieces = 2 * cp.cp_size
         rest = 1 if layout.padded_len > layout.seq_len else 0
         lengths = [max(n - (n - rest) % pieces, min(n, pieces)) for n in (short, most)]
-        first, second = (cut_rows(batch, cp=cp, max_len=n) for n in lengths)
+        first, second = (truncate_batch(batch, cp=cp, max_len=n) for n in lengths)
         padded = [] if step.padding is None else [batches.pad_samples(first)]
         return [*padded, second, first]
 
