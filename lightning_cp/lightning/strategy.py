@@ -56,7 +56,7 @@ from lightning_cp.comm.mesh import (
 from lightning_cp.comm.transport import GradientWire, check_gradient_wire
 from lightning_cp.data.batch import named_values
 from lightning_cp.fsdp.gathering import check_reduced, gather_parts, order_gradients
-from lightning_cp.fsdp.scalars import whole_scalars
+from lightning_cp.fsdp.scalars import unsharded_scalars
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -729,7 +729,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 result = closure()
                 if self._module().automatic_optimization:
                     self._window.finish(self._module().parameters())
-                stack.enter_context(whole_scalars())  # for hooks that look at gradients
+                stack.enter_context(unsharded_scalars())  # for hooks that look at gradients
                 return result
 
             return super().optimizer_step(optimizer, exact, model, **kwargs)
