@@ -28,9 +28,9 @@ from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.loss import (
     CHUNK_NUMBERS,
+    auto_chunk_len,
     chunked_token_mean,
     global_mean,
-    piece_len,
     token_mean,
 )
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
@@ -228,7 +228,7 @@ def _chunked(
         labels,
         parameters=parameters,
         shift=shift,
-        chunk_len=piece_len(output.logits, parameters),
+        chunk_len=auto_chunk_len(output.logits, parameters),
     )
     output["logits"] = None
     return output, loss
