@@ -27,7 +27,7 @@ from hf_patches.positions import name_arguments, parameters_of
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.loss import (
-    CHUNK_NUMBERS,
+    MAX_CHUNK_LOGITS,
     auto_chunk_len,
     chunked_token_mean,
     global_mean,
@@ -45,7 +45,7 @@ MARK: Final = "_lightning_cp"
 """Under which name an enabled model carries what it must know."""
 
 # Logits of a rank that take more than this in float32 are never held at once.
-LARGEST_LOGITS: Final = 4 * CHUNK_NUMBERS
+LARGEST_LOGITS: Final = 4 * MAX_CHUNK_LOGITS
 
 _OURS: Final = (
     "document_ids",

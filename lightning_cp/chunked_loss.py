@@ -21,7 +21,7 @@ from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.torch_private import without_tensor_hooks
 
-CHUNK_NUMBERS: Final = 2**28
+MAX_CHUNK_LOGITS: Final = 2**28
 """Number of logits of a chunk, by default: 1 GiB in float32."""
 
 
@@ -42,7 +42,7 @@ def auto_chunk_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
             65,504 whatever the loss scale: such chunks are a quarter as long.
     """
     is_float16 = any(x.dtype == torch.float16 for x in (logits, *parameters))
-    return max(1, CHUNK_NUMBERS // (4 if is_float16 else 1) // logits.shape[-1])
+    return max(1, MAX_CHUNK_LOGITS // (4 if is_float16 else 1) // logits.shape[-1])
 
 
 def unique_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
