@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts that time things, always beside the ideal; results lie in results/."""
+"""Benchmark scripts, which compare with the ideal; their results are in results/."""

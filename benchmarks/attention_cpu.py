@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench`: attention over 2 CPU ranks beside the ideal, half the time of one process.
+"""`make bench`: attention on 2 CPU ranks compared with the ideal, half the time of one process.
 
-One thread per rank. The ideal is plain SDPA on the whole row in one process, divided by the number
-of ranks, timed in the same run while the other rank is idle. No peer runs its own context
-parallelism on a CPU, so there is none in the table.
+One thread per rank. The ideal is plain SDPA on the full sequence in one process, divided by the
+number of ranks, timed in the same run while the other rank is idle. No other library runs context
+parallelism on a CPU, so the table has none.
 """
 
 import platform
@@ -28,7 +28,7 @@ LENGTHS = (1024, 4096)
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Return the median time of a call in milliseconds, after two that do not count."""
+    """Return the median time of a call in milliseconds, after two warm-up calls."""
     times = []
     for _ in range(REPEATS + 2):
         start = time.perf_counter()
@@ -38,13 +38,13 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def draw(length: int) -> list[Tensor]:
-    """Draw whole rows of queries, keys and values, the same on each rank."""
+    """Draw queries, keys and values of full sequences, the same on each rank."""
     torch.manual_seed(0)
     return [torch.randn(1, heads, length, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def whole(length: int) -> float:
-    """Return the time of plain SDPA on whole rows, forward and backward."""
+def full(length: int) -> float:
+    """Return the time of plain SDPA on full sequences, forward and backward."""
     q, k, v = (x.requires_grad_() for x in draw(length))
 
     def call() -> None:
@@ -54,8 +54,8 @@ def whole(length: int) -> float:
     return timed(call)
 
 
-def shared(length: int, mask: Mask, **options: Any) -> float:
-    """Return the time of one rank's part, forward and backward; the slower rank counts."""
+def sharded(length: int, mask: Mask, **options: Any) -> float:
+    """Return the time of the slower rank's shard, forward and backward."""
     cp = ContextParallel(dist.group.WORLD, **options)
     batch = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
     with cp.step(batch):
@@ -72,26 +72,26 @@ def shared(length: int, mask: Mask, **options: Any) -> float:
 
 
 def run_rank(rank: int, rendezvous: str) -> None:
-    """Time everything on one of the ranks."""
+    """Run all cases as one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    rows = []
+    lines = []
     for length in LENGTHS:
-        alone = whole(length) if rank == 0 else 0.0
+        alone = full(length) if rank == 0 else 0.0
         dist.barrier()
-        rows.append(f"| {length} | causal | one process, plain SDPA | {alone:.1f} | |")
+        lines.append(f"| {length} | causal | one process, plain SDPA | {alone:.1f} | |")
         ideal = alone / RANKS
         for algorithm in ("gather", "ring"):
             for layout in ("zigzag", "contiguous"):
-                spent = shared(length, Mask(causal=True), algorithm=algorithm, layout=layout)
-                rows.append(
+                spent = sharded(length, Mask(causal=True), algorithm=algorithm, layout=layout)
+                lines.append(
                     f"| {length} | causal | {RANKS} ranks, {algorithm}, {layout} | {spent:.1f} "
                     f"| {ideal / spent:.2f} |"
                 )
-        spent = shared(length, Mask(causal=True, window=256), algorithm="ring")
-        rows.append(f"| {length} | window 256 | {RANKS} ranks, ring, zigzag | {spent:.1f} | |")
+        spent = sharded(length, Mask(causal=True, window=256), algorithm="ring")
+        lines.append(f"| {length} | window 256 | {RANKS} ranks, ring, zigzag | {spent:.1f} | |")
     if rank == 0:
-        print("\n".join(rows))
+        print("\n".join(lines))
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python3 -m benchmarks.attention_gpu [--only NAME ... | --scaling]`: ranks on one GPU.
 
-One GPU plays ranks of N, one after the other, in real steps (`emulate.py`): forward and backward of
-`attention()`, beside the whole row on its best kernel divided by N, and beside torch's own
-context_parallel. Links take no time, except in the column that says what they would leave exposed.
+One GPU emulates ranks of N, one after the other, in real steps (`emulate.py`): forward and backward
+of `attention()`, compared with the full sequence on its best kernel divided by N, and with torch's
+own context_parallel. Links take no time, except in the column with their exposed share.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.balance import CASES as ROWS
-from benchmarks.balance import Rows
+from benchmarks.balance import CASES as PACKED
+from benchmarks.balance import PackedSequences
 from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import (
     Records,
@@ -53,22 +53,23 @@ flash_backward = torch.ops.aten._flash_attention_backward.default
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """One line of the table.
 
     Args:
         name: for ``--only``.
-        seq_len: tokens in the row.
-        cp_size: ranks that share it.
-        algorithm: how keys travel.
-        ulysses_size: how many ranks swap tokens for heads first.
-        memory: what attention may take, in bytes of a rank's queries; None to leave it open.
+        seq_len: tokens of the sequence.
+        cp_size: number of context ranks.
+        algorithm: how keys reach the queries.
+        ulysses_size: size of a Ulysses group.
+        memory: memory budget of attention, as a multiple of a rank's queries; None for the default.
         window: of the mask.
         softcap: of the scores.
-        sinks: whether each head has one.
-        documents: how a packed row is drawn.
-        wholes: kernels for the whole row; the fastest one counts. None where it takes too long.
+        sinks: whether each head has a sink.
+        documents: how a packed sequence is drawn.
+        full_kernels: kernels for the full sequence, of which the fastest counts; none if it takes
+            too long.
         link_gbs: gigabytes per second that a rank receives, if not the machine's.
-        has_peer: whether torch's own is timed beside it.
+        has_peer: whether torch's own is timed, too.
     """
 
     name: str
@@ -80,23 +81,30 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    documents: Rows | None = None
-    wholes: tuple[str, ...] = ("cudnn",)
+    documents: PackedSequences | None = None
+    full_kernels: tuple[str, ...] = ("cudnn",)
     link_gbs: float | None = None
     has_peer: bool = False
 
     @property
     def mask(self) -> Mask:
-        """Return who sees whom, documents apart."""
+        """Return the mask, without documents."""
         return Mask(causal=True, window=self.window)
 
     @property
-    def row(self) -> object:
-        """Return what tells whole rows apart."""
-        return self.seq_len, self.window, self.softcap, self.sinks, self.documents, self.wholes
+    def full_key(self) -> object:
+        """Return a key of the case's full sequence."""
+        return (
+            self.seq_len,
+            self.window,
+            self.softcap,
+            self.sinks,
+            self.documents,
+            self.full_kernels,
+        )
 
     def ranks(self, *, quick: bool) -> Sequence[int]:
-        """Return which ranks are played: all where their work differs in kind."""
+        """Return the emulated ranks: all of them if their visible pairs are irregular."""
         if quick:
             return (self.cp_size // 2,)
         if self.documents is not None:
@@ -104,13 +112,15 @@ class Case:
         return sorted({0, self.cp_size // 2, self.cp_size - 1})
 
     def shrunk(self) -> "Case":
-        """Return the same in small, to try the script where there is no GPU."""
+        """Return a small version, to test the script without a GPU."""
         window = None if self.window is None else 16
         documents = None
         if self.documents is not None:
             documents = replace(self.documents, seq_len=256, shortest=8, longest=64)
-        wholes = ("here",) if self.wholes else ()
-        return replace(self, seq_len=256, window=window, documents=documents, wholes=wholes)
+        full_kernels = ("here",) if self.full_kernels else ()
+        return replace(
+            self, seq_len=256, window=window, documents=documents, full_kernels=full_kernels
+        )
 
 
 CASES = (
@@ -119,11 +129,11 @@ CASES = (
     Case("ring-32k", 1 << 15, algorithm="ring"),
     Case("ring-32k-small", 1 << 15, algorithm="ring", memory=6),
     Case("ring-128k", 1 << 17, algorithm="ring"),
-    Case("documents-1k-16k", 1 << 17, documents=ROWS[0], wholes=("flex",)),
-    Case("documents-16k-64k", 1 << 17, documents=ROWS[1], wholes=("flex",)),
-    Case("window-4096", 1 << 17, window=4096, wholes=("flash-window", "flex")),
-    Case("sinks-window-128", 1 << 15, window=128, sinks=True, wholes=("flex",)),
-    Case("softcap-50", 1 << 15, softcap=50.0, wholes=("flex",)),
+    Case("documents-1k-16k", 1 << 17, documents=PACKED[0], full_kernels=("flex",)),
+    Case("documents-16k-64k", 1 << 17, documents=PACKED[1], full_kernels=("flex",)),
+    Case("window-4096", 1 << 17, window=4096, full_kernels=("flash-window", "flex")),
+    Case("sinks-window-128", 1 << 15, window=128, sinks=True, full_kernels=("flex",)),
+    Case("softcap-50", 1 << 15, softcap=50.0, full_kernels=("flex",)),
     Case("ulysses-32k", 1 << 15, algorithm="ulysses"),
     Case("two-axes-32k", 1 << 15, ulysses_size=4),
     Case("causal-32000", 32_000),
@@ -131,7 +141,7 @@ CASES = (
 )
 
 
-# Tokens and ranks of causal rows; a whole one of 512k takes 15 s.
+# Tokens and ranks of causal sequences; a full one of 512k takes 15 s.
 GRID = {
     1 << 13: (2, 8),
     1 << 15: (2, 4, 16),
@@ -141,15 +151,15 @@ GRID = {
     1 << 19: (64,),
     1 << 20: (64,),
 }
-_LONGEST_WHOLE = 1 << 18
-# Ways that the model takes for slower than the best by more than this are not measured.
+_LONGEST_FULL = 1 << 18
+# Algorithms that the model estimates slower than the best by more than this are not measured.
 _COMPARED = 1.4
 
 
 def grid() -> tuple[Case, ...]:
     """Return cases that show how cost grows, with the links that the cost model assumes.
 
-    Each as `auto` takes it, and by the other way where that may be as fast.
+    Each with the algorithm of `auto`, and with the other one where that may be as fast.
     """
     cases, links = [], Links()
     gbs = {"gather": links.collective_gbs, "ring": links.message_gbs}
@@ -157,8 +167,8 @@ def grid() -> tuple[Case, ...]:
         for cp_size in sizes:
             problem, name = llama(seq_len, cp_size), f"{seq_len >> 10}k-of-{cp_size}"
             choice, cost = chosen(problem, links)
-            wholes = ("cudnn",) if seq_len <= _LONGEST_WHOLE else ()
-            case = Case(f"causal-{name}", seq_len, cp_size, wholes=wholes)
+            full_kernels = ("cudnn",) if seq_len <= _LONGEST_FULL else ()
+            case = Case(f"causal-{name}", seq_len, cp_size, full_kernels=full_kernels)
             cases.append(replace(case, link_gbs=gbs[choice.algorithm](cp_size)))
             other: ExchangeName = "gather" if choice.algorithm == "ring" else "ring"
             if chosen(problem, links, (other,))[1].time <= _COMPARED * cost.time:
@@ -169,7 +179,7 @@ def grid() -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and in which shapes it runs."""
+    """Device and shapes of a run."""
 
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
@@ -184,7 +194,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank: milliseconds, peak bytes, and what it computed."""
+    """Result of one rank: milliseconds, peak bytes, visible pairs and algorithm."""
 
     rank: int
     ms: float
@@ -199,7 +209,7 @@ class Measured:
 
 @dataclass
 class Inputs:
-    """Tensors of one call, and the call."""
+    """Tensors of one attention call, and the call."""
 
     machine: Machine
     case: Case
@@ -223,38 +233,38 @@ class Inputs:
 
     @property
     def wanted(self) -> list[Tensor]:
-        """Return what gets a gradient."""
+        """Return the tensors that get a gradient."""
         return self.leaves if self.sinks is None else [*self.leaves, self.sinks]
 
     def forward(self) -> Tensor:
-        """Attend, in whatever step is active."""
+        """Compute attention in the active step."""
         q, k, v = self.leaves
         case = self.case
         return attention(q, k, v, mask=case.mask, softcap=case.softcap, sinks=self.sinks)
 
     def both(self) -> tuple[Tensor, ...]:
-        """Attend, forward and backward."""
+        """Compute forward and backward."""
         out = self.forward()
         return out, *torch.autograd.grad(out, self.wanted, self.dout)
 
 
 @contextmanager
 def stepped(cp: ContextParallel, case: Case, device: torch.device) -> Iterator[Step]:
-    """Open a step of the case's row."""
+    """Open a step for the case's sequence."""
     batch = {"input_ids": torch.zeros(1, case.seq_len, dtype=torch.long, device=device)}
     if case.documents is not None:
         batch["document_ids"] = torch.from_numpy(case.documents.draw(0)).to(device)
     with cp.step(batch):
         step = current()
-        assert step is not None  # noqa: S101  we have just opened it
+        assert step is not None  # noqa: S101  opened above
         yield step
 
 
 @contextmanager
-def played(
+def emulated_rank(
     case: Case, rank: int, machine: Machine, link_gbs: float | None = None
 ) -> Iterator[tuple[ContextParallel, Step, Inputs]]:
-    """Be one rank."""
+    """Open a step as one rank."""
     device = machine.device
     memory = None
     if case.memory is not None:
@@ -274,8 +284,8 @@ def played(
         yield cp, step, Inputs(machine, case, step.tensor_len)
 
 
-def taken(step: Step) -> str:
-    """Return how the call of a step went, in words, with its groups of heads."""
+def describe_call(step: Step) -> str:
+    """Return the algorithm of the attention call of a step, with its numbers of head groups."""
     (built,) = (
         x for x in step.cache.values() if isinstance(x, BlockwiseCall | FlexCall | UlyssesCall)
     )
@@ -287,10 +297,10 @@ def taken(step: Step) -> str:
     return f"{name_algorithm(call.plan.algorithm, step.groups)}, groups {forward} / {backward}"
 
 
-def play(case: Case, rank: int, machine: Machine) -> Measured:
+def measure_rank(case: Case, rank: int, machine: Machine) -> Measured:
     """Measure one rank; links take no time."""
     device = machine.device
-    with played(case, rank, machine) as (_, step, inputs):
+    with emulated_rank(case, rank, machine) as (_, step, inputs):
         return Measured(
             rank=rank,
             ms=timed(inputs.both, device, repeats=machine.repeats),
@@ -300,20 +310,20 @@ def play(case: Case, rank: int, machine: Machine) -> Measured:
             query_bytes=inputs.leaves[0].nbytes,
             result_bytes=inputs.dout.nbytes + sum(x.nbytes for x in inputs.wanted),
             pairs=step.work_by_rank()[rank],
-            how=f"{taken(step)}, {step.layout.name}",
+            how=f"{describe_call(step)}, {step.layout.name}",
         )
 
 
-def whole_by_us(case: Case, machine: Machine, kernel: str) -> float:
-    """Return the time of the whole row on one rank, by a kernel of ours."""
+def full_by_ours(case: Case, machine: Machine, kernel: str) -> float:
+    """Return the time of the full sequence on one rank, with one of our kernels."""
     cp = ContextParallel(None, kernel=kernel)  # type: ignore[arg-type]
     with stepped(cp, case, machine.device):
         inputs = Inputs(machine, case, case.seq_len)
         return timed(inputs.both, machine.device, repeats=machine.repeats)
 
 
-def whole_by_cudnn(case: Case, machine: Machine) -> float:
-    """Return the time of the whole causal row by cuDNN's own ops."""
+def full_by_cudnn(case: Case, machine: Machine) -> float:
+    """Return the time of the full causal sequence with cuDNN's ops."""
     inputs = Inputs(machine, case, case.seq_len)
     q, k, v = (x.detach() for x in inputs.leaves)
     scale = machine.dim**-0.5
@@ -344,12 +354,12 @@ def whole_by_cudnn(case: Case, machine: Machine) -> float:
     return timed(call, machine.device, repeats=machine.repeats)
 
 
-def whole_by_flash_window(case: Case, machine: Machine) -> float:
-    """Return the time of the whole row with a window by FA2's own ops."""
+def full_by_flash_window(case: Case, machine: Machine) -> float:
+    """Return the time of the full sequence with a window, with FA2's ops."""
     inputs = Inputs(machine, case, case.seq_len)
     q, k, v = (x.detach().transpose(1, 2) for x in inputs.leaves)
     dout = inputs.dout.transpose(1, 2)
-    assert case.window is not None  # noqa: S101  only cases with a window name this kernel
+    assert case.window is not None  # noqa: S101  only cases with a window list this kernel
     lengths = (None, None, case.seq_len, case.seq_len, 0.0, False)
     options = {
         "scale": machine.dim**-0.5,
@@ -364,25 +374,25 @@ def whole_by_flash_window(case: Case, machine: Machine) -> float:
     return timed(call, machine.device, repeats=machine.repeats)
 
 
-WHOLES: dict[str, Callable[[Case, Machine], float]] = {
-    "cudnn": whole_by_cudnn,
-    "flash-window": whole_by_flash_window,
-    "flex": lambda case, machine: whole_by_us(case, machine, "flex"),
-    "here": lambda case, machine: whole_by_us(case, machine, "auto"),
+FULL_KERNELS: dict[str, Callable[[Case, Machine], float]] = {
+    "cudnn": full_by_cudnn,
+    "flash-window": full_by_flash_window,
+    "flex": lambda case, machine: full_by_ours(case, machine, "flex"),
+    "here": lambda case, machine: full_by_ours(case, machine, "auto"),
 }
 
 
-def best_whole(case: Case, machine: Machine) -> tuple[float, str]:
-    """Return the least time of the whole row, and by which kernel."""
-    found = []
-    for name in case.wholes:
+def best_full(case: Case, machine: Machine) -> tuple[float, str]:
+    """Return the minimal time of the full sequence, and its kernel."""
+    times = []
+    for name in case.full_kernels:
         try:
-            found.append((WHOLES[name](case, machine), name))
-        except Exception as error:  # noqa: BLE001  the other kernel, or the table, goes on
-            print(f"<!-- whole row by {name}: {_short(error)} -->", flush=True)
+            times.append((FULL_KERNELS[name](case, machine), name))
+        except Exception as error:  # noqa: BLE001  continue with the next kernel
+            print(f"<!-- full sequence, {name}: {_short(error)} -->", flush=True)
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
-    return min(found, default=(float("nan"), "none"))
+    return min(times, default=(float("nan"), "none"))
 
 
 def _short(error: BaseException) -> str:
@@ -391,35 +401,35 @@ def _short(error: BaseException) -> str:
 
 
 HEADER = (
-    "| case | how | whole, ms | ideal, ms | slowest rank, ms | share of the ideal "
+    "| case | how | full, ms | ideal, ms | slowest rank, ms | share of the ideal "
     "| host ahead, ms | share | TFLOP/s | extra memory, x queries | without results "
     "| host, one forward, ms | exposed by links |\n" + "|---" * 13 + "|"
 )
 
 
 def run_case(
-    case: Case, machine: Machine, wholes: dict[object, tuple[float, str]], records: Records
+    case: Case, machine: Machine, full_times: dict[object, tuple[float, str]], records: Records
 ) -> None:
     """Measure a case and print its line."""
     prime_memory(machine.device, 2**33)
-    if case.row not in wholes:
-        wholes[case.row] = best_whole(case, machine)
+    if case.full_key not in full_times:
+        full_times[case.full_key] = best_full(case, machine)
         prime_memory(machine.device, 2**33)
-    whole, kernel = wholes[case.row]
-    ranks = [play(case, rank, machine) for rank in case.ranks(quick=machine.quick)]
+    full, kernel = full_times[case.full_key]
+    ranks = [measure_rank(case, rank, machine) for rank in case.ranks(quick=machine.quick)]
     slowest = max(ranks, key=lambda one: one.ms)
     ahead = max(one.ahead_ms for one in ranks)
     largest = max(ranks, key=lambda one: one.peak)
     link_gbs = case.link_gbs or machine.link_gbs
-    with played(case, slowest.rank, machine, link_gbs) as (_, _, inputs):
+    with emulated_rank(case, slowest.rank, machine, link_gbs) as (_, _, inputs):
         linked_ms = timed(inputs.both, machine.device, repeats=machine.repeats)
-    ideal = whole / case.cp_size
+    ideal = full / case.cp_size
     tflops = 14 * slowest.pairs * machine.heads * machine.dim / slowest.ms / 1e9
     extra = largest.peak / largest.query_bytes
     without = extra - largest.result_bytes / largest.query_bytes
     exposed = max(0.0, (linked_ms - slowest.ms) / linked_ms)
     print(
-        f"| {case.name} | {slowest.how} | {whole:.2f} ({kernel}) | {ideal:.2f} | {slowest.ms:.2f} "
+        f"| {case.name} | {slowest.how} | {full:.2f} ({kernel}) | {ideal:.2f} | {slowest.ms:.2f} "
         f"(rank {slowest.rank}) | {ideal / slowest.ms:.2f} | {ahead:.2f} | {ideal / ahead:.2f} "
         f"| {tflops:.0f} | {extra:.1f} | {without:.1f} | {slowest.host_ms:.2f} | {exposed:.0%} |",
         flush=True,
@@ -433,7 +443,7 @@ def run_case(
         ulysses_size=case.ulysses_size,
         memory=case.memory,
         how=slowest.how,
-        whole_ms=whole,
+        whole_ms=full,
         whole_kernel=kernel,
         ms=slowest.ms,
         share=ideal / slowest.ms,
@@ -450,26 +460,26 @@ def run_case(
     )
 
 
-def run_peer(case: Case, machine: Machine, whole: float, records: Records) -> None:
-    """Time torch's own in a process of its own, and print its lines."""
+def run_peer(case: Case, machine: Machine, full: float, records: Records) -> None:
+    """Time torch's context_parallel in a separate process, and print its lines."""
     command = [sys.executable, "-m", "benchmarks.peer_torch", "--seq-len", str(case.seq_len)]
     command += ["--cp-size", str(case.cp_size), "--repeats", str(min(7, machine.repeats))]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
-        lines, told = ended.stdout, ended.stderr
+        lines, errors = ended.stdout, ended.stderr
     except subprocess.TimeoutExpired as error:
-        lines, told = _text(error.stdout), "it took more than 180 s"
-    found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
-    if not found:
-        reason = told.strip().splitlines()[-1:] or ["it said nothing"]
+        lines, errors = _text(error.stdout), "timed out after 180 s"
+    results = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    if not results:
+        reason = errors.strip().splitlines()[-1:] or ["no output"]
         print(f"<!-- torch context_parallel: {reason[0][:300]} -->", flush=True)
-    for one in found:
+    for one in results:
         how = f"torch context_parallel, {one['backend']}, {one['method']}"
         if one["error"]:
             print(f"| {case.name} | {how}: {one['error']} |||||||||||", flush=True)
             continue
-        how += "" if one["gqa"] else ", key heads written out"
-        ideal = whole / case.cp_size
+        how += "" if one["gqa"] else ", key heads repeated"
+        ideal = full / case.cp_size
         extra, without = one["extra"], one["extra"] - one["kept"]
         print(
             f"| {case.name} | {how} | | {ideal:.2f} | {one['ms']:.2f} | {ideal / one['ms']:.2f} "
@@ -501,35 +511,35 @@ def run(cases: Sequence[Case], machine: Machine, out: Path | None, *, peers: boo
         f"kernel={machine.kernel}; links of {machine.link_gbs:.0f} GB/s in the last column.\n"
     )
     print(HEADER, flush=True)
-    wholes: dict[object, tuple[float, str]] = {}
+    full_times: dict[object, tuple[float, str]] = {}
     for case in cases:
         try:
-            run_case(case, machine, wholes, records)
-        except Exception as error:  # noqa: BLE001  the other cases go on
+            run_case(case, machine, full_times, records)
+        except Exception as error:  # noqa: BLE001  continue with the next case
             print(f"| {case.name} | failed: {_short(error)} |||||||||||", flush=True)
             records.add(what="failure", case=case.name, error=_short(error))
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
         if peers and case.has_peer:
-            run_peer(case, machine, wholes.get(case.row, (float("nan"), ""))[0], records)
+            run_peer(case, machine, full_times.get(case.full_key, (float("nan"), ""))[0], records)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     known = {case.name: case for case in (*CASES, *grid())}
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one rank, few repeats, no peer")
     parser.add_argument(
-        "--scaling", action="store_true", help="other lengths and ranks instead, quickly"
+        "--scaling", action="store_true", help="other lengths and ranks, with few repeats"
     )
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
-    parser.add_argument("--kernel", default="auto", help="of the ranks; whole rows have their own")
-    parser.add_argument("--algorithm", default=None, help="instead of each case's own")
+    parser.add_argument("--kernel", default="auto", help="kernel of the ranks")
+    parser.add_argument("--algorithm", default=None, help="algorithm of all cases")
     parser.add_argument("--link-gbs", type=float, default=400.0)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="small rows, on a CPU")
-    parser.add_argument("--verbose", action="store_true", help="log what the engine chooses")
+    parser.add_argument("--tiny", action="store_true", help="short sequences, on a CPU")
+    parser.add_argument("--verbose", action="store_true", help="log algorithms and kernels")
     args = parser.parse_args(arguments)
     if args.verbose:
         logging.basicConfig(level=logging.INFO)
@@ -550,7 +560,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run([case.shrunk() for case in cases], small, args.out, peers=False)
         return
     machine = Machine(torch.device("cuda", torch.cuda.current_device()), **common)
-    # Shapes come again with every layer of a training, and get their plans then; here at once.
+    # In training, shapes repeat with every layer and get cuDNN plans then; here at once.
     with patch.object(CudnnKernel, "grain", 1):
         run(cases, machine, args.out, peers=not (args.quick or args.no_peer))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.balance`: how evenly layouts share the work of packed rows, in integers.
+"""`python -m benchmarks.balance`: how evenly layouts distribute packed sequences.
 
-No GPU and no ranks: a layout and a mask say how many (query, key) pairs each rank computes, how
-many ranges it holds, and how many keys travel.
+Without GPU and ranks: layout and mask give the (query, key) pairs that each rank computes, the
+ranges that it holds, and the keys that are sent.
 """
 
 import platform
@@ -27,18 +27,18 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of documents whose lengths are spread evenly over the orders of magnitude."""
+class PackedSequences:
+    """Packed sequences of documents whose lengths are log-uniformly distributed."""
 
     seq_len: int
     cp_size: int
     shortest: int
     longest: int
     window: int | None
-    num_samples: int
+    num_sequences: int
 
     def __str__(self) -> str:
-        """Name them for the table."""
+        """Return the name in the table."""
         documents = f"documents {self.shortest >> 10}k-{self.longest >> 10}k"
         if self.shortest >= self.seq_len:
             documents = "one document"
@@ -46,7 +46,7 @@ class Rows:
         return f"{self.seq_len} over {self.cp_size}: {documents}{window}"
 
     def draw(self, seed: int) -> IntArray:
-        """Draw the document ids of one row."""
+        """Draw the document ids of one sequence."""
         random, ids = np.random.default_rng(seed), np.empty(0, np.int64)
         while len(ids) < self.seq_len:
             size = int(np.exp(random.uniform(np.log(self.shortest), np.log(self.longest + 1))))
@@ -54,37 +54,37 @@ class Rows:
         return ids[None, : self.seq_len]
 
     def bounds(self, documents: IntArray) -> Bounds:
-        """Work the mask out."""
+        """Return the bounds of the mask."""
         return Mask(causal=True, window=self.window).bounds(self.seq_len, documents=documents)
 
-    def lay_out(self, name: str, bounds: Bounds) -> Layout:
-        """Lay the row out."""
+    def layout(self, name: str, bounds: Bounds) -> Layout:
+        """Build a layout."""
         return build_layout(name, seq_len=self.seq_len, cp_size=self.cp_size, bounds=lambda: bounds)
 
 
 CASES = (
-    Rows(1 << 17, 8, 1 << 10, 1 << 14, None, 10),
-    Rows(1 << 17, 8, 1 << 14, 1 << 16, None, 10),
-    Rows(1 << 17, 8, 1 << 10, 1 << 14, 4096, 10),
-    Rows(1 << 17, 8, 1 << 14, 1 << 16, 4096, 10),
-    Rows(1 << 17, 8, 1 << 17, 1 << 17, None, 1),
-    Rows(1 << 17, 8, 1 << 17, 1 << 17, 16384, 1),
-    Rows(1 << 20, 64, 1 << 10, 1 << 14, None, 3),
-    Rows(1 << 20, 64, 1 << 14, 1 << 18, None, 3),
+    PackedSequences(1 << 17, 8, 1 << 10, 1 << 14, None, 10),
+    PackedSequences(1 << 17, 8, 1 << 14, 1 << 16, None, 10),
+    PackedSequences(1 << 17, 8, 1 << 10, 1 << 14, 4096, 10),
+    PackedSequences(1 << 17, 8, 1 << 14, 1 << 16, 4096, 10),
+    PackedSequences(1 << 17, 8, 1 << 17, 1 << 17, None, 1),
+    PackedSequences(1 << 17, 8, 1 << 17, 1 << 17, 16384, 1),
+    PackedSequences(1 << 20, 64, 1 << 10, 1 << 14, None, 3),
+    PackedSequences(1 << 20, 64, 1 << 14, 1 << 18, None, 3),
 )
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
-    """Return the least CPU time of a call in milliseconds, and what it returned."""
+    """Return the minimal CPU time of a call in milliseconds, and its result."""
     times = []
     for _ in range(REPEATS):
         start = time.process_time()
-        found = call()
+        result = call()
         times.append(1e3 * (time.process_time() - start))
-    return min(times), found
+    return min(times), result
 
 
-def num_travelling(layout: Layout, bounds: Bounds) -> float:
+def sent_per_token(layout: Layout, bounds: Bounds) -> float:
     """Return how often a token's keys are sent to another rank, on average."""
     sent = 0
     for rank in range(layout.cp_size):
@@ -93,46 +93,46 @@ def num_travelling(layout: Layout, bounds: Bounds) -> float:
     return sent / layout.seq_len
 
 
-def compare(rows: Rows) -> list[str]:
-    """Return a line of the table for each layout."""
+def compare(sequences: PackedSequences) -> list[str]:
+    """Return one line of the table per layout."""
     worst: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in LAYOUTS}
-    for seed in range(rows.num_samples):
-        bounds = rows.bounds(rows.draw(seed))
+    sizes: dict[str, list[tuple[int, float]]] = {name: [] for name in LAYOUTS}
+    for seed in range(sequences.num_sequences):
+        bounds = sequences.bounds(sequences.draw(seed))
         for name in LAYOUTS:
-            layout = rows.lay_out(name, bounds)
+            layout = sequences.layout(name, bounds)
             work = layout.work(bounds)
             worst[name].append(max(work) * len(work) / sum(work))
-            found[name].append((sum(map(len, layout.owned)), num_travelling(layout, bounds)))
+            sizes[name].append((sum(map(len, layout.owned)), sent_per_token(layout, bounds)))
     return [
-        f"| {rows} | {name} | {mean(worst[name]):.3f} | {max(worst[name]):.3f} | "
-        f"{mean(n for n, _ in found[name]):.1f} | {mean(sent for _, sent in found[name]):.2f} |"
+        f"| {sequences} | {name} | {mean(worst[name]):.3f} | {max(worst[name]):.3f} | "
+        f"{mean(n for n, _ in sizes[name]):.1f} | {mean(sent for _, sent in sizes[name]):.2f} |"
         for name in LAYOUTS
     ]
 
 
-def spent(rows: Rows) -> str:
-    """Return what it costs to lay one row out, and to plan one call."""
-    documents = rows.draw(0)
-    reading, bounds = timed(lambda: rows.bounds(documents))
-    balancing, layout = timed(lambda: rows.lay_out("balanced", bounds))
+def spent(sequences: PackedSequences) -> str:
+    """Return the time to build a layout for one sequence, and to plan one call."""
+    documents = sequences.draw(0)
+    bounds_ms, bounds = timed(lambda: sequences.bounds(documents))
+    layout_ms, layout = timed(lambda: sequences.layout("balanced", bounds))
     plan = partial(build_plan, layout=layout, bounds=bounds, rank=0, num_kv_heads=8)
     plans = [timed(partial(plan, name))[0] for name in ("gather", "ring")]
-    return f"| {rows} | {reading:.1f} | {balancing:.1f} | {plans[0]:.1f} | {plans[1]:.1f} |"
+    return f"| {sequences} | {bounds_ms:.1f} | {layout_ms:.1f} | {plans[0]:.1f} | {plans[1]:.1f} |"
 
 
 def main() -> None:
     """Print two tables."""
     print(f"numpy {np.__version__}, Python {platform.python_version()}, {platform.machine()}.\n")
-    print("| rows | layout | work, max / mean | worst row | ranges | sent per token |")
+    print("| sequences | layout | pairs, max / mean | worst sequence | ranges | sent per token |")
     print("|---|---|---|---|---|---|")
-    for rows in CASES:
-        print("\n".join(compare(rows)), flush=True)
-    print(f"\nMilliseconds of one core, the least of {REPEATS}:\n")
-    print("| rows | bounds of the mask | balanced layout | plan, gather | plan, ring |")
+    for sequences in CASES:
+        print("\n".join(compare(sequences)), flush=True)
+    print(f"\nMilliseconds of one core, minimum of {REPEATS}:\n")
+    print("| sequences | bounds of the mask | balanced layout | plan, gather | plan, ring |")
     print("|---|---|---|---|---|")
-    for rows in (CASES[0], CASES[1], CASES[-2], CASES[-1]):
-        print(spent(rows), flush=True)
+    for sequences in (CASES[0], CASES[1], CASES[-2], CASES[-1]):
+        print(spent(sequences), flush=True)
 
 
 if __name__ == "__main__":

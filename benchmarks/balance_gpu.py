@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.balance_gpu`: time of each rank's attention in packed rows, by layout.
+"""`python -m benchmarks.balance_gpu`: time of each rank's attention on packed sequences, by layout.
 
-One GPU plays one rank after the other: its queries with the keys that it needs, forward and
-backward, by FlexAttention. No bytes move. The ideal is the whole row by the same kernel, divided by
-the number of ranks.
+One GPU emulates one rank after the other: its queries with the keys that it needs, forward and
+backward, by FlexAttention. No bytes are sent. The ideal is the full sequence with the same kernel,
+divided by the number of ranks.
 """
 
 import platform
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
-from benchmarks.balance import CASES, Rows
+from benchmarks.balance import CASES, PackedSequences
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.flex.from_mask import build_flex_call
 from lightning_cp.attn.flex.kernel import FlexFunctions, attend_compiled
@@ -42,7 +42,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def draw(heads: int, length: int) -> Tensor:
-    """Return numbers that ask for a gradient."""
+    """Return a random tensor that requires a gradient."""
     x = torch.randn(1, heads, length, DIM, device="cuda", dtype=torch.bfloat16)
     return x.requires_grad_()
 
@@ -58,9 +58,9 @@ def both_passes(q: Tensor, k: Tensor, v: Tensor, functions: FlexFunctions) -> fl
     return timed(call)
 
 
-def compare(rows: Rows, seed: int) -> list[str]:
-    """Return a line of the table for each layout."""
-    bounds = rows.bounds(rows.draw(seed))
+def compare(sequences: PackedSequences, seed: int) -> list[str]:
+    """Return one line of the table per layout."""
+    bounds = sequences.bounds(sequences.draw(seed))
 
     def time_of(place: QueryShard) -> float:
         q = draw(HEADS, place.layout.local_len)
@@ -77,15 +77,15 @@ def compare(rows: Rows, seed: int) -> list[str]:
         k, v = (draw(KEY_HEADS, call.keys.buffer_len) for _ in range(2))
         return both_passes(q, k, v, call.functions)
 
-    whole = time_of(QueryShard(build_layout("contiguous", seq_len=rows.seq_len, cp_size=1), 0))
+    full = time_of(QueryShard(build_layout("contiguous", seq_len=sequences.seq_len, cp_size=1), 0))
     lines = []
     for name in ("zigzag", "balanced"):
-        layout = rows.lay_out(name, bounds)
-        times = [time_of(QueryShard(layout, rank)) for rank in range(rows.cp_size)]
-        work, ideal = layout.work(bounds), whole / rows.cp_size
+        layout = sequences.layout(name, bounds)
+        times = [time_of(QueryShard(layout, rank)) for rank in range(sequences.cp_size)]
+        work, ideal = layout.work(bounds), full / sequences.cp_size
         uneven = max(work) * len(work) / sum(work)
         lines.append(
-            f"| {rows} | {name} | {whole:.1f} | {ideal:.2f} | {min(times):.2f} | "
+            f"| {sequences} | {name} | {full:.1f} | {ideal:.2f} | {min(times):.2f} | "
             f"{max(times):.2f} | {ideal / max(times):.2f} | {uneven:.3f} |"
         )
     return lines
@@ -99,11 +99,11 @@ def main() -> None:
         f"median of {REPEATS}\n"
     )
     print(
-        "| row | layout | whole | whole / ranks | fastest rank | slowest rank | share of the ideal "
-        "| work, max / mean |\n|---|---|---|---|---|---|---|---|"
+        "| sequences | layout | full | full / ranks | fastest rank | slowest rank "
+        "| share of the ideal | visible pairs, max / mean |\n|---|---|---|---|---|---|---|---|"
     )
-    for rows in CASES[:4]:
-        for line in compare(rows, seed=0):
+    for sequences in CASES[:4]:
+        for line in compare(sequences, seed=0):
             print(line, flush=True)
 
 

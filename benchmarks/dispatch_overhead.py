@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host cost of one routed attention call on tiny tensors, beside plain SDPA, in one run.
+"""Host cost of one routed attention call on tiny tensors, compared with plain SDPA.
 
-One process, cp_size 1, so that nothing but bookkeeping is added. torch's own prototype cannot be
-timed beside it here: its context parallelism does not run on a CPU.
+One process, cp_size 1, so that only bookkeeping is added. torch's prototype cannot be compared
+here: it does not run on a CPU.
 """
 
 import platform
@@ -28,7 +28,7 @@ def spent(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Print a table; the two kinds of calls take turns, so that both see the same machine."""
+    """Print a table; plain and routed calls alternate, so that machine load affects both."""
     torch.set_num_threads(1)
     q = torch.randn(1, 4, 16, 8, requires_grad=True)
     dout = torch.ones_like(q)
@@ -47,8 +47,8 @@ def main() -> None:
         x + x
 
     print(f"torch {torch.__version__}, {platform.machine()}, one thread; q, k, v [1, 4, 16, 8];")
-    print(f"microseconds per call, medians of {ROUNDS} rounds of {CALLS} calls in turns.\n")
-    print("| what | plain | in a step | ratio |\n|---|---|---|---|")
+    print(f"microseconds per call, medians of {ROUNDS} rounds of {CALLS} alternating calls.\n")
+    print("| call | plain | in a step | ratio |\n|---|---|---|---|")
     named = {"SDPA forward": forward, "SDPA forward + backward": both, "another op (x + x)": other}
     for name, call in named.items():
         plain, routed = [], []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process plays rank r of N: a real step, a transport with nobody at its other end.
+"""Emulation of rank r of N in one process: a real step, and a transport without peers.
 
-What a group would cost the GPU that computes is kept: a call waits for what it sends, runs on a
-stream of its own for as long as the bytes take over a link, and whoever needs the result waits for
-that stream. What the other ranks send is made up, so results are of the right shape and no more.
+The cost for the computing GPU is emulated: a transfer waits for the data that it sends, occupies a
+separate stream for the time that the bytes take over a link, and its consumer waits for that
+stream. The data of other ranks is made up, so that only the shapes of results are meaningful.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,17 +24,16 @@ class EmulatedTransport:
     """A group of which only one rank exists, on a CPU or a GPU.
 
     On a GPU each transport has one stream, as an NCCL communicator has: its calls run one after the
-    other, beside what is computed.
+    other, concurrently with computation.
 
     Args:
-        rank: who we are.
-        size: of how many.
+        rank: the emulated rank.
+        size: number of ranks.
         link_gbs: gigabytes that a rank receives per second, while it sends as many; None for links
-            that take no time; without ``fill`` nothing is moved then, the own part neither.
-        fill: whether what other ranks would send becomes a copy of what this one sends. Costs
-            memory bandwidth beside the computation; without, the memory is left as it is, only
-            this rank's own part being right.
-        device: where small tensors of callers who have the choice lie.
+            that take no time: then, without ``fill``, nothing is copied at all.
+        fill: whether the data of other ranks becomes a copy of this rank's. Costs memory bandwidth
+            during computation; without, only this rank's own part of a result is written.
+        device: device of small tensors whose callers leave the choice.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class EmulatedTransport:
         self._stream: torch.cuda.Stream | None = None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        """Receive what was sent, as far as it reaches, and zeros beyond."""
+        """Receive what this rank sent, padded with zeros."""
         if not sends and not receives:
             return nothing
 
@@ -67,24 +66,24 @@ class EmulatedTransport:
                 _copy_prefix(into.view(-1), None if sent is None else sent.view(-1))
 
         tensors = [x for _, x in (*sends, *receives)]
-        # Both ways at once: the link is busy for the longer one.
+        # Links are bidirectional: the longer direction counts.
         moved = max(sum(x.nbytes for _, x in part) for part in (sends, receives))
         return self._start(work, tensors, moved)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
-        """Fill the own row, and the others with the same."""
-        rows = out.view(self.size, *x.shape)
+        """Copy this rank's data to its own part, and to those of the others."""
+        parts = out.view(self.size, *x.shape)
 
         def work() -> None:
             if self.fill:
-                rows.copy_(x.expand_as(rows))
+                parts.copy_(x.expand_as(parts))
             else:
-                rows[self.rank].copy_(x)
+                parts[self.rank].copy_(x)
 
         return self._start(work, [out, x], (self.size - 1) * x.nbytes)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
-        """Take the own row: the others' gradients are taken for 0."""
+        """Return this rank's part: the other ranks' gradients are 0."""
 
         def work() -> None:
             out.view(-1).copy_(x.view(self.size, -1)[self.rank])
@@ -94,7 +93,7 @@ class EmulatedTransport:
     def all_to_all(
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Callable[[], None]:
-        """Receive the own part, and for the others' what was sent to them."""
+        """Receive this rank's own part, and for the others' what was sent to them."""
 
         def work() -> None:
             parts = zip(out.split(list(out_sizes)), x.split(list(sizes)), strict=True)
@@ -106,7 +105,7 @@ class EmulatedTransport:
         return self._start(work, [out, x], out.nbytes - own)
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sum over ranks that all have the same."""
+        """Sum over ranks that all have the same values."""
         self._start(lambda: x.mul_(self.size), [x], 2 * (x.nbytes - x.nbytes // self.size))()
 
     def first(self, x: T) -> T:
@@ -116,7 +115,7 @@ class EmulatedTransport:
     def _start(
         self, work: Callable[[], object], tensors: list[Tensor], num_bytes: int
     ) -> Callable[[], None]:
-        """Do ``work`` and let the link be busy; return what waits for both."""
+        """Start ``work`` and occupy the link; return a function that waits for both."""
         self.num_calls += 1
         self.num_bytes += num_bytes
         device = tensors[0].device
@@ -124,9 +123,9 @@ class EmulatedTransport:
             work()
             return nothing
         if self.link_gbs is None and not self.fill:
-            return nothing  # nothing moves, nobody waits: not even the host pays
+            return nothing  # no copy, no wait, no host time
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # of normal priority, as torch gives NCCL
+            self._stream = torch.cuda.Stream(device)  # of normal priority, as torch's NCCL streams
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             work()
@@ -136,13 +135,13 @@ class EmulatedTransport:
 
         def wait() -> None:
             torch.cuda.current_stream(device).wait_event(done)
-            tensors.clear()  # until here, or their memory would be given to somebody else
+            tensors.clear()  # not before: their memory would be reused
 
         return wait
 
 
 def _copy_prefix(into: Tensor, sent: Tensor | None) -> None:
-    """Copy as much as there is; the rest is 0."""
+    """Copy as many elements as were sent; the rest is 0."""
     size = 0 if sent is None else min(sent.numel(), into.numel())
     if sent is not None:
         into[:size].copy_(sent[:size])
@@ -151,9 +150,9 @@ def _copy_prefix(into: Tensor, sent: Tensor | None) -> None:
 
 @lru_cache(maxsize=8)
 def cycles_per_ns(device: torch.device) -> float:
-    """Measure how fast the clock goes by which the GPU sleeps.
+    """Measure the clock rate of ``torch.cuda._sleep``.
 
-    It is the clock of the chip, which goes slower under load: a link is then slower by as much.
+    It is the clock of the chip, which is slower under load: emulated links then are, too.
     """
     cycles, times = 20_000_000, []
     for _ in range(3):
@@ -174,14 +173,14 @@ def emulated_groups(
     link_gbs: float | None = None,
     fill: bool = True,
 ) -> Groups:
-    """Return the groups of rank ``rank`` of ``size``, as `mesh.build_groups` would make them.
+    """Return the groups of rank ``rank`` of ``size``, as `mesh.build_groups` would build them.
 
     Args:
-        rank: who we are.
-        size: how many share a row.
-        ulysses_size: how many neighbours swap tokens for heads.
+        rank: the emulated rank.
+        size: number of context ranks.
+        ulysses_size: size of a Ulysses group.
         link_gbs: of both groups that attention uses.
-        fill: likewise. Checks and losses always get copies of what this rank has.
+        fill: of both groups. Checks and losses always get copies of this rank's values.
     """
 
     def part(rank: int, size: int) -> Transport:
@@ -208,10 +207,10 @@ def emulated_parallel(
     fill: bool = True,
     **options: Any,
 ) -> ContextParallel:
-    """Return a `ContextParallel` that is rank ``rank`` of ``size``; its steps are real ones.
+    """Return a `ContextParallel` that is rank ``rank`` of ``size``; its steps are real.
 
-    ``options`` are those of `ContextParallel`. With ``algorithm="ulysses"`` all ranks swap tokens
-    for heads.
+    ``options`` are those of `ContextParallel`. With ``algorithm="ulysses"`` all ranks are one
+    Ulysses group.
     """
     inside = size if options.get("algorithm") == "ulysses" else ulysses_size
     groups = emulated_groups(rank, size, ulysses_size=inside, link_gbs=link_gbs, fill=fill)

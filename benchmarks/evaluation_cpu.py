@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wall time of validation and prediction steps on CPU ranks: `torchrun --nproc-per-node 2 -m ...`.
 
-Prints the median of steps after the first, and the first, which holds the trial run on whole
-sequences. The options are those of every version, so that two versions can be compared by running
-this file in both.
+Prints the median of the steps after the first, and the first, which includes the trial run on full
+sequences. It uses options that every version has, so that versions can be compared with it.
 """
 
 import platform
@@ -24,7 +23,7 @@ LENGTH, STEPS, VOCABULARY = 2048, 24, 2048
 
 
 class Module(LightningModule):
-    """A small Llama that logs a loss, what follows from it, and a metric."""
+    """A small Llama that logs a loss, a function of it, and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +46,12 @@ class Module(LightningModule):
         self.log("score", self.score)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return the likeliest token to follow each token."""
+        """Return the most likely next token of each token."""
         return {"tokens": self.model(batch["input_ids"]).logits.argmax(-1)}
 
 
 class Clock(Callback):
-    """Times each step."""
+    """A callback that times each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -75,9 +74,9 @@ def main() -> None:
     tokens = torch.randint(
         0, VOCABULARY, (STEPS, LENGTH), generator=torch.Generator().manual_seed(1)
     )
-    samples: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    samples: Any = [{"input_ids": sample, "labels": sample} for sample in tokens]
     loader: DataLoader[Any] = DataLoader(samples)
-    module, rows = Module(), []
+    module, lines = Module(), []
     for name in ("validation_step", "predict_step"):
         clock = Clock()
         trainer = Trainer(
@@ -95,11 +94,11 @@ def main() -> None:
         else:
             trainer.predict(module, loader)
         first, *others = clock.seconds
-        rows.append(f"| {name} | {1e3 * median(others):.1f} | {1e3 * first:.0f} |")
+        lines.append(f"| {name} | {1e3 * median(others):.1f} | {1e3 * first:.0f} |")
     if trainer.is_global_zero:
         print(f"torch {torch.__version__}, {platform.machine()}, 2 ranks, {LENGTH} tokens")
-        print("| step | ms, median | ms, the first |\n|---|---|---|")
-        print("\n".join(rows))
+        print("| step | ms, median | ms, first |\n|---|---|---|")
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

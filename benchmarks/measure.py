@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time, memory and host time of calls, on a GPU by its own clock, on a CPU by the host's."""
+"""Time, memory and host time of calls: by GPU events, or by the host's clock on a CPU."""
 
 import datetime
 import json
@@ -14,27 +14,27 @@ from typing import Any
 import torch
 
 LONGEST, MOST, FEWEST = 0.8, 15, 3
-"""Seconds that a measurement may take, and between how many and how few repeats."""
+"""Seconds of a measurement, and the maximal and minimal number of repeats."""
 
-IN_A_ROW = 4
+CALLS_PER_EVENT = 4
 """Calls that are timed together on a GPU."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has nothing left to do."""
+    """Wait until a device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device, *, repeats: int = MOST) -> float:
-    """Return the median time of a call in milliseconds, after two that do not count."""
+    """Return the median time of a call in milliseconds, after two warm-up calls."""
     call()
     synchronize(device)
     start = time.perf_counter()
     call()
     synchronize(device)
     once = time.perf_counter() - start
-    repeats = min(repeats, max(FEWEST, int(LONGEST / max(once * (IN_A_ROW + 1), 1e-6))))
+    repeats = min(repeats, max(FEWEST, int(LONGEST / max(once * (CALLS_PER_EVENT + 1), 1e-6))))
     return median(_once(call, device) for _ in range(repeats))
 
 
@@ -44,29 +44,29 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
         call()
         return 1e3 * (time.perf_counter() - begun)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Calls follow each other, as layers do: the host may run ahead of the device, if it can.
+    # Calls follow each other, as layers do: the host may run ahead of the device.
     call()
     start.record()
-    for _ in range(IN_A_ROW):
+    for _ in range(CALLS_PER_EVENT):
         call()
     stop.record()
     torch.cuda.synchronize(device)
-    return float(start.elapsed_time(stop)) / IN_A_ROW
+    return float(start.elapsed_time(stop)) / CALLS_PER_EVENT
 
 
 def ahead_time(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Return the median time of a call whose host part is done before: the GPU's own, and its gaps.
+    """Return the median GPU time of a call whose launches are queued ahead, gaps included.
 
-    So it is in a model whose other layers keep the GPU busy. On a CPU the plain time.
+    As in a model whose other layers keep the GPU busy. On a CPU, the plain time.
     """
     if device.type != "cuda":
         return timed(call, device, repeats=repeats)
     call()
     torch.cuda.synchronize(device)
     begun = time.perf_counter()
-    for _ in range(IN_A_ROW):
+    for _ in range(CALLS_PER_EVENT):
         call()
-    host = time.perf_counter() - begun  # at most: where the queue was full, it waited
+    host = time.perf_counter() - begun  # an upper limit: the host waits when the queue is full
     torch.cuda.synchronize(device)
     repeats = min(repeats, max(1, int(LONGEST / (time.perf_counter() - begun))))
     cycles = int(2e9 * min(host * 1.5 + 0.002, 0.25))
@@ -75,29 +75,29 @@ def ahead_time(call: Callable[[], object], device: torch.device, *, repeats: int
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(cycles)
         start.record()
-        for _ in range(IN_A_ROW):
+        for _ in range(CALLS_PER_EVENT):
             call()
         stop.record()
         torch.cuda.synchronize(device)
-        times.append(float(start.elapsed_time(stop)) / IN_A_ROW)
+        times.append(float(start.elapsed_time(stop)) / CALLS_PER_EVENT)
     return median(times)
 
 
 def host_time(call: Callable[[], object], device: torch.device, *, repeats: int = 7) -> float:
-    """Return for how many milliseconds a call keeps the host, the device being idle before."""
+    """Return the host time of a call in milliseconds, with an idle device."""
     times = []
     for _ in range(repeats):
         synchronize(device)
         start = time.perf_counter()
-        kept = call()
+        result = call()
         times.append(1e3 * (time.perf_counter() - start))
-        del kept
+        del result
     synchronize(device)
     return median(times)
 
 
 def busy_time(call: Callable[[], object], device: torch.device) -> float:
-    """Return for how many milliseconds a call keeps the GPU, gaps left out; 0 on a CPU."""
+    """Return the time of a call's GPU kernels in milliseconds, without gaps; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -108,21 +108,21 @@ def busy_time(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that a call holds beside what was there before; 0 on a CPU."""
+    """Return the peak bytes that a call allocates; 0 on a CPU."""
     if device.type != "cuda":
         call()
         return 0
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    kept = call()
+    result = call()
     torch.cuda.synchronize(device)
-    del kept
+    del result
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def prime_memory(device: torch.device, num_bytes: int) -> None:
-    """Let memory that is handed out next hold ordinary numbers: nobody fills it in for us."""
+    """Fill the memory that is allocated next with random values: emulated transfers do not."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -132,9 +132,9 @@ def prime_memory(device: torch.device, num_bytes: int) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Return what was measured on, and when."""
+    """Return device, versions, date and commit of a measurement."""
     is_gpu = device.type == "cuda"
-    found = {
+    info = {
         "device": torch.cuda.get_device_name(device) if is_gpu else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -142,28 +142,28 @@ def describe(device: torch.device) -> dict[str, str]:
         "commit": _commit(),
     }
     if is_gpu:
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        info["cudnn"] = str(torch.backends.cudnn.version())
+    return info
 
 
 def _commit() -> str:
-    """Return the commit that was measured, where it is known; ``-dirty`` if files had changed."""
+    """Return the commit, if known, with ``-dirty`` if files have changed."""
     folder = str(Path(__file__).parent)
     command = ("git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*")
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        described = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return described.stdout.strip()
 
 
 class Records:
-    """JSON lines in a file, and nothing where no folder is given.
+    """JSON lines in a file; nothing is written without a folder.
 
     Args:
-        folder: where the file goes; made if it is not there.
-        name: the file's, without its ending.
-        where: what is the same in all lines.
+        folder: folder of the file, created if it does not exist.
+        name: name of the file, without suffix.
+        where: values that are the same in all lines.
     """
 
     def __init__(self, folder: Path | None, name: str, where: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.peer_torch`: torch's own context_parallel as one rank of N, in JSON lines.
 
-A process of its own: its fake process group, in which no bytes move, must not meet our steps.
+A separate process: its fake process group, which sends nothing, must not affect our steps.
 """
 
 import argparse
@@ -27,15 +27,15 @@ METHODS = ("allgather", "alltoall")
 
 
 @contextmanager
-def shared_row(mesh: DeviceMesh, seq_len: int, device: torch.device) -> Iterator[None]:
-    """Enter torch's context; it wants a buffer to cut, and gets one that nobody uses."""
-    row = torch.zeros(1, seq_len, device=device)
-    with experimental.context_parallel(mesh, buffers=[row], buffer_seq_dims=[1]):
+def torch_context(mesh: DeviceMesh, seq_len: int, device: torch.device) -> Iterator[None]:
+    """Enter torch's context, with an unused buffer to shard, which it requires."""
+    buffer = torch.zeros(1, seq_len, device=device)
+    with experimental.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
         yield
 
 
 def draw(heads: int, length: int, dim: int, device: torch.device) -> Tensor:
-    """Return numbers that ask for a gradient."""
+    """Return a random tensor that requires a gradient."""
     x = torch.randn(1, heads, length, dim, device=device, dtype=torch.bfloat16)
     return x.requires_grad_()
 
@@ -52,14 +52,14 @@ def measure(args: argparse.Namespace, backend: str, method: str, *, gqa: bool) -
     dout = torch.randn_like(q)
 
     def forward() -> Tensor:
-        # By its module: torch's context exchanges the function there.
+        # Looked up in its module, where torch's context replaces it.
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
 
     def both() -> tuple[Tensor, ...]:
         out = forward()
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
-    with shared_row(mesh, args.seq_len, device), sdpa_kernel(BACKENDS[backend]):
+    with torch_context(mesh, args.seq_len, device), sdpa_kernel(BACKENDS[backend]):
         spent = timed(both, device, repeats=args.repeats)
         peak = peak_memory(both, device)
         return {
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, backend: str, method: str, *, gqa: bool) -
 
 
 def main() -> None:
-    """Print a line for each backend and each way of rotating keys, or why there is none."""
+    """Print one line per backend and rotation method, or the error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seq-len", type=int, default=32768)
     parser.add_argument("--cp-size", type=int, default=8)
@@ -86,14 +86,14 @@ def main() -> None:
     )
     for backend in BACKENDS:
         for method in METHODS:
-            found: dict[str, object] = {"backend": backend, "method": method}
-            for gqa in (True, False):  # key heads are written out where it cannot share them
+            result: dict[str, object] = {"backend": backend, "method": method}
+            for gqa in (True, False):  # key heads are repeated where GQA is not supported
                 try:
-                    found |= measure(args, backend, method, gqa=gqa) | {"gqa": gqa, "error": None}
+                    result |= measure(args, backend, method, gqa=gqa) | {"gqa": gqa, "error": None}
                     break
-                except Exception as error:  # noqa: BLE001  what fails is a result, too
-                    found["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            print(json.dumps(found), flush=True)
+                except Exception as error:  # noqa: BLE001  a failure is a result
+                    result["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            print(json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 

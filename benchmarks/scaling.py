@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.scaling [--measured FILE ...]`: how cost grows with tokens and ranks.
 
-Draws the cost model (`lightning_cp.attn.cost`, docs/cost-model.md) from 8k to 1M tokens and from
-1 to 64 ranks, and on top of it what `attention_gpu` measured, from its JSON lines.
+Plots the cost model (`lightning_cp.attn.cost`, docs/cost-model.md) from 8k to 1M tokens and from
+1 to 64 ranks, together with measurements of `attention_gpu`, from its JSON lines.
 """
 
 import argparse
@@ -30,14 +30,14 @@ SIZES = tuple(1 << n for n in range(7))
 
 
 def llama(seq_len: int, cp_size: int) -> Problem:
-    """Return causal attention of an 8B Llama."""
+    """Return the problem of causal attention in an 8B Llama."""
     return Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128)
 
 
 def chosen(
     problem: Problem, links: Links, algorithms: tuple[ExchangeName, ...] = ("gather", "ring")
 ) -> tuple[ExchangeChoice, Estimate]:
-    """Return what the model would choose, and what that costs."""
+    """Return the choice of the model, and its estimated cost."""
     budget = default_memory_budget(problem, links=links, algorithms=algorithms)
     choice = choose_exchange(problem, memory_budget=budget, links=links, algorithms=algorithms)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
@@ -45,9 +45,9 @@ def chosen(
 
 
 def share(problem: Problem, time: float) -> float:
-    """Return the whole row on one rank, divided by the ranks and by the time."""
-    whole = estimate("gather", llama(problem.seq_len, 1)).time
-    return whole / problem.cp_size / time
+    """Return the share of the ideal: the full sequence on one rank / ranks / time."""
+    full = estimate("gather", llama(problem.seq_len, 1)).time
+    return full / problem.cp_size / time
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Point:
     cp_size: int
     algorithm: str
     ms: float
-    whole_ms: float
+    full_ms: float
 
     @property
     def share(self) -> float:
         """Return the share of the ideal."""
-        return self.whole_ms / self.cp_size / self.ms
+        return self.full_ms / self.cp_size / self.ms
 
 
 def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Yield what `attention_gpu` measured of our own attention, in the order of its files."""
+    """Yield the measurements of our attention by `attention_gpu`, in the order of the files."""
     for path in paths:
         for line in path.read_text().splitlines():
             one: dict[str, Any] = json.loads(line)
@@ -76,36 +76,36 @@ def read_lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def read_points(paths: Iterable[Path], *, linked: bool) -> list[Point]:
-    """Read causal cases from JSON lines of `attention_gpu`; the last one of a case counts.
+    """Read causal cases from JSON lines of `attention_gpu`; the last line of a case counts.
 
-    Whole rows are those of one rank. Cases whose memory was kept small are left out.
+    Full sequences become points of one rank. Cases with a memory budget are omitted.
 
     Args:
         paths: the files.
         linked: whether links took time.
     """
-    found: dict[object, Point] = {}
+    points: dict[object, Point] = {}
     for one in read_lines(paths):
         name = str(one["case"])
         if name.startswith(("causal-", "gather-", "ring-")) and one.get("memory") is None:
             spent = one["linked_ms"] if linked else one["ms"]
-            way = str(one["how"]).split(",")[0]
-            whole = one["whole_ms"]
-            found[name, one["cp_size"]] = Point(one["seq_len"], one["cp_size"], way, spent, whole)
-            found["whole", one["seq_len"]] = Point(one["seq_len"], 1, "gather", whole, whole)
-    return list(found.values())
+            algorithm = str(one["how"]).split(",")[0]
+            seq_len, cp_size, full = one["seq_len"], one["cp_size"], one["whole_ms"]
+            points[name, cp_size] = Point(seq_len, cp_size, algorithm, spent, full)
+            points["full", seq_len] = Point(seq_len, 1, "gather", full, full)
+    return list(points.values())
 
 
 class Compared(NamedTuple):
-    """A measured case beside what the model says of it, in milliseconds.
+    """A measured case and its estimate by the model, in milliseconds.
 
     Args:
         case: its name.
-        how: as it was computed.
-        kernels: what the GPU takes while the host runs ahead and links take no time: the model.
-        kernels_measured: likewise measured.
-        linked: with its links and its host: the model.
-        linked_measured: likewise measured.
+        how: its algorithm and head groups.
+        kernels: estimated GPU time, with launches queued ahead and links that take no time.
+        kernels_measured: the same, measured.
+        linked: estimated time with links and host.
+        linked_measured: the same, measured.
     """
 
     case: str
@@ -116,22 +116,22 @@ class Compared(NamedTuple):
     linked_measured: float
 
     @property
-    def row(self) -> str:
-        """Return it as a line of a table."""
+    def line(self) -> str:
+        """Return a line of the table."""
         parts = [f"| {self.case} | {self.how} "]
-        for told, found in (
+        for estimated, measured in (
             (self.kernels, self.kernels_measured),
             (self.linked, self.linked_measured),
         ):
-            parts.append(f"| {told:.2f} | {found:.2f} | {told / found - 1:+.0%} ")
+            parts.append(f"| {estimated:.2f} | {measured:.2f} | {estimated / measured - 1:+.0%} ")
         return "".join(parts) + "|"
 
 
 def compare(paths: Iterable[Path]) -> list[Compared]:
-    """Compare causal cases of `attention_gpu` with the model; the last one of a case counts."""
+    """Compare causal cases of `attention_gpu` with the model; the last line of a case counts."""
     forward, backward = (replace(x, host_us=0.0) for x in (H200.forward, H200.backward))
     ahead = replace(H200, forward=forward, backward=backward)
-    found: dict[str, Compared] = {}
+    compared: dict[str, Compared] = {}
     for one in read_lines(paths):
         groups = re.search(r"groups (\d+) / (\d+)", one["how"])
         if groups is None:
@@ -144,7 +144,7 @@ def compare(paths: Iterable[Path]) -> list[Compared]:
         counts = (int(groups[1]), int(groups[2]))
         kernels = estimate(name, problem, groups=counts, chip=ahead)
         linked = estimate(name, problem, groups=counts, links=links)
-        found[one["case"]] = Compared(
+        compared[one["case"]] = Compared(
             one["case"],
             one["how"].rpartition(",")[0],
             1e3 * kernels.time,
@@ -152,11 +152,11 @@ def compare(paths: Iterable[Path]) -> list[Compared]:
             1e3 * linked.time,
             one["linked_ms"],
         )
-    return list(found.values())
+    return list(compared.values())
 
 
 def table(links: Links) -> list[str]:
-    """Return what the model says, as lines of a table."""
+    """Return the model's estimates as lines of a table."""
     lines = ["| tokens | ranks | chosen | ms | share of the ideal | extra memory, GiB |"]
     lines.append("|---|---|---|---|---|---|")
     for seq_len in LENGTHS[::2] + LENGTHS[-1:]:
@@ -173,13 +173,13 @@ def table(links: Links) -> list[str]:
 
 
 def draw(points: Sequence[Point], links: Links, path: Path) -> None:
-    """Draw time and share of the ideal against tokens, and memory against ranks."""
+    """Plot time and share of the ideal against tokens, and memory against ranks."""
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError(
-            "benchmarks.scaling draws with matplotlib: pip install 'lightning-cp[recipes]', or "
-            "--no-plot for the table alone."
+            "benchmarks.scaling plots with matplotlib: pip install 'lightning-cp[recipes]', or "
+            "pass --no-plot to print the table only."
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
@@ -209,8 +209,8 @@ def draw(points: Sequence[Point], links: Links, path: Path) -> None:
             label = f"{seq_len >> 10}k, {algorithm}, 2 groups"
             right.plot(sizes, [c.memory / 2**30 for c in costs], style, color=color, label=label)
     left.set(xlabel="tokens", ylabel="ms, forward + backward", title="time of one rank's attention")
-    middle.set(xlabel="tokens", ylabel="(whole row / ranks) / time", title="share of the ideal")
-    right.set(xlabel="ranks", ylabel="GiB beside q, k, v", title="extra memory")
+    middle.set(xlabel="tokens", ylabel="(full sequence / ranks) / time", title="share of the ideal")
+    right.set(xlabel="ranks", ylabel="GiB in addition to q, k, v", title="extra memory")
     for axis, scale in ((left, "log"), (middle, "linear"), (right, "log")):
         axis.set_xscale("log", base=2)
         axis.set_yscale(scale)
@@ -221,15 +221,15 @@ def draw(points: Sequence[Point], links: Links, path: Path) -> None:
     middle.axhline(1.0, color="gray", linewidth=0.8)
     left.legend()
     right.legend(fontsize="small")
-    said = "; dots (gather) and squares (ring): measured" if points else ""
-    figure.suptitle(f"Causal, 32 query and 8 key heads of 128, bf16, H200: the cost model{said}")
+    note = "; dots (gather) and squares (ring): measured" if points else ""
+    figure.suptitle(f"Causal, 32 query and 8 key heads of 128, bf16, H200: the cost model{note}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table and draw the picture."""
+    """Print the table and save the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--measured", nargs="*", type=Path, default=sorted(RESULTS.glob("attention_gpu*.jsonl"))
@@ -240,12 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     links = FREE if args.free_links else Links()
     print(f"{H200}\n{links}")
-    print("memory: six times the queries of a rank, at least 800 MiB; more if that saves 8%\n")
+    print("memory: 6 x the queries of a rank, at least 800 MiB; more if that saves 8%\n")
     print("\n".join(table(links)))
     if compared := compare(args.measured):
-        print("\n| case | how | GPU, the model | measured | off | with links | measured | off |")
+        print("\n| case | how | GPU, model | measured | error | linked, model | measured | error |")
         print("|---" * 8 + "|")
-        print("\n".join(one.row for one in compared))
+        print("\n".join(one.line for one in compared))
     if not args.no_plot:
         points = read_points(args.measured, linked=not args.free_links)
         draw(points, links, args.picture)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python3 -m benchmarks.training_gpu [--only NAME ...] [--out DIR]`: whole training steps.
+"""`python3 -m benchmarks.training_gpu [--only NAME ...] [--out DIR]`: training steps.
 
-A Llama of 8B's shape with fewer layers, as one rank of 8 on one GPU (`emulate.py`): loss, backward,
-with and without activation checkpointing. Beside it the same model with as many tokens as the rank
-has, in rows of their own: all that is not attention should take as long.
+A Llama with the shapes of 8B and fewer layers, as one rank of 8 on one GPU (`emulate.py`): forward,
+loss and backward, with and without activation checkpointing. Compared with the same model on a
+separate sequence of as many tokens as the rank holds: everything but attention should take as long.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
 
 PEAK_TFLOPS = 989.0
-"""Dense bf16 of an H200 and an H100, as its maker says."""
+"""Dense bf16 rate of an H200 and an H100, per their data sheets."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained."""
+    """Shapes of the model."""
 
     hidden: int = 4096
     heads: int = 32
@@ -40,7 +40,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
     def build(self, device: torch.device) -> LlamaForCausalLM:
-        """Build the model with weights that are drawn where they lie."""
+        """Build the model, with its weights initialised on the device."""
         config = LlamaConfig(
             hidden_size=self.hidden,
             num_attention_heads=self.heads,
@@ -55,38 +55,38 @@ class Shape:
         with torch.device(device):
             model = LlamaForCausalLM(config)
         model.set_attn_implementation("sdpa")
-        for parameter in model.parameters():  # the table of positions stays as exact as it is
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
             parameter.data = parameter.data.to(self.dtype)
         model.train()
         return model
 
     def flops(self, model: nn.Module, num_tokens: int, pairs: float) -> float:
-        """Return what one step must compute, forward and backward, without recomputing."""
+        """Return the FLOPs of one step, forward and backward, without recomputation."""
         weights = sum(p.numel() for p in model.parameters()) - self.vocab * self.hidden
         scores = 12 * pairs * self.hidden * self.layers
         return 6 * weights * num_tokens + scores
 
 
 class Stopwatch:
-    """Adds up how long attention takes, forward, recomputed and backward, by events of the GPU."""
+    """Total time of attention, forward, recomputed and backward, by GPU events."""
 
     def __init__(self, device: torch.device) -> None:
         self._on = device.type == "cuda"
         self._marks: list[tuple[bool, Any]] = []
 
     def mark(self, *, start: bool) -> None:
-        """Note that attention begins or ends here, in the order of the stream."""
+        """Record that attention starts or ends at this point of the stream."""
         if self._on:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append((start, event))
 
     def clear(self) -> None:
-        """Start anew."""
+        """Discard all marks."""
         self._marks.clear()
 
     def total(self) -> float:
-        """Return milliseconds between starts and ends; backward ends where dq, dk, dv are there."""
+        """Return milliseconds between starts and ends; backward ends with dq, dk and dv."""
         spent, begun = 0.0, None
         for start, event in self._marks:
             if start:
@@ -97,7 +97,7 @@ class Stopwatch:
 
 
 class _Mark(torch.autograd.Function):
-    """Passes tensors on, and tells the stopwatch when their gradients come by."""
+    """The identity, which marks the stopwatch when gradients pass."""
 
     @staticmethod
     def forward(ctx: Any, watch: Stopwatch, start: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ def watched(model: nn.Module, watch: Stopwatch) -> Iterator[None]:
         (out,) = _Mark.apply(watch, True, out)
         return out, weights
 
-    # For this interface alone: the library's own table stays as it is.
+    # A local override of this interface object: the registered function stays.
     ALL_ATTENTION_FUNCTIONS[name] = timed_attention
     try:
         yield
@@ -140,8 +140,8 @@ class Run:
 
     Args:
         name: for ``--only``.
-        seq_len: tokens of the whole row.
-        checkpointing: whether activations are computed again in backward.
+        seq_len: tokens of the full sequence.
+        checkpointing: whether activations are recomputed in backward.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Spent:
 
     @property
     def other_ms(self) -> float:
-        """Return what is not attention."""
+        """Return the time of everything but attention."""
         return self.ms - self.attention_ms
 
 
@@ -191,7 +191,7 @@ def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], 
 
     with watched(model, watch):
         spent = timed(call, device, repeats=7)
-        inside = watch.total()  # of the last one; the GPU has finished it
+        inside = watch.total()  # of the last step, which the GPU has finished
         peak = peak_memory(call, device)
         busy = busy_time(call, device)
     return Spent(spent, busy, inside, peak, float(losses[0]))
@@ -206,7 +206,7 @@ def run_one(
     options: dict[str, Any],
     chunked_loss: ChunkedLoss,
 ) -> None:
-    """Time a run and what it is compared with, and print both."""
+    """Time a run and its reference, and print both."""
     cp_size, rank = 8, 4
     model = shape.build(device)
     if one.checkpointing:
@@ -215,14 +215,14 @@ def run_one(
     ids = torch.randint(shape.vocab, (1, one.seq_len), device=device)
     alone = {"input_ids": ids[:, :local_len], "labels": ids[:, :local_len]}
     ideal = train(model, alone, lambda: nullcontext(alone))
-    whole = {"input_ids": ids, "labels": ids}
-    # The first batches are compared between ranks in depth: not what most steps do.
+    full = {"input_ids": ids, "labels": ids}
+    # Without the comparison of the first batches between ranks, which other steps do not have.
     cp = emulated_parallel(rank, cp_size, check_batches=0, **options)
     handle = enable(model, chunked_loss=chunked_loss)
-    found = train(model, whole, lambda: cp.step(whole))
+    emulated = train(model, full, lambda: cp.step(full))
     handle.undo()
     lines = (
-        (f"rank {rank} of {cp_size}", found, one.seq_len**2 / 2 / cp_size),
+        (f"rank {rank} of {cp_size}", emulated, one.seq_len**2 / 2 / cp_size),
         (f"alone, {local_len} tokens", ideal, local_len**2 / 2),
     )
     for how, spent, pairs in lines:
@@ -259,7 +259,7 @@ def run_one(
 
 HEADER = (
     "| run | how | step, ms | kernels, ms | tokens/s of the rank | share of peak | attention, ms "
-    "| the rest, ms | the rest alone / the rest | peak memory of the step, GiB | loss |\n"
+    "| other, ms | other alone / other | peak memory of the step, GiB | loss |\n"
     + "|---" * 11
     + "|"
 )
@@ -283,15 +283,15 @@ def run(
     for one in runs:
         try:
             run_one(one, shape, device, records, options=options, chunked_loss=chunked_loss)
-        except Exception as error:  # noqa: BLE001  the other runs go on
-            told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            print(f"| {one.name} | failed: {told} |||||||||", flush=True)
+        except Exception as error:  # noqa: BLE001  continue with the next run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            print(f"| {one.name} | failed: {reason} |||||||||", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [one.name for one in RUNS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
@@ -311,15 +311,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "link_gbs": args.link_gbs,
     }
     runs = [one for one in RUNS if one.name in args.only]
-    told = {"options": options, "chunked_loss": args.chunked_loss}
+    common = {"options": options, "chunked_loss": args.chunked_loss}
     if args.tiny:
         torch.set_num_threads(1)
         small = Shape(32, 4, 2, 64, 2, 64, torch.float32)
         runs = [Run(one.name, 256, one.checkpointing) for one in runs]
-        run(runs, small, torch.device("cpu"), args.out, **told)
+        run(runs, small, torch.device("cpu"), args.out, **common)
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    run(runs, Shape(layers=args.layers, vocab=args.vocab), device, args.out, **told)
+    run(runs, Shape(layers=args.layers, vocab=args.vocab), device, args.out, **common)
 
 
 if __name__ == "__main__":

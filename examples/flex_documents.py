@@ -1,10 +1,10 @@
-"""FlexAttention over packed documents, shared by several ranks, against one device.
+"""FlexAttention on packed documents, sharded over several ranks, compared with one device.
 
     torchrun --nproc-per-node 2 examples/flex_documents.py
 
-On CPU processes in float64, or on GPUs, one per rank, in float32. Each rank holds its part of every
-row; mask_mod and score_mod are written for whole rows, and are the same as on one device. Prints
-how far the loss and each gradient are from what one device computes, and fails if that is far.
+On CPU processes in float64, or on GPUs, one per rank, in float32. Each rank holds a shard of every
+sequence; mask_mod and score_mod take global positions, as on one device. Prints the errors of the
+loss and each gradient relative to one device, and fails if one is too large.
 """
 
 import torch
@@ -15,20 +15,20 @@ from torch.nn.attention.flex_attention import flex_attention
 import lightning_cp
 from lightning_cp import ContextParallel, token_mean
 
-LENGTH, HEADS, DIM = 999, 4, 16  # no number of ranks needs to divide the length
+LENGTH, HEADS, DIM = 999, 4, 16  # need not be divisible by the number of ranks
 
 
 class Model(nn.Module):
     """One layer of attention with a learned penalty on distance, per head."""
 
     def __init__(self) -> None:
-        """Make the layers."""
+        """Build the layers."""
         super().__init__()
         self.tokens = nn.Embedding(100, HEADS * DIM)
         self.qkv = nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
         self.slopes = nn.Parameter(torch.linspace(0.01, 0.1, HEADS))
         self.head = nn.Linear(HEADS * DIM, 100)
-        # On a GPU: torch.compile(flex_attention), as everywhere.
+        # On a GPU, use torch.compile(flex_attention) as usual.
         self.attend = flex_attention
 
     def forward(self, input_ids: Tensor, block_mask: object) -> Tensor:
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def packed_documents(device: torch.device) -> Tensor:
-    """Return document ids [2, LENGTH]; the two rows are packed differently."""
+    """Return document ids [2, LENGTH]; the two samples are packed differently."""
     starts = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.02
     return starts.cumsum(1).to(device)
 
@@ -53,12 +53,12 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Return the loss and the gradient of every parameter."""
     model.zero_grad()
     loss.backward()
-    found = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-    return {"loss": loss.detach(), **found}
+    grads = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach(), **grads}
 
 
 def main() -> None:
-    """Compute one step on all ranks, and the same on one device."""
+    """Run one step on all ranks, and the same on one device."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", dist.get_node_local_rank(0)) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -73,33 +73,33 @@ def main() -> None:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (documents[b, q] == documents[b, k]) & (q >= k)
 
-    # The whole batch, the same on each rank. Its labels are those of the same token.
+    # The full batch, the same on each rank. Labels belong to the same token: shift=False.
     batch = {"input_ids": tokens, "labels": tokens.flip(1), "document_ids": documents}
     with cp.step(batch) as local:
         logits = model(local["input_ids"], cp.block_mask(mask_mod))
         loss = token_mean(logits, local["labels"], shift=False)
-    shared = {name: cp.groups.mean(x) for name, x in gradients(model, loss).items()}
+    sharded = {name: cp.groups.mean(x) for name, x in gradients(model, loss).items()}
 
-    # One device: whole rows, no step. On a CPU torch's own has no backward; ours has.
+    # One device: full sequences, no step. On a CPU torch's flex_attention has no backward.
     model.attend = lightning_cp.flex_attention
     if on_gpu:
         model.attend = torch.compile(flex_attention)
     blocks = torch.nn.attention.flex_attention.create_block_mask
-    whole_mask = blocks(mask_mod, 2, None, LENGTH, LENGTH, device=device)
-    logits = model(tokens, whole_mask)
+    full_mask = blocks(mask_mod, 2, None, LENGTH, LENGTH, device=device)
+    logits = model(tokens, full_mask)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     alone = gradients(model, loss)
 
-    worst = {name: float((shared[name] - x).norm() / x.norm()) for name, x in alone.items()}
+    worst = {name: float((sharded[name] - x).norm() / x.norm()) for name, x in alone.items()}
     if cp.cp_rank == 0:
         print(f"{cp.cp_size} ranks on {device.type}, {LENGTH} tokens, {cp.options.layout} layout")
         for name, error in worst.items():
             print(f"{name:15} {error:.1e}")
     limit = 1e-4 if on_gpu else 1e-12
     if max(worst.values()) > limit:
-        raise SystemExit("FlexAttention over ranks is not that of one device.")
+        raise SystemExit("FlexAttention on several ranks differs from one device.")
     if cp.cp_rank == 0:
-        print("Same numbers.")
+        print("Same results.")
     dist.destroy_process_group()
 
 

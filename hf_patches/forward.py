@@ -26,10 +26,10 @@ from hf_patches.names import active
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.loss import (
-    CHUNK_NUMBERS,
+    MAX_CHUNK_LOGITS,
+    auto_chunk_len,
     chunked_token_mean,
     global_mean,
-    piece_len,
     token_mean,
 )
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
@@ -44,7 +44,7 @@ MARK: Final = "_lightning_cp"
 """The attribute of an enabled model that holds its `Enabled`."""
 
 # In training, "auto" computes the loss in chunks if a rank's float32 logits take more bytes.
-LARGEST_LOGITS: Final = 4 * CHUNK_NUMBERS
+LARGEST_LOGITS: Final = 4 * MAX_CHUNK_LOGITS
 
 _NOT_FOR_MODEL: Final = (
     "document_ids",
@@ -226,7 +226,7 @@ def _chunked(
         labels,
         parameters=parameters,
         shift=shift,
-        chunk_len=piece_len(output.logits, parameters),
+        chunk_len=auto_chunk_len(output.logits, parameters),
     )
     output["logits"] = None
     return output, loss

@@ -21,7 +21,7 @@ from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.torch_private import without_tensor_hooks
 
-CHUNK_NUMBERS: Final = 2**28
+MAX_CHUNK_LOGITS: Final = 2**28
 """Number of logits of a chunk, by default: 1 GiB in float32."""
 
 
@@ -33,7 +33,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     )
 
 
-def piece_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
+def auto_chunk_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
     """Return the default number of tokens of a chunk.
 
     Args:
@@ -42,7 +42,7 @@ def piece_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
             65,504 whatever the loss scale: such chunks are a quarter as long.
     """
     is_float16 = any(x.dtype == torch.float16 for x in (logits, *parameters))
-    return max(1, CHUNK_NUMBERS // (4 if is_float16 else 1) // logits.shape[-1])
+    return max(1, MAX_CHUNK_LOGITS // (4 if is_float16 else 1) // logits.shape[-1])
 
 
 def unique_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -66,7 +66,7 @@ class Problem:
         head: computes logits from hidden states.
         targets: [tokens], the label that each token is scored against.
         leaves: the parameters that ``head`` computes with, each once.
-        chunk_len: maximal tokens of a chunk; None for `piece_len`.
+        chunk_len: maximal tokens of a chunk; None for `auto_chunk_len`.
         num_tokens: number of tokens from which the number of chunks is computed.
         grad: whether the caller has gradients enabled.
     """
@@ -150,7 +150,7 @@ def _num_chunks(problem: Problem, tokens: Tensor) -> int:
         # Not under no_grad: autocast may cache the weights that it cast there, without gradients,
         # and use them for the chunks too (pytorch/pytorch#112583).
         with _private_graph(problem):
-            length = piece_len(_logits(problem, tokens[:, :1]), problem.leaves)
+            length = auto_chunk_len(_logits(problem, tokens[:, :1]), problem.leaves)
     return max(1, -(-problem.num_tokens // length))
 
 

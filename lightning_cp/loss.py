@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lightning_cp.active_step import current
 from lightning_cp.chunked_loss import (
-    CHUNK_NUMBERS,
+    MAX_CHUNK_LOGITS,
     Problem,
+    auto_chunk_len,
     chunked_sum,
     cross_entropy,
-    piece_len,
     unique_leaves,
 )
 from lightning_cp.data.sharding import shard, shift_labels, unshard
@@ -31,11 +31,11 @@ from lightning_cp.step import IGNORED_LABEL, LossMark, Step
 from lightning_cp.torch_private import in_backward, outside_graphs
 
 __all__ = [
-    "CHUNK_NUMBERS",
+    "MAX_CHUNK_LOGITS",
+    "auto_chunk_len",
     "chunked_token_mean",
     "global_mean",
     "local_targets",
-    "piece_len",
     "token_mean",
 ]
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @lru_cache(maxsize=1)
-def rest_at_exit() -> None:
+def delay_exit_for_gloo() -> None:
     """Give gloo's threads time to release their tensors before interpreter exit.
 
     They need the interpreter to do so; once it is gone, they abort a process that has finished

@@ -197,7 +197,7 @@ def compare(
         hint: another possible reason for a difference, for the report.
     """
     compute = loss_fn or (lambda local: model(**local).loss)
-    part = cut_rows(cp.groups.data.first(batch), cp=cp, max_len=max_len)
+    part = truncate_batch(cp.groups.data.first(batch), cp=cp, max_len=max_len)
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
@@ -232,7 +232,7 @@ def compare(
     )
 
 
-def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
+def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
     full = batches.read_batch(batch, sequence_dims=cp.options.sequence_dims)
     if max_len is None or full.seq_len <= max_len or full.is_unsharded:
@@ -243,7 +243,7 @@ def cut_rows(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
         ids = torch.from_numpy(full.documents) if full.documents is not None else None
         batch = {k: v for k, v in batch.items() if not k.startswith(("cu_seq_lens", "max_length"))}
         batch |= {"document_ids": ids} if ids is not None else {}
-        return cut_rows(batch, cp=cp, max_len=max_len)
+        return truncate_batch(batch, cp=cp, max_len=max_len)
     start = 0
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.dim() > 1:

@@ -54,7 +54,7 @@ def test_a_case_that_fails_does_not_stop_the_others(capsys, monkeypatch):
     def fail(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(attention_gpu, "play", fail)
+    monkeypatch.setattr(attention_gpu, "measure_rank", fail)
     attention_gpu.main(["--tiny", "--quick", "--only", "causal-32k", "ring-32k"])
     assert capsys.readouterr().out.count("failed: RuntimeError: no such kernel") == 2
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 
 from lightning_cp import ContextParallel, token_mean, verify
-from lightning_cp.verification import Report, cut_rows
+from lightning_cp.verification import Report, truncate_batch
 from tests.parity.batches import BATCHES
 from tests.parity.steps import build_model
 
@@ -95,15 +95,15 @@ def test_rows_are_cut_around_their_first_label():
     cp = ContextParallel(None)
     batch = {"input_ids": torch.arange(100)[None], "labels": torch.full((1, 100), -100)}
     batch["labels"][:, 70:] = 1
-    cut = cut_rows(batch, cp=cp, max_len=20)
+    cut = truncate_batch(batch, cp=cp, max_len=20)
     assert cut["input_ids"][0].tolist() == list(range(60, 80))
-    assert cut_rows(batch, cp=cp, max_len=100)["input_ids"].shape == (1, 100)
+    assert truncate_batch(batch, cp=cp, max_len=100)["input_ids"].shape == (1, 100)
 
 
 def test_packed_lengths_become_document_ids_when_rows_are_cut():
     cp = ContextParallel(None)
     batch = {"input_ids": torch.arange(12)[None], "cu_seq_lens_q": torch.tensor([0, 5, 12])}
-    cut = cut_rows(batch, cp=cp, max_len=7)
+    cut = truncate_batch(batch, cp=cp, max_len=7)
     assert cut["document_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1]]
     assert "cu_seq_lens_q" not in cut
 

@@ -98,7 +98,7 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
         "head.weight",
         "head.bias",
     ]
-    assert "Same numbers" in done.stdout
+    assert "Same results" in done.stdout
 
 
 def headings(page):

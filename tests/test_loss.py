@@ -221,7 +221,7 @@ def test_chunked_computes_no_gradient_that_nobody_wants(mode, monkeypatch):
     ],
 )
 def test_chunked_cuts_equal_pieces_of_no_more_tokens_than_asked(chunk_len, expected, monkeypatch):
-    monkeypatch.setattr(chunked_loss, "CHUNK_NUMBERS", VOCAB * 40 + 5)
+    monkeypatch.setattr(chunked_loss, "MAX_CHUNK_LOGITS", VOCAB * 40 + 5)
     weight, sizes = torch.randn(WIDTH, VOCAB), []
 
     def spy(x):

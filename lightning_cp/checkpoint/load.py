@@ -220,7 +220,7 @@ def _target_for(name: str, form: Form, entries: Entries) -> Tensor | None:
     return blank(form)
 
 
-def accept_whole(module: nn.Module) -> Callable[[], None]:
+def accept_full_tensors(module: nn.Module) -> Callable[[], None]:
     """Let ``load_state_dict`` of a sharded module accept full tensors; each rank loads its shard.
 
     Names without the prefixes of torch.compile and activation checkpointing are accepted too.

@@ -90,7 +90,7 @@ class _UnshardedScalars(TorchFunctionMode):
 _mode = _UnshardedScalars()
 
 
-def whole_scalars() -> TorchFunctionMode:
+def unsharded_scalars() -> TorchFunctionMode:
     """Return the context in which scalars computed from sharded tensors are unsharded."""
     for handler in (_UnshardedScalars.__torch_function__, call_unsharded):
         never_compile_alone(handler)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
-from lightning_cp.checkpoint.load import accept_whole
+from lightning_cp.checkpoint.load import accept_full_tensors
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.torch_private import without_fsdp
 
@@ -79,7 +79,7 @@ def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
     callbacks = _callbacks(trainer)
     callbacks.insert(0, reshard_first)
     undos: list[Undo] = [lambda: callbacks.remove(reshard_first)]
-    undos += [allow_copies(module), accept_whole(module)]
+    undos += [allow_copies(module), accept_full_tensors(module)]
     for callback in callbacks:
         for average in _averages_of(callback):
             copy = average.module if isinstance(average, AveragedModel) else average
@@ -88,9 +88,9 @@ def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
                 _check_other_model(callback, module, copy)
                 continue
             _shard_like(copy, model)
-            undos.append(accept_whole(average))
+            undos.append(accept_full_tensors(average))
             if isinstance(average, AveragedModel):
-                undos.append(accept_whole(average.module))
+                undos.append(accept_full_tensors(average.module))
                 _separate_dtensors(average, module.device)
     return undos
 

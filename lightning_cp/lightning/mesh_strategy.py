@@ -27,7 +27,7 @@ from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning.launch import check_precision, check_session, warn_if_spread
 from lightning_cp.options import Options
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.torch_private import rest_at_exit
+from lightning_cp.torch_private import delay_exit_for_gloo
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -139,7 +139,7 @@ class MeshStrategy(ModelParallelStrategy):
         check_precision(self.precision_plugin.precision, type(self).__name__)
         self._setup_distributed()
         if "gloo" in str(self.process_group_backend):
-            rest_at_exit()
+            delay_exit_for_gloo()
         if self._device_mesh is None:
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout

@@ -29,7 +29,7 @@ from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, describe_models, enable_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.fsdp.gathering import check_reduced, gather_parts, order_gradients
-from lightning_cp.fsdp.scalars import whole_scalars
+from lightning_cp.fsdp.scalars import unsharded_scalars
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -380,7 +380,7 @@ class ContextParallelStrategy(MeshStrategy):
                 result = closure()
                 if self._module().automatic_optimization:
                     self._window.finish(self._module().parameters())
-                stack.enter_context(whole_scalars())  # for hooks that read gradients
+                stack.enter_context(unsharded_scalars())  # for hooks that read gradients
                 return result
 
             return super().optimizer_step(optimizer, finished_closure, model, **kwargs)

@@ -28,7 +28,7 @@ from lightning_cp.lightning.logs import loss_of, recorded_logs
 from lightning_cp.lightning.module_state import metrics_of, restored_attributes, restored_metrics
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import Step, UnshardedStep
-from lightning_cp.verification import MIXING, cut_rows
+from lightning_cp.verification import MIXING, truncate_batch
 
 Kind = int | Literal["same"]
 """The dim along which a value holds tokens, or ``same`` for one value on all context ranks."""
@@ -167,7 +167,7 @@ class TrialRuns:
         lengths = [
             max(n - (n - rest) % num_chunks, min(n, num_chunks)) for n in (short_len, max_len)
         ]
-        short, long = (cut_rows(batch, cp=cp, max_len=n) for n in lengths)
+        short, long = (truncate_batch(batch, cp=cp, max_len=n) for n in lengths)
         padded = [] if step.padding is None else [batches.pad_samples(short)]
         return [*padded, long, short]
 

@@ -351,7 +351,7 @@ def test_large_logits_are_made_in_equal_pieces_without_asking_for_the_vocabulary
     num_tokens, sizes = batch["input_ids"].numel(), []
     largest = zoo.VOCAB_SIZE * (num_tokens - 1)
     monkeypatch.setattr(forward, "LARGEST_LOGITS", 4 * largest)
-    monkeypatch.setattr(chunked_loss, "CHUNK_NUMBERS", largest)
+    monkeypatch.setattr(chunked_loss, "MAX_CHUNK_LOGITS", largest)
     enable(model.train())
     model.lm_head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[:-1].numel()))
     loss = loss_in_step(model, cp, batch)

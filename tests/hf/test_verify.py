@@ -349,7 +349,7 @@ def test_a_report_is_a_table():
         4.25, 4.250001, errors, 1e-6, 512, 2, dict.fromkeys(errors, 1e-6) | {"layer.1": 1e-8}
     )
     lines = str(report).splitlines()
-    assert lines[0].split() == ["loss,", "on", "whole", "rows", "4.250001"]
+    assert lines[0].split() == ["loss,", "full", "sequences", "4.250001"]
     assert lines[4].split() == ["layer.1", "1.0e-07", "1.0e-08"]  # the worst for what is allowed
     assert lines[-2] == "... and 3 more gradients"
     assert lines[-1].startswith("FAILED: different results on 2 ranks, sequences of 512 tokens")

@@ -309,11 +309,11 @@ def run_exits(num_fits):
     left = []
     with pytest.MonkeyPatch.context() as patch, elastic_environment():
         patch.setattr(torch_private.atexit, "register", lambda *call: left.append(call))
-        torch_private.rest_at_exit.cache_clear()
+        torch_private.delay_exit_for_gloo.cache_clear()
         for _ in range(num_fits):
             trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
             trainer.fit(Module(), loader(PackedRows(4), 1))
-    torch_private.rest_at_exit.cache_clear()
+    torch_private.delay_exit_for_gloo.cache_clear()
     return left
 
 

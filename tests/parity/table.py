@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of supported architectures for the docs, generated from `hf_patches/support.py`.
 
-    python -m tests.parity.table README.md
+    python -m tests.parity.table docs/support.md
 
 replaces the text between the two marks.
 """
