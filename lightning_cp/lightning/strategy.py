@@ -9,7 +9,6 @@ import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -168,14 +167,12 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "shared by more ranks: context_parallel_size."
             )
         check_choice("loss", loss, get_args(LossName))
-        self._options = Options(
+        Options(  # checks
             layout=layout,
             algorithm=algorithm,
             kernel=kernel,
             attention_memory=attention_memory,
             gradient_wire=gradient_wire,
-            sequence_dims=dict(sequence_dims or {}),
-            check_batches=check_batches,
         )
         check_parameter_sharding(parameter_sharding)
         expect_known()
@@ -187,7 +184,16 @@ class ContextParallelStrategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self._context_parallel_size = context_parallel_size
-        self._balance = None if balance_window is None else Mask(True, balance_window)
+        self._options: dict[str, Any] = {
+            "layout": layout,
+            "algorithm": algorithm,
+            "kernel": kernel,
+            "attention_memory": attention_memory,
+            "gradient_wire": gradient_wire,
+            "sequence_dims": sequence_dims,
+            "balance": None if balance_window is None else Mask(True, balance_window),
+            "check_batches": check_batches,
+        }
         self._parameter_sharding = parameter_sharding
         self._shard_modules = shard_modules
         self._loss = loss
@@ -327,13 +333,12 @@ class ContextParallelStrategy(ModelParallelStrategy):
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
             )
-            ulysses_size = None if sizes.ulysses == 1 else sizes.ulysses
-            self._context_parallel = ContextParallel.from_options(
-                replace(self._options, ulysses_size=ulysses_size),
+            self._context_parallel = ContextParallel(
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
-                balance=self._balance,
+                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
                 timeout=self._timeout,
+                **self._options,
             )
             self._warn_of_spread(sizes)
         self._module()._device_mesh = self._device_mesh
