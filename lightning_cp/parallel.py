@@ -165,31 +165,6 @@ class ContextParallel:
             sequence_dims=dict(sequence_dims or {}),
             check_batches=check_batches,
         )
-        self._set_up(mesh, data, options, balance, timeout)
-
-    @classmethod
-    def from_options(
-        cls,
-        options: Options,
-        mesh: DeviceMesh | dist.ProcessGroup | Groups | None,
-        data: DeviceMesh | dist.ProcessGroup | None = None,
-        *,
-        balance: Mask | None = None,
-        timeout: timedelta | None = None,
-    ) -> "ContextParallel":
-        """Create it from options that are already checked; the other arguments are the same."""
-        cp = cls.__new__(cls)
-        cp._set_up(mesh, data, options, balance, timeout)
-        return cp
-
-    def _set_up(
-        self,
-        mesh: DeviceMesh | dist.ProcessGroup | Groups | None,
-        data: DeviceMesh | dist.ProcessGroup | None,
-        options: Options,
-        balance: Mask | None,
-        timeout: timedelta | None,
-    ) -> None:
         if balance is not None and any(isinstance(x, Tensor) for x in balance.tensors()):
             raise ValueError(
                 "ContextParallel(balance=...) applies to all batches, but got a mask with "
@@ -307,7 +282,7 @@ class ContextParallel:
             The batch's keys and tensors, not sharded.
         """
         training = torch.is_grad_enabled() if training is None else training
-        opened, full = self._open_alone(batch, training, is_stock=stock)
+        opened, full = self._build(batch, training, self._alone, is_stock=stock)
         if routed:
             with run_step(opened):
                 yield full
@@ -325,54 +300,49 @@ class ContextParallel:
     ) -> tuple[Step, Any]:
         """Build the step of a batch; an error of one rank is raised on all of them."""
         if outer is not None and outer.groups is self._alone:  # on this rank only, as `alone`
-            return self._open_alone(batch, training, outer, sequence_dims, is_stock=outer.is_stock)
+            return self._build(
+                batch, training, self._alone, outer, sequence_dims, is_stock=outer.is_stock
+            )
         values = self.checks.count_batch(training) if outer is None else outer.is_checked
         problem = None
         try:
             check_not_sharded(batch, active_step.opened())
-            opened, local = open_step(
-                batch,
-                self._options,
-                self._groups,
-                training=training,
-                balance=self._balance,
-                sequence_dims=sequence_dims,
-                checked_paths=self._paths_of(outer, sequence_dims),
-                outer=outer,
-                is_checked=values,
+            opened, local = self._build(
+                batch, training, self._groups, outer, sequence_dims, is_checked=values
             )
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = error
         self.checks.check_batch(batch, problem, training=training, values=values)
         return opened, local
 
-    def _open_alone(
+    def _build(
         self,
         batch: Any,
         training: bool,
+        groups: Groups,
         outer: UnshardedStep | None = None,
         sequence_dims: SequenceDims | None = None,
         *,
-        is_stock: bool,
+        is_checked: bool = False,
+        is_stock: bool = False,
     ) -> tuple[Step, Any]:
-        """Build the step of a batch that this rank works on alone."""
+        """Build the step of a batch; no rank waits for another."""
+        options = self._options
+        if groups is self._alone:
+            options = replace(options, kernel="reference")
+        is_usual = outer is None and sequence_dims is None
         return open_step(
             batch,
-            replace(self._options, kernel="reference"),
-            self._alone,
+            options,
+            groups,
             training=training,
             balance=self._balance,
             sequence_dims=sequence_dims,
-            checked_paths=self._paths_of(outer, sequence_dims),
+            checked_paths=self._checked_paths if is_usual else None,
             outer=outer,
+            is_checked=is_checked,
             is_stock=is_stock,
         )
-
-    def _paths_of(
-        self, outer: UnshardedStep | None, sequence_dims: SequenceDims | None
-    ) -> set[str] | None:
-        """Return the paths that former batches have shown; None for batches of another kind."""
-        return self._checked_paths if outer is None and sequence_dims is None else None
 
     def position_ids(self) -> Tensor:
         """Return the position ids of this rank's tokens, [B, L].

@@ -192,24 +192,15 @@ def lone_groups() -> Groups:
     return Groups(LoneTransport(), LoneTransport(), LoneTransport(), LoneTransport())
 
 
-@dataclass(frozen=True, slots=True)
-class _Communicators:
-    """What several objects over the same ranks share: communicators for attention only."""
-
-    attend: GroupTransport | LoneTransport
-    inside: GroupTransport | LoneTransport
-    gpu: Gpu | None
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether no process group of it has been destroyed."""
-        both = (self.attend, self.inside)
-        return all(is_alive(x.group) for x in both if isinstance(x, GroupTransport))
+# Groups by (ranks, backend, size of a Ulysses group, timeout), to share their communicators. All
+# ranks of a context group build them together, so that all of them find them here, or none does.
+_built: dict[tuple[object, ...], Groups] = {}
 
 
-# By (ranks, backend, size of a Ulysses group, timeout). All ranks of a context group build its
-# communicators together, so that all of them find them here, or none does.
-_communicators: dict[tuple[object, ...], _Communicators] = {}
+def _is_alive(groups: Groups) -> bool:
+    """Return whether no process group of attention has been destroyed."""
+    transports = (groups.attend, groups.inside)
+    return all(is_alive(x.group) for x in transports if isinstance(x, GroupTransport))
 
 
 def build_groups(
@@ -246,17 +237,16 @@ def build_groups(
         return Groups(LoneTransport(), LoneTransport(), context, data_ranks)
     ranks = tuple(dist.get_process_group_ranks(context_group))
     key = ranks, dist.get_backend(context_group), num_inside, timeout
-    for dead in [k for k, communicators in _communicators.items() if not communicators.is_alive]:
-        del _communicators[dead]
-    if key not in _communicators:
+    for dead in [built for built, groups in _built.items() if not _is_alive(groups)]:
+        del _built[dead]
+    if key not in _built:
         _check_group_counts(context)
         start = context.rank - context.rank % num_inside
         inside = ranks[start : start + num_inside]
         between = ranks[context.rank % num_inside :: num_inside]
         attend, swap = (_new_group(part, context_group, timeout) for part in (between, inside))
-        _communicators[key] = _Communicators(attend, swap, _common_gpu(context, compiles))
-    shared = _communicators[key]
-    return Groups(shared.attend, shared.inside, context, data_ranks, shared.gpu)
+        _built[key] = Groups(attend, swap, context, data_ranks, _common_gpu(context, compiles))
+    return replace(_built[key], context=context, data=data_ranks)
 
 
 def _new_group(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.data.sharding import shard
-from lightning_cp.data.structure import Leaf, flatten, is_container, rebuild
+from lightning_cp.data.structure import Leaf, flatten, parts_of, rebuild
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
@@ -107,7 +107,7 @@ def read_batch(
         checked_paths: paths of unknown names that a former batch has shown to hold no sequence:
             they are not checked again, whatever their length; new ones are added.
     """
-    if not isinstance(batch, Tensor) and not is_container(batch):
+    if not isinstance(batch, Tensor) and parts_of(batch) is None:
         raise TypeError(
             f"cp.step() got a {type(batch).__name__}, but needs tensors in a dict, tuple, list or "
             "data class, such as a Hugging Face batch. Name the tensors: "

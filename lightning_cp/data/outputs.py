@@ -4,17 +4,17 @@
 Knows tensors and containers; nothing about steps, models or Lightning.
 """
 
-import copy
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_cp.data.structure import parts_of, with_parts
 
 _SAMPLED: Final = 1 << 20
 
@@ -62,7 +62,7 @@ def leaves(
         >>> [leaf.path for leaf in leaves({"logits": torch.zeros(1), "words": ["a", "b"]})]
         ["['logits']", "['words']"]
     """
-    parts = _parts(output)
+    parts = parts_of(output)
     if parts is None or not any(_has_arrays(part) for part in parts.values()):
         if output is not None:
             yield Leaf(path, output, key, dim)
@@ -85,37 +85,17 @@ def rebuild(output: Any, changed: Mapping[str, Any], path: str = "") -> Any:
         return changed[path]
     if not any(other.startswith(f"{path}[") for other in changed):
         return output
-    parts = _parts(output) or {}
+    parts = parts_of(output) or {}
     new = {name: rebuild(part, changed, f"{path}[{name!r}]") for name, part in parts.items()}
-    if isinstance(output, dict):
-        result = copy.copy(output)
-        for name, value in new.items():
-            result[name] = value
-        return result
-    if isinstance(output, Mapping):
+    if isinstance(output, Mapping) and not isinstance(output, MutableMapping):
         return type(output)(new)  # type: ignore[call-arg]
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*new.values())
-    if isinstance(output, list | tuple):
-        return type(output)(new.values())
-    return replace(output, **new)
-
-
-def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the values of a container, by key, index or field; None for other objects."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-    return None
+    return with_parts(output, new)
 
 
 def _has_arrays(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return True
-    parts = _parts(value)
+    parts = parts_of(value)
     return parts is not None and any(_has_arrays(part) for part in parts.values())
 
 
@@ -241,7 +221,7 @@ def is_uniform(value: Any) -> bool:
     """
     x = as_tensor(value)
     if x is None:
-        parts = _parts(value)
+        parts = parts_of(value)
         return parts is not None and len(parts) > 1 and len(set(map(repr, parts.values()))) == 1
     if x.numel() < 2:
         return bool((x == 0).all() | x.isnan().all())
@@ -249,7 +229,7 @@ def is_uniform(value: Any) -> bool:
 
 
 def _is_equal(value: Any, reference: Any, precision: torch.dtype) -> bool:
-    a, b = _parts(value), _parts(reference)
+    a, b = parts_of(value), parts_of(reference)
     if a is None or b is None:
         same_type = type(value) is type(reference)
         return same_type and pickle.dumps(value) == pickle.dumps(reference)

@@ -66,14 +66,41 @@ def flatten(batch: Any) -> dict[str, Leaf]:
     return leaves
 
 
-def is_container(x: Any) -> bool:
-    """Return whether this is a container whose values can be found."""
-    return _parts(x) is not None
+def parts_of(x: Any) -> dict[Any, Any] | None:
+    """Return the values of a container, by key, index or field; None for other objects."""
+    if isinstance(x, Mapping):
+        return dict(x)
+    if isinstance(x, list | tuple):
+        return dict(enumerate(x))
+    if is_dataclass(x) and not isinstance(x, type):
+        return {f.name: getattr(x, f.name) for f in fields(x) if f.init}
+    return None
+
+
+def with_parts(x: Any, values: Mapping[Any, Any]) -> Any:
+    """Return a container of the same type with other values; mappings may lose or gain keys.
+
+    A mapping that cannot be changed becomes a dict.
+    """
+    if isinstance(x, MutableMapping) and type(x) is not dict:
+        copied = copy.copy(x)
+        for key in [key for key in copied if key not in values]:  # ModelOutput forbids deletion
+            del copied[key]
+        for key, value in values.items():
+            copied[key] = value
+        return copied
+    if isinstance(x, Mapping):
+        return dict(values)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*values.values())
+    if isinstance(x, list | tuple):
+        return type(x)(values.values())
+    return replace(x, **values)
 
 
 def holds_tensors(x: Any) -> bool:
     """Return whether this is a tensor, or a container with one in it."""
-    return isinstance(x, Tensor) or any(holds_tensors(part) for _, _, part in _parts(x) or ())
+    return isinstance(x, Tensor) or any(map(holds_tensors, (parts_of(x) or {}).values()))
 
 
 def rebuild(
@@ -91,58 +118,33 @@ def rebuild(
     return _rebuilt(batch, "", values, added or {})
 
 
-def _parts(x: Any) -> list[tuple[str, bool, Any]] | None:
-    """Return the (key, whether that is a name, value) of a container; None for other objects."""
-    if isinstance(x, Mapping):
-        return [(str(key), True, value) for key, value in x.items()]
+def _name_of(x: Any, key: Any) -> tuple[str, bool]:
+    """Return the path element of a key, and whether it is a name, not an index."""
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return [(name, True, value) for name, value in zip(x._fields, x, strict=True)]
-    if isinstance(x, list | tuple):
-        return [(str(index), False, value) for index, value in enumerate(x)]
-    if is_dataclass(x) and not isinstance(x, type):
-        return [(f.name, True, getattr(x, f.name)) for f in fields(x) if f.init]
-    return None
+        return x._fields[key], True
+    return str(key), not isinstance(x, list | tuple)
 
 
 def _walk(x: Any, path: str, above: Leaf) -> Iterator[tuple[str, Leaf]]:
-    for key, is_name, value in _parts(x) or ():
-        inner = f"{path}.{key}" if path else key
-        names = (*above.names, key) if is_name else above.names
-        leaf = Leaf(value, names, above.above, is_listed=not is_name)
+    for key, value in (parts_of(x) or {}).items():
+        name, is_name = _name_of(x, key)
+        inner = f"{path}.{name}" if path else name
+        names = (*above.names, name) if is_name else above.names
         if not isinstance(value, Tensor) and holds_tensors(value):
             yield from _walk(value, inner, Leaf(None, names, (*above.above, inner)))
         else:
-            yield inner, leaf
+            yield inner, Leaf(value, names, above.above, is_listed=not is_name)
 
 
 def _rebuilt(
     x: Any, path: str, values: Mapping[str, Any], added: Mapping[str, Mapping[str, Any]]
 ) -> Any:
-    parts = {}
-    for key, _, value in _parts(x) or ():
-        inner = f"{path}.{key}" if path else key
+    is_mapping, parts = isinstance(x, Mapping), {}
+    for key, value in (parts_of(x) or {}).items():
+        name, _ = _name_of(x, key)
+        inner = f"{path}.{name}" if path else name
         if not isinstance(value, Tensor) and holds_tensors(value):
             parts[key] = _rebuilt(value, inner, values, added)
-        elif inner in values:
-            parts[key] = values[inner]
-    if isinstance(x, Mapping):
-        items = {key: parts[str(key)] for key in x if str(key) in parts}
-        return _like(x, {**items, **added.get(path, {})})
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        fields_: list[Any] = [parts.get(name) for name in x._fields]
-        return type(x)(*fields_)
-    if isinstance(x, list | tuple):
-        listed: list[Any] = [parts.get(str(index)) for index in range(len(x))]
-        return type(x)(listed)
-    return replace(x, **{f.name: parts.get(f.name) for f in fields(x) if f.init})
-
-
-def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type if possible, else a dict."""
-    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
-        return items
-    copied = copy.copy(mapping)
-    for key in list(copied):
-        del copied[key]
-    copied.update(items)
-    return copied
+        elif inner in values or not is_mapping:
+            parts[key] = values.get(inner)
+    return with_parts(x, {**parts, **(added.get(path, {}) if is_mapping else {})})

@@ -4,7 +4,6 @@
 Knows launchers, devices and nodes; nothing about models or batches.
 """
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -144,12 +143,19 @@ class MeshStrategy(ModelParallelStrategy):
             self._device_mesh, self._shard_mesh = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
             )
-            ulysses_size = None if sizes.ulysses == 1 else sizes.ulysses
-            self._context_parallel = ContextParallel.from_options(
-                replace(self._options, ulysses_size=ulysses_size),
+            options = self._options
+            self._context_parallel = ContextParallel(
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
+                layout=options.layout,
+                algorithm=options.algorithm,
+                kernel=options.kernel,
+                attention_memory=options.attention_memory,
+                gradient_wire=options.gradient_wire,
+                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
+                sequence_dims=options.sequence_dims,
                 balance=self._balance,
+                check_batches=options.check_batches,
                 timeout=self._timeout,
             )
             warn_if_spread(
