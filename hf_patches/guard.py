@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guard: inside a step, the stock mask functions refuse a model that is not enabled.
 
-A model that is no submodule of the LightningModule (a teacher in a list) is not enabled, and its
-attention would see this rank's tokens only. Its mask function is the first of ours that it calls.
-`ContextParallel` installs the guard when a step opens and removes it when the step closes.
+A model that is not a submodule of the LightningModule (a teacher in a list) is not enabled, and its
+attention would see this rank's tokens only. `ContextParallel` installs the guard when a step opens
+and removes it when the step closes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from transformers import AttentionMaskInterface
 
 from hf_patches.names import NAMES, active
 
-STOCK_NAMES: Final = tuple(name for name in NAMES if name in AttentionMaskInterface())
+REGISTERED: Final = AttentionMaskInterface()  # type: ignore[no-untyped-call]
+"""The mask functions that are registered for all models."""
+
+STOCK_NAMES: Final = tuple(name for name in NAMES if name in REGISTERED)
 """Attention implementations of transformers that build a mask."""
 
 
@@ -32,9 +35,8 @@ class Guard:
 
     def remove(self) -> None:
         """Register the stock functions again, except where another one was registered since."""
-        registered = AttentionMaskInterface()
         for name, function in self.guarded.items():
-            if registered[name] is function:
+            if REGISTERED[name] is function:
                 AttentionMaskInterface.register(name, function.args[0])
 
 
@@ -44,11 +46,8 @@ def install_guard() -> Guard:
     Returns:
         A handle; its ``remove()`` takes away what this call has installed.
     """
-    registered = AttentionMaskInterface()
     guarded = {
-        name: partial(_refuse_in_step, registered[name])
-        for name in STOCK_NAMES
-        if not _is_guarded(registered[name])
+        name: _guard(REGISTERED[name]) for name in STOCK_NAMES if not _is_guarded(REGISTERED[name])
     }
     for name, function in guarded.items():
         AttentionMaskInterface.register(name, function)
@@ -63,6 +62,12 @@ def guarded() -> Iterator[None]:
         yield
     finally:
         installed.remove()
+
+
+@lru_cache
+def _guard(stock: Callable[..., Any]) -> partial[Any]:
+    """Return the guarded function, the same one in every step: compiled code depends on it."""
+    return partial(_refuse_in_step, stock)
 
 
 def _is_guarded(function: Callable[..., Any]) -> bool:

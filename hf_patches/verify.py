@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.enable import enable, is_enabled
+from hf_patches.guard import REGISTERED
 from hf_patches.names import STOCK
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
@@ -167,11 +167,11 @@ def _masks_of_float32() -> Iterator[None]:
     Its softmax is in float32, where the lowest number of float64 is -inf: a query that sees no key
     would yield NaN.
     """
-    registered, override = AttentionMaskInterface(), ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    is_local = override is not registered["eager"]
+    override = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    is_local = override is not REGISTERED["eager"]
 
     def build(*args: Any, **options: Any) -> Any:
-        stock = override if is_local else registered["eager"]  # guarded while a step is open
+        stock = override if is_local else REGISTERED["eager"]  # guarded while a step is open
         if options.get("dtype") is torch.float64:
             options["dtype"] = torch.float32
         return stock(*args, **options)

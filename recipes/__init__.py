@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people run: never imported by the library."""
+"""Training recipes and the command line; the library does not import them."""

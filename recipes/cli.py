@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes`: LightningCLI over `CausalLMModule` and the data modules.
+"""`python -m recipes` and `lightning-cp fit`: LightningCLI with `CausalLMModule` and data modules.
 
-Knows how options become objects, and how an error becomes one line. Everything that trains is in
-`module.py`, `data/` and the library.
+Builds objects from options, and prints user errors in one line. Training is in `module.py`, `data/`
+and the library.
 """
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -24,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, get_args
 
-try:  # first: what takes seconds to import comes after
+try:  # before the imports that take seconds
     import jsonargparse  # noqa: F401
 except ModuleNotFoundError as missing:
     raise ImportError(
@@ -42,26 +43,27 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-import recipes.data  # its classes are then known by their short names
+import recipes.data  # makes short class names known to the parser
 from lightning_cp import ContextParallelCallback
 from lightning_cp.checkpoint import aside_of
+from recipes.data.module import PackedData, PackingOptions
 from recipes.module import CausalLMModule
 
 HELP: Final = """\
 Train language models on long sequences that are sharded over several devices.
 
   {prog} fit --config recipes/configs/laptop.yaml     a small model, on this machine
-  {prog} fit --config FILE                            another config, or your own
+  {prog} fit --config FILE                            another config
   {prog} fit --config FILE --model.lr 1e-5            with other values
-  {prog} fit --config FILE --print_config             show all values, and train nothing
+  {prog} fit --config FILE --print_config             print all values, do not train
   {prog} validate|test|predict --config FILE --ckpt_path CKPT
 
   {prog} fit --help       all options; --data.help PasskeyData those of a data module
-  --debug                            tracebacks instead of one line
+  --debug                            full tracebacks
   recipes/launch/                    torchrun on one or several nodes, SLURM
 """
 
-_OURS: Final = tuple(
+_OUR_FOLDERS: Final = tuple(
     str(Path(__file__).parents[1] / name) for name in ("recipes", "lightning_cp", "hf_patches")
 )
 _COMMANDS: Final = {
@@ -76,12 +78,12 @@ _RENAMED: Final = {"figures": "monitor"}
 
 
 class RecipesCLI(LightningCLI):
-    """The command line: our strategy, figures and data unless others are named."""
+    """The command line, with our strategy and callback as defaults."""
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options, what is changed most often first; set defaults."""
+        """Add the options, those that change most often first; set defaults."""
         parser.add_lightning_class_args(CausalLMModule, "model")
-        # No default: of one, jsonargparse would keep values when another class is named.
+        # No default class: jsonargparse would keep its values when another class is given.
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
         parser.add_lightning_class_args(ContextParallelCallback, "monitor")
         parser.add_lightning_class_args(Trainer, "trainer")
@@ -94,56 +96,56 @@ class RecipesCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; the former method warns of arguments that are given by a program."""
+        """Parse, without LightningCLI's warning about arguments from a program."""
         self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the options as they were written: the former lets a checkpoint's prevail."""
+        """Keep the options: LightningCLI would replace them by those of a checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """Look at the devices first: a model may be fetched before the Trainer asks for them."""
-        asked = self._get(self.config, "trainer")
-        check_devices(asked.accelerator, asked.devices)
+        """Check the devices first: a model may be downloaded before the Trainer is built."""
+        trainer = self._get(self.config, "trainer")
+        check_devices(trainer.accelerator, trainer.devices)
 
     def instantiate_classes(self) -> None:
-        """Build model, data and Trainer; what a class says of its options is all that is said."""
+        """Build model, data and Trainer; of jsonargparse's errors keep the message of the class."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            told = re.search(r"^\s*- (\w+=.*)$", str(error), re.MULTILINE)
-            if told is None or "Union subtypes" not in str(error):
+            message = re.search(r"^\s*- (\w+=.*)$", str(error), re.MULTILINE)
+            if message is None or "Union subtypes" not in str(error):
                 raise
-            raise ValueError(f"data.init_args.{told[1]}") from error
+            raise ValueError(f"data.init_args.{message[1]}") from error
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
-        """Build the Trainer; what it refuses is about its options."""
+        """Build the Trainer; its errors are about its options."""
         try:
             return super().instantiate_trainer(**options)
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ValueError(f"trainer: {error}") from error
 
     def after_instantiate_classes(self) -> None:
-        """Test and predict with the rows for validation where there are no others."""
+        """Test and predict with the validation data if there is no other."""
         for name in ("test_dataloader", "predict_dataloader"):
             if not is_overridden(name, self.datamodule, LightningDataModule):
                 setattr(self.datamodule, name, self.datamodule.val_dataloader)
         for saver in self.trainer.checkpoint_callbacks:
-            _put_back(getattr(saver, "dirpath", None))
+            _restore_last(getattr(saver, "dirpath", None))
 
     def predict(self, **options: Any) -> None:
-        """Predict, and write what each data rank has found."""
-        found = self.trainer.predict(**options)
+        """Predict, and write a file per data rank."""
+        predictions = self.trainer.predict(**options)
         strategy: Any = self.trainer.strategy
         if strategy.context_parallel_rank == 0:
             file = Path(self.trainer.default_root_dir) / "predictions"
             file.mkdir(parents=True, exist_ok=True)
             file /= f"{strategy.data_parallel_rank}.pt"
-            torch.save(found, file)
+            torch.save(predictions, file)
             print(f"predictions written to {file}")
 
 
 def check_devices(accelerator: Any, devices: Any) -> None:
-    """Refuse more GPUs than this machine has.
+    """Raise for more GPUs than this machine has.
 
     Args:
         accelerator: as for a Trainer.
@@ -151,69 +153,69 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     """
     if accelerator not in ("gpu", "cuda"):
         return
-    there = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+    num_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
     number = int(devices) if str(devices).lstrip("-").isdigit() else None
-    if there and (number is None or number <= there):
+    if num_gpus and (number is None or number <= num_gpus):
         return
     wanted = f" devices={devices}" if number is None or number > 0 else ""
     raise ValueError(
-        f"trainer: accelerator={accelerator}{wanted}, but this machine has {there} GPUs. Use "
-        f"{f'--trainer.devices {there}' if there else '--trainer.accelerator cpu'}, or a machine "
-        "with more; the comment at the top of a config says what it was made for."
+        f"trainer: accelerator={accelerator}{wanted}, but this machine has {num_gpus} GPUs. Use "
+        f"{f'--trainer.devices {num_gpus}' if num_gpus else '--trainer.accelerator cpu'}, or a "
+        "machine with more; the comment at the top of a config names its hardware."
     )
 
 
-def _put_back(folder: str | None) -> None:
-    """Give a checkpoint its name again if a run was killed while another one took it."""
+def _restore_last(folder: str | None) -> None:
+    """Restore the name of the last checkpoint, if a run was killed while replacing it."""
     last = Path(folder or ".") / "last.ckpt"
     if not last.exists():
-        with suppress(OSError):  # mostly there is none; or another rank was faster
+        with suppress(OSError):  # there is none, or another rank was faster
             aside_of(last).rename(last)
 
 
 class Requeue(Callback):
-    """Saves and gives the job back to SLURM when SIGUSR1 says that its time is nearly up.
+    """Saves and requeues a SLURM job on SIGUSR1, which SLURM sends before the time limit.
 
-    Lightning's own handler saves at once, wherever in a step each rank happens to be: ranks that
-    hold parts of one model could save different steps, or wait for each other. Here they finish the
-    step and agree. What is saved is ``last.ckpt``, which ``--ckpt_path last`` finds.
+    Lightning's handler saves at once, in the middle of a step: ranks that hold shards of one model
+    could save different steps, or deadlock. Here they finish the step and agree. The checkpoint is
+    ``last.ckpt``, which ``--ckpt_path last`` finds.
     """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._former: Any = None
+        self._signalled = False
+        self._former_handler: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signal before Lightning does: it leaves those alone that have a handler."""
+        """Register the handler before Lightning, which keeps an existing one."""
         if isinstance(_environment(trainer), SLURMEnvironment):
-            self._former = signal.signal(signal.SIGUSR1, self._ask)
+            self._former_handler = signal.signal(signal.SIGUSR1, self._on_signal)
 
-    def _ask(self, *_: object) -> None:
-        self._asked = True
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop after a step if any rank was asked to."""
-        if self._former is None or (batch_idx + 1) % trainer.accumulate_grad_batches:
+        """Save and stop after a step if any rank got the signal."""
+        if self._former_handler is None or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if not trainer.strategy.reduce_boolean_decision(self._asked, all=False):
+        if not trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
             return
         saver: Any = trainer.checkpoint_callback
         folder = Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
         trainer.save_checkpoint(folder / "last.ckpt")
         trainer.should_stop = True
-        self._asked = False
+        self._signalled = False
         if trainer.is_global_zero:
             job = _environment(trainer).job_id()
-            print(f"saved {folder / 'last.ckpt'}; job {job} goes back into the queue", flush=True)
+            print(f"saved {folder / 'last.ckpt'}; requeueing job {job}", flush=True)
             subprocess.run(["scontrol", "requeue", str(job)], check=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the signal back."""
-        if self._former is not None:
-            signal.signal(signal.SIGUSR1, self._former)
-            self._former = None
+        """Restore the former handler."""
+        if self._former_handler is not None:
+            signal.signal(signal.SIGUSR1, self._former_handler)
+            self._former_handler = None
 
 
 def _environment(trainer: Trainer) -> Any:
@@ -255,7 +257,7 @@ def _find_packaged(args: Sequence[str]) -> list[str]:
 
     ``laptop.yaml`` and ``recipes/configs/laptop.yaml`` then work outside of a checkout.
     """
-    packaged = {}
+    packaged: dict[str, str] = {}
     for name in _configs(args):
         file = CONFIGS / Path(name).name
         inside = Path(name).parent in (Path(), Path("recipes/configs"))
@@ -264,12 +266,12 @@ def _find_packaged(args: Sequence[str]) -> list[str]:
     return [packaged.get(arg, arg) for arg in args]
 
 
-def _try_whole_numbers_first(fn: Any) -> None:
-    """Let options that are int or float be read as int first.
+def _parse_int_before_float(fn: Any) -> None:
+    """Parse options of type int or float as int first.
 
-    ``limit_val_batches: 1`` is one batch, 1.0 are all. ``Optional[Union[...]]`` in either order is
-    the same object to Python: the one that was made first in the process. With torch 2.11 and
-    transformers 5.17 that is one with float first.
+    ``limit_val_batches: 1`` is one batch, 1.0 is all. Python caches ``Optional[Union[...]]`` and
+    returns the first one made in the process for either order; with torch 2.11 and transformers
+    5.17 that one has float first.
     """
     hints = inspect.unwrap(fn).__annotations__
     for name, hint in hints.items():
@@ -280,7 +282,7 @@ def _try_whole_numbers_first(fn: Any) -> None:
 
 
 def _run(args: Sequence[str], prog: str) -> None:
-    _try_whole_numbers_first(Trainer.__init__)
+    _parse_int_before_float(Trainer.__init__)
     RecipesCLI(
         CausalLMModule,
         LightningDataModule,
@@ -307,7 +309,7 @@ def _run(args: Sequence[str], prog: str) -> None:
 
 @contextmanager
 def _shown_logs() -> Iterator[None]:
-    """Show what the library says of a run, once; transformers says much, and is kept quiet."""
+    """Print the library's log lines on rank 0; silence those of transformers."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     handler = logging.StreamHandler()
@@ -329,19 +331,19 @@ def _rank() -> int:
 
 
 def _names_data(args: Sequence[str]) -> bool:
-    """Say whether a data module is named, on the command line or in a config."""
+    """Return whether the command line or a config names a data module."""
     for file in _configs(args):
         try:
-            named = yaml.safe_load(Path(file).read_text())["data"]["class_path"]
+            class_path = yaml.safe_load(Path(file).read_text())["data"]["class_path"]
         except (OSError, yaml.YAMLError, KeyError, TypeError):
-            continue  # it names none; if it is wrong the parser will say so
-        if named:
+            continue  # it names none; the parser reports errors
+        if class_path:
             return True
     return any(arg == "--data" or arg.startswith("--data=") for arg in args)
 
 
 def _configs(args: Sequence[str]) -> Iterator[str]:
-    """Give the config files among arguments."""
+    """Yield the config files among arguments."""
     for flag, value in pairwise([*args, ""]):
         if flag in ("-c", "--config"):
             yield value
@@ -350,10 +352,10 @@ def _configs(args: Sequence[str]) -> Iterator[str]:
 
 
 def _stop(message: str) -> int:
-    """Say in one line what is wrong."""
+    """Print an error in one line; return the exit status."""
     rank = _rank()
     if rank:
-        # Mostly the first process says the same, and whoever started both then ends this one.
+        # Usually rank 0 reports the same error, and its launcher then ends this process.
         time.sleep(3)
     where = f" (process {rank})" if rank else ""
     sys.stderr.write(f"error{where}: {' '.join(message.split())}\n")
@@ -361,23 +363,25 @@ def _stop(message: str) -> int:
 
 
 def _is_for_user(error: Exception) -> bool:
-    """Say whether an error is about what the user wrote: then a traceback would hide it."""
+    """Return whether an error is a user error, which is printed without a traceback."""
     if isinstance(error, FileNotFoundError | MisconfigurationException):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = last.filename.startswith(_OURS)
-    return ours and isinstance(error, ValueError | TypeError | RuntimeError | OSError | ImportError)
+    is_ours = last.filename.startswith(_OUR_FOLDERS)
+    return is_ours and isinstance(
+        error, ValueError | TypeError | RuntimeError | OSError | ImportError
+    )
 
 
-# ---------------------------------------------------------------- one line for a wrong option
+# ---------------------------------------------------------------- parser errors
 
 
 def explain(message: str, configs: str = "") -> str:
-    """Make one line of what the parser says, and name the option that was probably meant.
+    """Return a parser error in one line, with the option that was probably meant.
 
     Args:
         message: of jsonargparse.
-        configs: the files that were read.
+        configs: the config files.
 
     Example:
         >>> explain("Subcommand 'fit' does not accept option 'model.lrr'")
@@ -388,7 +392,7 @@ def explain(message: str, configs: str = "") -> str:
     refused = re.search(r"class_path '([^']+)':\s+Option '([^']+)' is not accepted", message)
     if refused:
         path, name = refused.groups()
-        known = [*inspect.signature(_import(path)).parameters]
+        known = list(_init_options(_import(path)))
         prefix = f"{key}." if key.startswith("model") else f"{key}.init_args."
         return _unknown(name, known, prefix)
     unknown = re.search(r"(?:accept option|unrecognized arguments:|Option) '?-*([\w.]+)", message)
@@ -405,10 +409,10 @@ def explain(message: str, configs: str = "") -> str:
         return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], list(_classes()))}"
     missing = re.search(r"File does not exist: '?([^']+)'?", message)
     if missing:
-        there = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+        packaged = sorted(path.name for path in CONFIGS.glob("*.yaml"))
         return (
-            f"--config {missing[1]}: there is no such file (seen from {Path.cwd()}). In "
-            f"recipes/configs/ are {', '.join(there)}."
+            f"--config {missing[1]}: there is no such file (in {Path.cwd()}). Packaged configs are "
+            f"{', '.join(packaged)}."
         )
     required = re.search(r"the following arguments are required: (\S+)", message)
     if required:
@@ -417,7 +421,7 @@ def explain(message: str, configs: str = "") -> str:
     value = re.search(r"Expected an? (.+)\. Got value: (.*)", message)
     if value:
         return f"{key}: must be {value[1]}, but is {value[2]}."
-    text = message.replace("Problems parsing config", f"{configs} is no YAML")
+    text = message.replace("Problems parsing config", f"{configs} is not valid YAML")
     return "; ".join(line.strip() for line in text.splitlines())
 
 
@@ -433,7 +437,7 @@ def _near(name: str, known: list[str], prefix: str = "") -> str:
 
 
 def _options() -> Iterator[str]:
-    """Give the options of a subcommand that are no part of a class that is named in it."""
+    """Yield the options of a subcommand, without those of classes that a config names."""
     yield from ("config", "seed_everything", "ckpt_path", "data.class_path", "data.init_args")
     for key, cls in (
         ("model", CausalLMModule),
@@ -441,6 +445,15 @@ def _options() -> Iterator[str]:
         ("monitor", ContextParallelCallback),
     ):
         yield from (f"{key}.{name}" for name in inspect.signature(cls).parameters)
+
+
+def _init_options(cls: type) -> Iterator[str]:
+    """Yield the options of a class, with those of packing for data modules that pack."""
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            yield name
+    if issubclass(cls, PackedData):
+        yield from (field.name for field in dataclasses.fields(PackingOptions))
 
 
 def _classes() -> Iterator[str]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: two CPU ranks train on rows of which each holds half; one process does so alone.
+"""`make demo`: two CPU ranks train on sharded sequences; one process trains on full sequences.
 
-Runs the commands that a user would run, shows them, and writes `demo/report.md` (`report.py`). No
-download: the model is small and new, the text is Python's own standard library. Exit status 1 if a
-command fails, among them the check before the first step, or if the two loss curves differ.
+Runs the commands that a user would run, prints them, and writes `demo/report.md` (`report.py`). No
+download: the model is small and random, the text is Python's standard library. Exit status 1 if a
+command fails, including the verification of the first batch, or if the two loss curves differ.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from lightning_cp import Mask
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.geometry.mask import Mask
 from recipes.report import Generated, Run, largest_difference, read_run, write_report
 
 RANKS: Final = 2
@@ -33,11 +33,11 @@ PROMPT: Final = "def __init__(self"
 LAPTOP: Final = Path(__file__).parent / "configs" / "laptop.yaml"
 
 
-# ---------------------------------------------------------------- what the runs use
+# ---------------------------------------------------------------- callbacks and configs
 
 
 class Bar(TQDMProgressBar):
-    """Shows loss, tokens/s and memory, so that they fit into a line."""
+    """A progress bar with loss, tokens/s and memory in one line."""
 
     SHOWN: Final = {
         "train_loss": ("loss", "{:.4f}"),
@@ -46,17 +46,17 @@ class Bar(TQDMProgressBar):
     }
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return what stands at the end of the line."""
-        there = super().get_metrics(trainer, pl_module)
-        named = {name: there[name] for name in self.SHOWN if name in there}
-        return {self.SHOWN[name][0]: self.SHOWN[name][1].format(x) for name, x in named.items()}
+        """Return the metrics at the end of the line."""
+        metrics = super().get_metrics(trainer, pl_module)
+        shown = {name: metrics[name] for name in self.SHOWN if name in metrics}
+        return {self.SHOWN[name][0]: self.SHOWN[name][1].format(x) for name, x in shown.items()}
 
 
 class Recorder(Callback):
-    """Writes down what each rank holds and computes, and what the library says of the run.
+    """Records the tokens and visible pairs of each rank, and the library's log.
 
     Args:
-        folder: gets ``balance.json`` and ``said.log``.
+        folder: of ``balance.json`` and ``library.log``.
     """
 
     def __init__(self, folder: str) -> None:
@@ -66,30 +66,30 @@ class Recorder(Callback):
         self._work: dict[str, list[int]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep what the library says, on the first rank."""
+        """Write the library's log to a file, on rank 0."""
         if not trainer.is_global_zero or self._log is not None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = logging.FileHandler(self._folder / "said.log", mode="w")
+        self._log = logging.FileHandler(self._folder / "library.log", mode="w")
         logging.getLogger("lightning_cp").addHandler(self._log)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add up tokens and pairs of tokens, also as rows cut into two halves would have them."""
+        """Count tokens and visible pairs, also those of a contiguous layout."""
         strategy: Any = trainer.strategy
         step = strategy.last_step
         layout = step.layout
-        halves = build_layout("contiguous", seq_len=layout.seq_len, cp_size=layout.cp_size)
+        contiguous = build_layout("contiguous", seq_len=layout.seq_len, cp_size=layout.cp_size)
         self._tokens = _add(self._tokens, [step.batch_size * layout.local_len] * layout.cp_size)
         for name, work in (
             (layout.name, step.work_by_rank()),
-            ("contiguous", halves.work(step.bounds(Mask(causal=True)))),
+            ("contiguous", contiguous.work(step.bounds(Mask(causal=True)))),
         ):
             self._work[name] = _add(self._work.get(name, []), work)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write, on the first rank."""
+        """Write the counts, on rank 0."""
         if self._log is None:
             return
         logging.getLogger("lightning_cp").removeHandler(self._log)
@@ -104,12 +104,12 @@ def _add(total: list[int], more: Sequence[int]) -> list[int]:
 
 
 def build_config(out: Path, *, cp_size: int, steps: int, length: int) -> dict[str, Any]:
-    """Return the laptop's config for a run of the demo; two of them differ in the ranks only."""
+    """Return the laptop config for a run of the demo; the two runs differ in the ranks only."""
     folder = out / f"cp{cp_size}"
     config: dict[str, Any] = yaml.safe_load(LAPTOP.read_text())
     config["seed_everything"] = 0
     config["model"] |= {"warmup_steps": max(1, min(10, steps // 4))}
-    config["data"]["init_args"] |= {"seq_len": length, "cache_dir": str(out / "rows")}
+    config["data"]["init_args"] |= {"seq_len": length, "cache_dir": str(out / "samples")}
     config["monitor"] |= {
         "verify_first_batch": cp_size > 1,
         "verify_max_len": length,
@@ -146,55 +146,55 @@ def build_config(out: Path, *, cp_size: int, steps: int, length: int) -> dict[st
     return config
 
 
-# ---------------------------------------------------------------- the walk
+# ---------------------------------------------------------------- the demo
 
 
 class Commands:
-    """Runs commands, shows them, and keeps their times for the report."""
+    """Runs commands, prints them, and records their times."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def run(self, what: str, *args: str, num_threads: int = 1) -> None:
-        """Run ``python ARGS``; the demo ends if it fails.
+    def run(self, title: str, *args: str, num_threads: int = 1) -> None:
+        """Run ``python ARGS``; exit if it fails.
 
         Args:
-            what: it does, in a few words.
+            title: a short description.
             args: of the interpreter.
             num_threads: of each process.
         """
-        shown = shlex.join(["python", *args])
-        print(f"\n== {what}\n$ {shown}", flush=True)
+        command = shlex.join(["python", *args])
+        print(f"\n== {title}\n$ {command}", flush=True)
         start = time.monotonic()
         environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
         done = subprocess.run([sys.executable, *args], check=False, env=environment)
         if done.returncode:
-            sys.exit(_fail(f"`{shown}` ended with status {done.returncode}; see above."))
-        self.seconds[shown] = time.monotonic() - start
+            sys.exit(_fail(f"`{command}` ended with status {done.returncode}; see above."))
+        self.seconds[command] = time.monotonic() - start
 
 
 def generate(folder: Path) -> Generated:
-    """Let the exported model write some tokens, with transformers and nothing of ours."""
+    """Generate some tokens with the exported model, with transformers only."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
     set_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    given = tokenizer(PROMPT, return_tensors="pt")
-    # Sampled: the likeliest byte in Python's sources is a space, again and again.
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    # Sampled: the most likely byte of Python's sources is always a space.
     ids = model.generate(
-        **given,
+        **prompt,
         max_new_tokens=60,
         do_sample=True,
         temperature=0.7,
         pad_token_id=tokenizer.pad_token_id,
     )
-    num_given = given["input_ids"].shape[1]
+    prompt_len = prompt["input_ids"].shape[1]
     return Generated(
         model=type(model).__name__,
         prompt=PROMPT,
-        text=tokenizer.decode(ids[0, num_given:]),
-        num_tokens=ids.shape[1] - num_given,
+        text=tokenizer.decode(ids[0, prompt_len:]),
+        num_tokens=ids.shape[1] - prompt_len,
     )
 
 
@@ -202,11 +202,11 @@ def run_demo(out: Path, *, steps: int, length: int) -> int:
     """Train twice, export, generate, report; return the exit status."""
     start = time.monotonic()
     print(
-        f"A small Llama learns Python's standard library, byte by byte: {steps} steps on rows of "
-        f"{length} tokens.\nEach of {RANKS} CPU ranks holds {length // RANKS} tokens of every row; "
-        "then one process does the same alone."
+        f"A small Llama learns Python's standard library, byte by byte: {steps} steps on sequences "
+        f"of {length} tokens.\nEach of {RANKS} CPU ranks holds {length // RANKS} tokens of every "
+        "sequence; then one process does the same on full sequences."
     )
-    _make_room(out)
+    _clean(out)
     commands = Commands()
     configs = {}
     for cp_size in (RANKS, 1):
@@ -216,52 +216,52 @@ def run_demo(out: Path, *, steps: int, length: int) -> int:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     fit = ("-m", "recipes", "fit", "--config")
     commands.run(
-        f"{RANKS} ranks share every row; first they verify a step against the stock model",
+        f"{RANKS} ranks shard every sequence; first they verify a step against the stock model",
         *(*torchrun, *fit, str(configs[RANKS])),
     )
     commands.run(
-        "one process, whole rows, for comparison", *fit, str(configs[1]), num_threads=RANKS
+        "one process, full sequences, for comparison", *fit, str(configs[1]), num_threads=RANKS
     )
     model = out / "model"
     commands.run(
-        "the checkpoint becomes a Hugging Face folder",
+        "the checkpoint is exported to a Hugging Face folder",
         *("-m", "hf_patches", "export"),
         *(str(out / f"cp{RANKS}" / "checkpoints" / "last.ckpt"), str(model)),
     )
-    print("\n== plain transformers loads the folder and writes", flush=True)
+    print("\n== transformers loads the folder and generates", flush=True)
     generated = generate(model)
     print(f"{generated.prompt!r} -> {generated.text!r}")
-    shared, alone = read_run(out / f"cp{RANKS}"), read_run(out / "cp1")
+    sharded, single = read_run(out / f"cp{RANKS}"), read_run(out / "cp1")
     seconds = time.monotonic() - start
     report = write_report(
         out,
-        shared=shared,
-        alone=alone,
+        sharded=sharded,
+        single=single,
         generated=generated,
         commands=commands.seconds,
         seconds=seconds,
         tolerance=TOLERANCE,
         length=length,
     )
-    return _conclude(report, shared, alone, seconds)
+    return _conclude(report, sharded, single, seconds)
 
 
-def _make_room(out: Path) -> None:
-    """Remove what a former demo left; packed rows stay, they would be the same."""
+def _clean(out: Path) -> None:
+    """Remove the output of a former demo, except packed samples."""
     out.mkdir(parents=True, exist_ok=True)
     for name in (f"cp{RANKS}", "cp1", "model"):
         shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _conclude(report: Path, shared: Run, alone: Run, seconds: float) -> int:
-    """Say what was found; return the exit status."""
-    difference, step = largest_difference(shared, alone)
+def _conclude(report: Path, sharded: Run, single: Run, seconds: float) -> int:
+    """Print the result; return the exit status."""
+    difference, step = largest_difference(sharded, single)
     print(
         f"\nLargest difference of the two loss curves: {difference:.1e}, at step {step} of "
-        f"{len(alone.losses)}.\nReport: {report}  ({seconds:.0f} s)"
+        f"{len(single.losses)}.\nReport: {report}  ({seconds:.0f} s)"
     )
-    if not shared.verified:
-        return _fail("The ranks did not say that they had verified the first batch.")
+    if not sharded.verified:
+        return _fail("The log of the ranks does not report that the first batch was verified.")
     if not difference <= TOLERANCE:  # so that NaN fails too
         return _fail(f"The loss curves differ by more than {TOLERANCE}.")
     return 0
@@ -275,7 +275,7 @@ def _fail(message: str) -> int:
 def _at_least(least: int) -> Any:
     def parse(text: str) -> int:
         if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r}: give an integer of at least {least}")
         return int(text)
 
     return parse
@@ -285,11 +285,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return 0 if all numbers agree."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.demo",
-        description="Train on rows that two CPU ranks share, and compare with one process.",
+        description="Train on two CPU ranks that shard sequences, and compare with one process.",
     )
     parser.add_argument("--steps", type=_at_least(2), default=60, help="(60)")
-    parser.add_argument("--length", type=_at_least(64), default=2048, help="tokens per row (2048)")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="what to write to (demo)")
+    parser.add_argument(
+        "--length", type=_at_least(64), default=2048, help="tokens per sequence (2048)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="the folder to write (demo)")
     args = parser.parse_args(argv)
     return run_demo(args.out, steps=args.steps, length=args.length)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: one for bytes that needs no download, and any other by folder or hub name."""
+"""Tokenizers: one for bytes that needs no download, and others from a folder or the hub."""
 
 import socket
 from functools import cache
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 ROLES: Final = ("system", "user", "assistant")
 
-# The end of a turn is the end of text: what generation stops at is learned from every answer.
+# The end of a turn is the end-of-text token, so every answer teaches where generation stops.
 _CHAT_TEMPLATE: Final = (
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
@@ -34,10 +34,10 @@ _CHAT_TEMPLATE: Final = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer whose first 256 ids are the bytes of UTF-8; any text comes back exactly.
+    """Build a tokenizer whose first 256 ids are the bytes of UTF-8; decoding is exact.
 
-    After them: ``<pad>``, ``<bos>``, ``<eos>`` and a marker for each role of a chat. It has a chat
-    template with ``{% generation %}`` marks, and is saved and loaded as any other tokenizer.
+    After them come ``<pad>``, ``<bos>``, ``<eos>`` and a marker for each role of a chat. It has a
+    chat template with ``{% generation %}`` marks, and is saved and loaded like any other.
 
     Example:
         >>> tokenizer = byte_tokenizer()
@@ -64,22 +64,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_chars() -> list[str]:
-    """Return the character that stands for each byte in byte-level tokenizers.
+    """Return the character of each byte in byte-level tokenizers.
 
-    Bytes that print stand for themselves; the others, in their order, for what follows U+00FF.
+    Printable bytes are their own characters; the others, in order, those after U+00FF.
     """
-    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in prints]
-    return [chr(byte) if byte in prints else chr(256 + others.index(byte)) for byte in range(256)]
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [chars.get(byte, chr(byte)) for byte in range(256)]
+
+
+def looks_local(name: str) -> bool:
+    """Return whether a name is a path, not a name on the hub.
+
+    Example:
+        >>> looks_local("./model"), looks_local("Qwen/Qwen3-8B")
+        (True, False)
+    """
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by its hub name; None is the byte tokenizer."""
     if name_or_path is None:
         return byte_tokenizer()
-    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     folder = Path(name_or_path).expanduser()
-    if looks_local and not folder.exists():
+    if looks_local(name_or_path) and not folder.exists():
         raise FileNotFoundError(
             f"tokenizer={name_or_path!r}: there is no such folder. Give a folder that "
             "save_pretrained() wrote, a name on the hub, or None for the byte tokenizer."
@@ -100,11 +110,11 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
 
 @cache
 def reaches_hub() -> bool:
-    """Say whether the hub answers, before a library asks it again and again for half a minute."""
+    """Return whether the hub answers; libraries would retry for half a minute."""
     if is_offline_mode():
         return False
     address = urlsplit(ENDPOINT)
-    if getproxies().get(address.scheme):  # it may be reached by this, and not directly
+    if getproxies().get(address.scheme):  # the hub may be reachable by the proxy only
         return True
     try:
         port = address.port or (443 if address.scheme == "https" else 80)
@@ -115,13 +125,13 @@ def reaches_hub() -> bool:
 
 
 def unreachable() -> str:
-    """Say that the hub was not asked, if that is so; for the middle of a message."""
+    """Return a sentence for a message if the hub is out of reach; else an empty string."""
     if reaches_hub():
         return ""
-    return f"{ENDPOINT} is out of reach, so only what was fetched before can be used. "
+    return f"{ENDPOINT} is out of reach, so only cached files can be used. "
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, for a message of one line."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0].strip().rstrip(".") if lines else type(error).__name__

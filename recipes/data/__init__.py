@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data modules: text, chat and pass keys, as packed rows that each data rank reads for itself."""
+"""Data modules: text, chat and pass keys, as packed samples."""
 
 from recipes.data.chat import ChatData
 from recipes.data.passkey import PasskeyData, RetrievalGrid, heat_map, retrieval_accuracy

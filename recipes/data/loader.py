@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaders that each data rank reads for itself, and that go on where a checkpoint was written.
+"""Loaders that select the samples of a data rank, and resume where a checkpoint was written.
 
-They are no torch DataLoaders, on purpose: Lightning puts its own sampler into those, and rows would
-be split twice. Inside they use one, for its workers. Which batch comes next is counted when it is
-handed out, so what workers have prefetched is neither lost nor counted.
+They are not torch DataLoaders: Lightning replaces the sampler of those, and samples would be
+distributed twice. Inside they use one, for its workers. The next batch is counted when one is
+yielded, so prefetched batches are neither lost nor counted.
 """
 
 from collections import deque
@@ -18,95 +18,95 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_cp.step import IGNORED_LABEL
+from recipes.data.packing import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
-NO_ROW = -1
-"""The number of a row that only fills a batch up: it has no labels, and belongs to no cell."""
+NO_SAMPLE = -1
+"""The index of a sample that only fills up a batch: it has no labels, and no cell."""
 
 
-class Rows(Protocol):
-    """Rows by their number: tensors of one row, under the keys of a batch."""
+class Samples(Protocol):
+    """Samples by index, each with the keys of a batch."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Batch: ...
 
 
 def find_data_rank(trainer: Trainer | None) -> tuple[int, int]:
-    """Return which rows are this process's: its place among those that read different ones.
+    """Return the data rank of this process and the number of data ranks.
 
-    Ranks that share rows have the same place. A strategy that does not tell is asked for what
-    Lightning's own sampler would get: the global rank, for strategies without other axes.
+    Context ranks have the same data rank. For a strategy without one, they are those of Lightning's
+    sampler: the global rank, for strategies without other axes.
     """
     if trainer is None:
         return 0, 1
     strategy: Any = trainer.strategy
     if hasattr(strategy, "data_parallel_rank"):
         return int(strategy.data_parallel_rank), int(strategy.data_parallel_size)
-    told = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    return int(told["rank"]), int(told["num_replicas"])
+    sampler = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return int(sampler["rank"]), int(sampler["num_replicas"])
 
 
 def count_pending(trainer: Trainer | None) -> int:
-    """Return how many batches Lightning has taken and not finished yet.
+    """Return the number of batches that Lightning has fetched and not finished.
 
-    None between two batches. One inside a step, where a checkpoint is written after an exception:
-    the step will be repeated. And one that is fetched ahead where a loader has no length.
+    0 between two batches. 1 inside a step, where a checkpoint is written after an exception: the
+    step will be repeated. One more if a batch is prefetched, for a loader without a length.
     """
     if trainer is None:
         return 0
     loop: Any = trainer.fit_loop
     progress = loop.epoch_loop.batch_progress.current
-    ahead = getattr(loop._data_fetcher, "batches", [])
-    return int(progress.ready - progress.processed) + len(ahead)
+    prefetched = getattr(loop._data_fetcher, "batches", [])
+    return int(progress.ready - progress.processed) + len(prefetched)
 
 
 def plan_training(
-    num_rows: int, batch_size: int, *, rank: int, size: int, seed: int | None, epoch: int
+    num_samples: int, batch_size: int, *, rank: int, size: int, seed: int | None, epoch: int
 ) -> NDArray[np.int64]:
-    """Return the rows of each batch of a data rank, [batches, batch_size].
+    """Return the samples of each batch of a data rank, [batches, batch_size].
 
-    The order depends on seed and epoch alone. A global batch of ``size * batch_size`` rows holds
-    the same rows however many ranks share it; what does not fill one is left out of this epoch.
+    The order depends on seed and epoch only. A global batch of ``size * batch_size`` samples holds
+    the same samples for any number of data ranks; samples that do not fill one are dropped.
 
     Args:
-        num_rows: of the whole data set.
-        batch_size: rows per data rank.
+        num_samples: in the data set.
+        batch_size: samples per data rank.
         rank: the data rank.
-        size: how many there are.
-        seed: None keeps the rows in order.
-        epoch: which one.
+        size: the number of data ranks.
+        seed: None keeps the samples in order.
+        epoch: from 0.
     """
-    num_batches = num_rows // (size * batch_size)
-    order = np.arange(num_rows)
+    num_batches = num_samples // (size * batch_size)
+    order = np.arange(num_samples)
     if seed is not None:
-        order = np.random.default_rng([seed, epoch]).permutation(num_rows)
-    kept = order[: num_batches * size * batch_size]
-    return kept.reshape(num_batches, size, batch_size)[:, rank]
+        order = np.random.default_rng([seed, epoch]).permutation(num_samples)
+    order = order[: num_batches * size * batch_size]
+    return order.reshape(num_batches, size, batch_size)[:, rank]
 
 
-def plan_evaluation(num_rows: int, batch_size: int, *, rank: int, size: int) -> list[list[int]]:
-    """Return the rows of each batch of a data rank: every row once, as many batches on all ranks.
+def plan_evaluation(num_samples: int, batch_size: int, *, rank: int, size: int) -> list[list[int]]:
+    """Return the samples of each batch of a data rank: each sample once, equal batch counts.
 
-    Ranks that are short of a row get `NO_ROW`: those that hold parts of each other's weights must
-    take the same number of steps.
+    Ranks without a sample get `NO_SAMPLE`: ranks that hold shards of the same weights must take the
+    same number of steps.
     """
-    per_rank = -(-num_rows // size)
-    mine = [i if i < num_rows else NO_ROW for i in range(rank, per_rank * size, size)]
-    return [mine[start : start + batch_size] for start in range(0, per_rank, batch_size)]
+    per_rank = -(-num_samples // size)
+    samples = [i if i < num_samples else NO_SAMPLE for i in range(rank, per_rank * size, size)]
+    return [samples[start : start + batch_size] for start in range(0, per_rank, batch_size)]
 
 
 class ResumableLoader:
-    """Hands out batches epoch by epoch, and says in a checkpoint which one comes next.
+    """A loader whose state is the next batch.
 
     Lightning's fit loop saves and loads the state of a loader that has one; the data modules do so
-    too, since the loop forgets it where an epoch has just ended.
+    too, since the loop loses it at the end of an epoch.
 
     Args:
         identity: numbers that the order of batches depends on. In the middle of an epoch they must
             be those of the checkpoint.
-        epoch_len: how many batches an epoch takes; None: as many as there are.
-        num_pending: says how many of the batches handed out are not finished yet.
+        epoch_len: batches of an epoch; None for all.
+        num_pending: returns the number of yielded batches that are not finished.
     """
 
     def __init__(
@@ -120,21 +120,21 @@ class ResumableLoader:
         self._epoch_len = epoch_len
         self._num_pending = num_pending
         self._next = (0, 0)  # epoch, batch
-        self._handed_out: deque[tuple[int, int]] = deque(maxlen=8)
+        self._yielded: deque[tuple[int, int]] = deque(maxlen=8)
         self._resumed = False
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
-        # Lightning calls iter() more often than it iterates: nothing may happen before next().
+        # Lightning calls iter() without iterating: the state may not change before next().
         epoch, batch = self._next
         if (batch and not self._resumed) or batch == self._epoch_len:
             epoch, batch = epoch + 1, 0
         for content in self._batches(epoch, batch):
-            self._handed_out.append((epoch, batch))
+            self._yielded.append((epoch, batch))
             batch += 1
-            # Lightning does not ask on after the last batch, so an epoch ends with that one.
+            # Lightning does not call next() after the last batch, so the epoch ends here.
             ended = batch == self._epoch_len
             self._next = (epoch + 1, 0) if ended else (epoch, batch)
             self._resumed = False
@@ -144,33 +144,33 @@ class ResumableLoader:
         self._next = (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the first batch lies that is not finished."""
-        pending = min(self._num_pending(), len(self._handed_out))
-        epoch, batch = self._handed_out[-pending] if pending else self._next
+        """Return the epoch and index of the first unfinished batch."""
+        pending = min(self._num_pending(), len(self._yielded))
+        epoch, batch = self._yielded[-pending] if pending else self._next
         return {"epoch": epoch, "batch": batch, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where a checkpoint was written."""
+        """Continue where a checkpoint was written."""
         if state["batch"]:
-            for name, mine in self._identity.items():
-                if state.get(name, mine) != mine:
+            for name, value in self._identity.items():
+                if state.get(name, value) != value:
                     raise ValueError(
                         f"The checkpoint was written in the middle of an epoch with {name}="
-                        f"{state[name]}, but here it is {mine}: the rest of the epoch would be "
-                        "other rows. Make them agree (global_batch_size is data ranks x "
+                        f"{state[name]}, but here it is {value}: the rest of the epoch would hold "
+                        "other samples. Use the same value (global_batch_size is data ranks x "
                         "batch_size), or resume from a checkpoint at the end of an epoch."
                     )
         self._next = (state["epoch"], state["batch"])
-        self._handed_out.clear()
+        self._yielded.clear()
         self._resumed = True
 
 
-class RowLoader(ResumableLoader):
-    """Batches of rows that can be read in any order.
+class SampleLoader(ResumableLoader):
+    """Batches of samples that can be read in any order.
 
     Args:
-        rows: what is read.
-        plan: the numbers of the rows of each batch, for an epoch.
+        samples: by index.
+        plan: returns the indices of the samples of each batch of an epoch.
         identity: as in `ResumableLoader`.
         epoch_len: as in `ResumableLoader`.
         num_pending: as in `ResumableLoader`.
@@ -179,7 +179,7 @@ class RowLoader(ResumableLoader):
 
     def __init__(
         self,
-        rows: Rows,
+        samples: Samples,
         plan: Callable[[int], Any],
         *,
         identity: Mapping[str, int] | None = None,
@@ -190,7 +190,7 @@ class RowLoader(ResumableLoader):
         self._length = len(plan(0))
         stop = self._length if epoch_len is None else min(epoch_len, self._length)
         super().__init__(identity=identity or {}, epoch_len=stop, num_pending=num_pending)
-        self._rows = _FilledRows(rows)
+        self._samples = _FilledSamples(samples)
         self._plan = plan
         self._num_workers = num_workers
 
@@ -198,27 +198,27 @@ class RowLoader(ResumableLoader):
         return self._length
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        batches = [[int(row) for row in batch] for batch in self._plan(epoch)[start:]]
-        return iter(_torch_loader(self._rows, self._num_workers, batch_sampler=batches))
+        batches = [[int(sample) for sample in batch] for batch in self._plan(epoch)[start:]]
+        return iter(_torch_loader(self._samples, self._num_workers, batch_sampler=batches))
 
 
 class StreamLoader(ResumableLoader):
-    """Batches of rows that come one after the other.
+    """Batches of a stream of samples.
 
-    Every data rank reads the whole stream and keeps its rows of each global batch. That costs the
-    others' tokenising, and gives what cannot be had otherwise: the rows of any number of ranks are
-    the same, and all ranks get equally many batches, though nobody knows how many there are. To
-    resume, what was seen is read again and dropped.
+    Every data rank reads the full stream and keeps its samples of each global batch. It tokenizes
+    the samples of the others too; in return global batches do not depend on the number of ranks,
+    and all ranks get the same number of batches, although it is unknown. To resume, samples are
+    read again and dropped.
 
     Args:
-        stream: starts the stream from its beginning.
-        batch_size: rows per data rank.
+        stream: starts the stream.
+        batch_size: samples per data rank.
         rank: the data rank.
-        size: how many there are.
+        size: the number of data ranks.
         identity: as in `ResumableLoader`.
         epoch_len: as in `ResumableLoader`.
         num_pending: as in `ResumableLoader`.
-        num_workers: 0, or anything else for one process that reads ahead.
+        num_workers: 0, or another number for one process that reads ahead.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class StreamLoader(ResumableLoader):
 
 
 def _torch_loader(data: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
-    # With a generator of its own the loader leaves torch's global one alone, and so does resuming.
+    # With its own generator the loader does not change the state of torch's global one.
     return DataLoader(
         data,
         num_workers=num_workers,
@@ -253,24 +253,24 @@ def _torch_loader(data: Dataset[Any], num_workers: int, **options: Any) -> DataL
     )
 
 
-class _FilledRows(Dataset[Batch]):
-    """Rows, and a row without labels for those that only fill up."""
+class _FilledSamples(Dataset[Batch]):
+    """Samples, and for `NO_SAMPLE` one without labels."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
 
     def __getitem__(self, index: int) -> Batch:
-        if index != NO_ROW:
-            return self._rows[index]
-        row = dict(self._rows[0])
-        row["labels"] = torch.full_like(row["labels"], IGNORED_LABEL)
-        if "cell" in row:
-            row["cell"] = torch.full_like(row["cell"], NO_ROW)
-        return row
+        if index != NO_SAMPLE:
+            return self._samples[index]
+        sample = dict(self._samples[0])
+        sample["labels"] = torch.full_like(sample["labels"], IGNORED_LABEL)
+        if "cell" in sample:
+            sample["cell"] = torch.full_like(sample["cell"], NO_SAMPLE)
+        return sample
 
 
 class _StreamPart(IterableDataset[Batch]):
-    """What one data rank keeps of a stream, from a batch on."""
+    """The samples of one data rank of a stream, from a batch on."""
 
     def __init__(
         self,
@@ -284,23 +284,23 @@ class _StreamPart(IterableDataset[Batch]):
         self._rank, self._size = rank, size
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = iter(self._stream())
+        samples = iter(self._stream())
         global_size = self._batch_size * self._size
         for number in count():
-            group = list(islice(rows, global_size))
+            group = list(islice(samples, global_size))
             if len(group) < global_size:
                 if not number:
                     raise ValueError(
-                        f"The stream gave {len(group)} rows, but a global batch takes "
+                        f"The stream gave {len(group)} samples, but a global batch takes "
                         f"{global_size}: {self._size} data ranks x batch_size={self._batch_size}. "
                         "Use a smaller batch_size or seq_len, or more text."
                     )
                 return
             if number >= self._start:
-                own = group[self._rank * self._batch_size :][: self._batch_size]
-                yield default_collate([as_tensors(row) for row in own])
+                local = group[self._rank * self._batch_size :][: self._batch_size]
+                yield default_collate([as_tensors(sample) for sample in local])
 
 
-def as_tensors(row: Mapping[str, Any]) -> Batch:
-    """Return a row of arrays as int64 tensors."""
-    return {key: torch.as_tensor(np.asarray(value, np.int64)) for key, value in row.items()}
+def as_tensors(sample: Mapping[str, Any]) -> Batch:
+    """Return the arrays of a sample as int64 tensors."""
+    return {key: torch.as_tensor(np.asarray(value, np.int64)) for key, value in sample.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents -> rows of equal length that say which tokens belong together.
+"""Packing of documents into samples of equal length, with an id per document.
 
-Pure: knows token ids and nothing of where they come from. Labels are those of the same token; the
-library shifts them, and never across documents.
+Pure: knows token ids, not where they come from. Labels belong to the same token; the library shifts
+them, and never across documents.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,31 +11,32 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_cp.geometry.mask import NO_DOCUMENT
-from lightning_cp.step import IGNORED_LABEL
-
 IntArray = NDArray[np.int32]
-Row = dict[str, IntArray]
+Sample = dict[str, IntArray]
 """``input_ids``, ``labels`` and ``document_ids``, each of ``seq_len`` tokens."""
 
 LongDocuments = Literal["split", "refuse", "truncate"]
 
+IGNORED_LABEL: Final = -100
+NO_DOCUMENT: Final = -1
+"""The document id of padding."""
+
 COLUMNS: Final = ("input_ids", "labels", "document_ids")
-OPEN_ROWS: Final = 64
-"""Among how many rows the best place for a whole document is looked for."""
+OPEN_SAMPLES: Final = 64
+"""The number of samples that are searched for the best place of a document."""
 
 
 class Document(NamedTuple):
-    """Token ids, and for each the label: itself, or -100 where nothing is to be learned."""
+    """Token ids, and a label for each: the id itself, or -100 where it is not learned."""
 
     ids: IntArray
     labels: IntArray
     number: int = 0
-    """Of its record in the source, for messages."""
+    """The index of its record in the source, for messages."""
 
 
 def document(ids: list[int], labels: list[int] | None = None, *, number: int = 0) -> Document:
-    """Make a document of token ids; every token is a label unless labels are given."""
+    """Build a document from token ids; by default every token is a label."""
     tokens = np.array(ids, np.int32)
     return Document(tokens, tokens if labels is None else np.array(labels, np.int32), number)
 
@@ -46,31 +47,31 @@ def pack(
     *,
     long_documents: LongDocuments = "split",
     pad_id: int = 0,
-) -> Iterator[Row]:
-    """Pack documents into rows of exactly ``seq_len`` tokens.
+) -> Iterator[Sample]:
+    """Pack documents into samples of exactly ``seq_len`` tokens.
 
-    ``split`` writes documents one after the other and cuts them where a row ends; the rest is a
-    document of its own in the next row. No token is lost, no row but the last is padded, and one
-    row is held in memory: right for plain text, where a row's end is as good a place as any.
+    ``split`` concatenates documents and splits them at the end of a sample; the rest becomes a
+    document of the next sample. No token is lost, only the last sample is padded, and one sample is
+    held in memory. It suits plain text, which can be split anywhere.
 
-    The others never cut a document at a row's end, since what follows would have lost its beginning
-    (the question of an answer): each goes whole to the fullest of the open rows that has room, and
-    rows are padded. One longer than a row is an error (``refuse``) or loses its end (``truncate``).
+    The others never split a document, since the second part would lack its beginning (the question
+    of an answer): each goes into the fullest open sample that has room, and samples are padded. A
+    document longer than a sample is an error (``refuse``) or is truncated (``truncate``).
 
-    Documents without tokens are left out. Padding has document -1 and label -100.
+    Documents without tokens are skipped. Padding has document -1 and label -100.
 
     Args:
         documents: in their order.
-        seq_len: tokens per row.
+        seq_len: tokens per sample.
         long_documents: what to do with a document that does not fit.
-        pad_id: the token that pads.
+        pad_id: the padding token.
 
     Yields:
-        Rows; documents are numbered 0, 1, ... along each.
+        Samples; documents are numbered 0, 1, ... in each.
 
     Example:
-        >>> rows = pack([document([5, 6, 7]), document([8, 9])], seq_len=4, pad_id=0)
-        >>> [row["input_ids"].tolist() for row in rows]
+        >>> samples = pack([document([5, 6, 7]), document([8, 9])], seq_len=4, pad_id=0)
+        >>> [sample["input_ids"].tolist() for sample in samples]
         [[5, 6, 7, 8], [9, 0, 0, 0]]
     """
     if long_documents not in get_args(LongDocuments):
@@ -78,17 +79,17 @@ def pack(
             f"long_documents={long_documents!r}: use one of {', '.join(get_args(LongDocuments))}."
         )
     if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len}: rows need at least 1 token.")
+        raise ValueError(f"seq_len={seq_len}: samples need at least 1 token.")
     if long_documents == "split":
         return _pack_split(documents, seq_len, pad_id)
     return _pack_whole(documents, seq_len, pad_id, truncate=long_documents == "truncate")
 
 
-class _OpenRow:
-    """A row that still takes documents."""
+class _OpenSample:
+    """A sample that has room for documents."""
 
     def __init__(self, seq_len: int, pad_id: int) -> None:
-        self.row: Row = {
+        self.sample: Sample = {
             "input_ids": np.full(seq_len, pad_id, np.int32),
             "labels": np.full(seq_len, IGNORED_LABEL, np.int32),
             "document_ids": np.full(seq_len, NO_DOCUMENT, np.int32),
@@ -97,17 +98,17 @@ class _OpenRow:
         self._num_documents = 0
 
     def add(self, part: Document) -> None:
-        start = len(self.row["input_ids"]) - self.free
-        place = slice(start, start + len(part.ids))
-        self.row["input_ids"][place] = part.ids
-        self.row["labels"][place] = part.labels
-        self.row["document_ids"][place] = self._num_documents
+        start = len(self.sample["input_ids"]) - self.free
+        tokens = slice(start, start + len(part.ids))
+        self.sample["input_ids"][tokens] = part.ids
+        self.sample["labels"][tokens] = part.labels
+        self.sample["document_ids"][tokens] = self._num_documents
         self.free -= len(part.ids)
         self._num_documents += 1
 
 
-def _pack_split(documents: Iterable[Document], seq_len: int, pad_id: int) -> Iterator[Row]:
-    last = _OpenRow(seq_len, pad_id)
+def _pack_split(documents: Iterable[Document], seq_len: int, pad_id: int) -> Iterator[Sample]:
+    last = _OpenSample(seq_len, pad_id)
     for ids, labels, _ in documents:
         start = 0
         while start < len(ids):
@@ -115,35 +116,35 @@ def _pack_split(documents: Iterable[Document], seq_len: int, pad_id: int) -> Ite
             last.add(Document(ids[start:stop], labels[start:stop]))
             start = stop
             if not last.free:
-                yield last.row
-                last = _OpenRow(seq_len, pad_id)
+                yield last.sample
+                last = _OpenSample(seq_len, pad_id)
     if last.free < seq_len:
-        yield last.row
+        yield last.sample
 
 
 def _pack_whole(
     documents: Iterable[Document], seq_len: int, pad_id: int, *, truncate: bool
-) -> Iterator[Row]:
-    rows: list[_OpenRow] = []
+) -> Iterator[Sample]:
+    samples: list[_OpenSample] = []
     for ids, labels, number in documents:
         if not len(ids):
             continue
         if len(ids) > seq_len and not truncate:
             raise ValueError(
-                f"Document {number} has {len(ids)} tokens, but rows hold seq_len={seq_len}. Use a "
-                "larger seq_len, or long_documents='truncate' (its end is lost) or 'split'."
+                f"Document {number} has {len(ids)} tokens, but samples hold seq_len={seq_len}. Use "
+                "a larger seq_len, or long_documents='truncate' (its end is lost) or 'split'."
             )
         part = Document(ids[:seq_len], labels[:seq_len])
-        fitting = [row for row in rows if row.free >= len(part.ids)]
+        fitting = [sample for sample in samples if sample.free >= len(part.ids)]
         if fitting:
-            best = min(fitting, key=lambda row: row.free)
+            best = min(fitting, key=lambda sample: sample.free)
         else:
-            best = _OpenRow(seq_len, pad_id)
-            rows.append(best)
+            best = _OpenSample(seq_len, pad_id)
+            samples.append(best)
         best.add(part)
-        if not best.free or len(rows) > OPEN_ROWS:
-            fullest = min(rows, key=lambda row: row.free)
-            rows.remove(fullest)
-            yield fullest.row
-    for row in rows:
-        yield row.row
+        if not best.free or len(samples) > OPEN_SAMPLES:
+            fullest = min(samples, key=lambda sample: sample.free)
+            samples.remove(fullest)
+            yield fullest.sample
+    for sample in samples:
+        yield sample.sample

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a number in a long text: rows made from a seed, an exact score, a map length x depth.
+"""The pass-key task: find a number in a long text. Samples, a metric and a heat map.
 
-Every row is a function of its number, so nothing is stored, any length will do, and workers need no
-seed. Whether a row was answered is the same on all ranks that share it.
+Every sample is a function of its index, so nothing is stored and workers need no seed. Context
+ranks agree on whether a sample was answered.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,10 @@ from torch import Tensor
 from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
-from lightning_cp import active_step
-from lightning_cp.data.sharding import unshard
-from lightning_cp.step import IGNORED_LABEL
-from recipes.data.loader import NO_ROW, Batch, as_tensors
-from recipes.data.module import RowsData
-from recipes.data.packing import Document, document, pack
+from lightning_cp import ContextParallel
+from recipes.data.loader import NO_SAMPLE, Batch, as_tensors
+from recipes.data.module import SampleData
+from recipes.data.packing import IGNORED_LABEL, Document, document, pack
 from recipes.tokens import load_tokenizer
 
 NEEDLE: Final = " The pass key is "
@@ -36,34 +34,34 @@ _WORDS: Final = (
 )
 
 
-class PasskeyData(RowsData):
-    """Texts of filler with a key hidden in it, and at the end the question for it.
+class PasskeyData(SampleData):
+    """Filler texts with a hidden key, and a question for it at the end.
 
-    The digits of the answer are the only labels. A training row is packed with as many texts as
-    fit, each a document with its own key, depth and length: little is padding, and the short texts
-    teach what the long ones need. A validation row holds one text and lies on the grid lengths x
-    depths, with a key that training never shows; it is padded. Batches carry ``cell`` [batch], the
-    row's place on the grid, row by row of it; -1 in training, and for rows that do not count.
+    Only the digits of the answer are labels. A training sample is packed with texts, each a
+    document with its own key, depth and length, so that there is little padding. A validation
+    sample holds one text of a cell of the grid lengths x depths, with a key that training never
+    shows, and is padded. Batches hold ``cell`` [batch], the row-major index of the cell; -1 in
+    training, and for samples that do not count.
 
     Args:
-        seq_len: tokens per row.
-        batch_size: rows per data rank.
-        lengths: of the texts, each at most ``seq_len``; by default a quarter, a half and all of it.
-        train_lengths: of the texts in training, drawn from those that fit into what is left of a
-            row; one that is listed twice is drawn twice as often. By default ``lengths``.
-        depths: where the key is hidden, from 0 (start) to 1 (just before the question).
+        seq_len: tokens per sample.
+        batch_size: samples per data rank.
+        lengths: of the texts, each at most ``seq_len``; by default 1/4, 1/2 and all of it.
+        train_lengths: of the texts in training, drawn from those that fit into the rest of a
+            sample; one that is listed twice is drawn twice as often. By default ``lengths``.
+        depths: position of the key, from 0 (start) to 1 (just before the question).
         key_len: digits of a key.
-        num_train_rows: rows of an epoch.
-        val_rows_per_cell: how often each cell of the grid is tried.
+        num_train_rows: samples of an epoch.
+        val_rows_per_cell: validation samples per cell of the grid.
         tokenizer: a folder or a name on the hub; None: bytes.
-        num_workers: processes that make rows ahead.
-        seed: of fillers, keys and depths, and of the order of rows.
+        num_workers: processes that build samples ahead.
+        seed: of fillers, keys and depths, and of the order of samples.
 
     Example:
         >>> data = PasskeyData(seq_len=256, lengths=[128, 256], depths=[0.0, 0.5, 1.0])
         >>> data.setup("fit")
-        >>> row = data.val_rows()[1]
-        >>> data.tokenizer.decode(row["input_ids"][row["labels"] != -100])
+        >>> sample = data.val_samples()[1]
+        >>> data.tokenizer.decode(sample["input_ids"][sample["labels"] != -100])
         '81761'
     """
 
@@ -86,14 +84,14 @@ class PasskeyData(RowsData):
         self.lengths = lengths or sorted({seq_len // 4, seq_len // 2, seq_len})
         self.train_lengths = train_lengths or self.lengths
         self.depths = depths or [0.0, 0.25, 0.5, 0.75, 1.0]
-        for name, given in self._all_lengths():
-            if max(given) > seq_len:
+        for name, lengths in self._all_lengths():
+            if max(lengths) > seq_len:
                 raise ValueError(
-                    f"{name}={given}: a text of {max(given)} tokens does not fit into "
+                    f"{name}={lengths}: a text of {max(lengths)} tokens does not fit into "
                     f"seq_len={seq_len}. Use shorter lengths or a larger seq_len."
                 )
         if not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"depths={self.depths}: give shares from 0 (start) to 1 (end).")
+            raise ValueError(f"depths={self.depths}: give fractions from 0 (start) to 1 (end).")
         if not 2 <= key_len <= 18:
             raise ValueError(f"key_len={key_len}: give 2 to 18 digits.")
         self.key_len = key_len
@@ -109,11 +107,11 @@ class PasskeyData(RowsData):
     def setup(self, stage: str) -> None:
         """Check that the shortest text holds key and question."""
         super().setup(stage)
-        needed = self.train_rows().min_len
-        for name, given in self._all_lengths():
-            if min(given) < needed:
+        needed = self.train_samples().min_len
+        for name, lengths in self._all_lengths():
+            if min(lengths) < needed:
                 raise ValueError(
-                    f"{name}={given}: key and question alone take {needed} tokens of this "
+                    f"{name}={lengths}: key and question alone take {needed} tokens of this "
                     f"tokenizer. Use lengths (or a seq_len) of at least {needed}."
                 )
 
@@ -121,25 +119,25 @@ class PasskeyData(RowsData):
         yield "lengths", self.lengths
         yield "train_lengths", self.train_lengths
 
-    def train_rows(self) -> "PasskeyRows":
-        """Return the packed rows to train on."""
-        return PasskeyRows(self, held_out=False)
+    def train_samples(self) -> "PasskeySamples":
+        """Return the packed samples to train on."""
+        return PasskeySamples(self, held_out=False)
 
-    def val_rows(self) -> "PasskeyRows":
-        """Return the rows on the grid."""
-        return PasskeyRows(self, held_out=True)
+    def val_samples(self) -> "PasskeySamples":
+        """Return the samples of the grid."""
+        return PasskeySamples(self, held_out=True)
 
     def build_metric(self) -> "RetrievalGrid":
-        """Build what gathers the score of each cell."""
+        """Build the metric that averages over each cell."""
         return RetrievalGrid(len(self.lengths), len(self.depths))
 
 
-class PasskeyRows:
-    """Rows by their number.
+class PasskeySamples:
+    """Samples by index.
 
     Args:
         data: the options.
-        held_out: validation rows: one text each, on the grid, with keys that training never shows.
+        held_out: validation samples, with keys that training never shows.
     """
 
     def __init__(self, data: PasskeyData, *, held_out: bool) -> None:
@@ -155,7 +153,7 @@ class PasskeyRows:
 
     @property
     def min_len(self) -> int:
-        """How many tokens a text takes without filler, at most."""
+        """The largest number of tokens of a text without filler."""
         fixed = (self._start, self._needle, self._needle_end, self._question)
         return sum(map(len, fixed)) + 2 * (self._data.key_len + 1)
 
@@ -172,13 +170,13 @@ class PasskeyRows:
             length = data.lengths[cell // len(data.depths)]
             texts = iter([self._text(length, data.depths[cell % len(data.depths)], generator)])
         else:
-            cell, texts = NO_ROW, self._texts(generator)
+            cell, texts = NO_SAMPLE, self._texts(generator)
         pad_id = data.tokenizer.pad_token_id or 0
-        (row,) = pack(texts, data.seq_len, long_documents="refuse", pad_id=pad_id)
-        return as_tensors({**row, "cell": cell})
+        (sample,) = pack(texts, data.seq_len, long_documents="refuse", pad_id=pad_id)
+        return as_tensors({**sample, "cell": cell})
 
     def _texts(self, generator: np.random.Generator) -> Iterator[Document]:
-        """Give texts until none fits into what is left of a row."""
+        """Yield texts until none fits into the rest of a sample."""
         left = self._data.seq_len
         while fitting := [length for length in self._data.train_lengths if length <= left]:
             length = fitting[generator.integers(len(fitting))]
@@ -194,16 +192,16 @@ class PasskeyRows:
     def _text(self, length: int, depth: float, generator: np.random.Generator) -> Document:
         key = _ids(self._data.tokenizer, self._draw_key(generator))
         needle = [*self._needle, *key, *self._needle_end]
-        room = length - len(self._start) - len(needle) - len(self._question) - len(key)
-        words = generator.integers(len(self._words), size=room)  # a word has a token or more
-        filler = [token for word in words for token in self._words[word]][:room]
-        at = round(depth * room)
-        asked = [*self._start, *filler[:at], *needle, *filler[at:], *self._question]
-        return document([*asked, *key], [IGNORED_LABEL] * len(asked) + key)
+        filler_len = length - len(self._start) - len(needle) - len(self._question) - len(key)
+        words = generator.integers(len(self._words), size=filler_len)  # at least a token per word
+        filler = [token for word in words for token in self._words[word]][:filler_len]
+        at = round(depth * filler_len)
+        prompt = [*self._start, *filler[:at], *needle, *filler[at:], *self._question]
+        return document([*prompt, *key], [IGNORED_LABEL] * len(prompt) + key)
 
 
 def is_held_out(key: int) -> bool:
-    """Say whether a key is for validation only: one in eight, whatever the seed."""
+    """Return whether a key is for validation only: one in eight, for any seed."""
     return key * 2654435761 % 2**32 >> 29 == 0
 
 
@@ -211,40 +209,40 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
-def retrieval_accuracy(logits: Tensor, batch: dict[str, Any]) -> Tensor:
-    """Return for each row whether all its labels were predicted exactly, bool [batch].
+def retrieval_accuracy(
+    logits: Tensor, batch: dict[str, Any], *, cp: ContextParallel | None
+) -> Tensor:
+    """Return for each sample whether all labels were predicted exactly, bool [batch].
 
-    Inside a step, logits and labels are this rank's, and a label's predecessor may be another's:
-    the predicted tokens are put together first, and all ranks that share the row get the same.
-    Teacher-forced: each token is predicted from the true ones before it. A row without labels was
-    not answered.
+    Inside a step, logits and labels are those of this rank, and the token before a label may be on
+    another rank: predicted tokens are unsharded first, and context ranks get the same result.
+    Teacher-forced: each token is predicted from the true tokens before it. A sample without labels
+    was not answered.
 
     Args:
         logits: [batch, tokens, vocabulary].
-        batch: what the step gave, with ``labels`` [batch, tokens].
+        batch: with ``labels`` [batch, tokens].
+        cp: of the open step; None for full sequences outside of a step.
 
     Example:
         >>> logits = torch.eye(4)[torch.tensor([[1, 2, 3, 0]])]
-        >>> retrieval_accuracy(logits, {"labels": torch.tensor([[-100, -100, 2, 3]])}).tolist()
+        >>> batch = {"labels": torch.tensor([[-100, -100, 2, 3]])}
+        >>> retrieval_accuracy(logits, batch, cp=None).tolist()
         [True]
     """
     predicted, labels = logits.argmax(-1), batch["labels"]
-    step = active_step.current()
-    if step is not None:
-        predicted, labels = (
-            unshard(x, 1, layout=step.layout, transport=step.groups.context)
-            for x in (predicted, labels)
-        )
-    asked = labels[:, 1:] != IGNORED_LABEL
-    right = predicted[:, :-1] == labels[:, 1:]
-    answered: Tensor = (right | ~asked).all(1) & asked.any(1)
+    if cp is not None:
+        predicted, labels = cp.unshard(predicted, 1), cp.unshard(labels, 1)
+    has_label = labels[:, 1:] != IGNORED_LABEL
+    is_right = predicted[:, :-1] == labels[:, 1:]
+    answered: Tensor = (is_right | ~has_label).all(1) & has_label.any(1)
     return answered
 
 
 class RetrievalGrid(Metric):
-    """The share of rows answered, for each cell of a grid lengths x depths.
+    """The fraction of samples answered, for each cell of a grid lengths x depths.
 
-    Ranks that share rows count them alike, which changes no share.
+    Every context rank counts each sample, which does not change fractions.
 
     Args:
         num_lengths: rows of the grid.
@@ -267,31 +265,31 @@ class RetrievalGrid(Metric):
         self.add_state("total", zeros.clone(), dist_reduce_fx="sum")
 
     def update(self, answered: Tensor, cell: Tensor) -> None:
-        """Count rows; those of no cell are left out."""
+        """Count samples; those without a cell are skipped."""
         counts = cell >= 0
         cells, values = cell[counts], answered[counts].to(self.right)
         self.right.view(-1).index_add_(0, cells, values)
         self.total.view(-1).index_add_(0, cells, torch.ones_like(values))
 
     def compute(self) -> Tensor:
-        """Return [lengths, depths]; NaN where no row was tried."""
+        """Return [lengths, depths]; NaN for cells without samples."""
         return self.right / self.total
 
     def mean(self) -> Tensor:
-        """Return the mean over the cells that were tried."""
+        """Return the mean over the cells with samples."""
         return self.compute().nanmean()
 
 
 def heat_map(
     accuracy: Tensor, lengths: list[int], depths: list[float], path: str | Path | None = None
 ) -> str:
-    r"""Return the map length x depth as a table; draw it as a PNG too, if a path is given.
+    r"""Return a table of length x depth; also draw it as a PNG, if a path is given.
 
     Args:
         accuracy: [lengths, depths], from 0 to 1.
-        lengths: names of the rows.
-        depths: names of the columns.
-        path: of the picture; without matplotlib the table says that there is none.
+        lengths: labels of the rows.
+        depths: labels of the columns.
+        path: of the picture; without matplotlib none is drawn, and the text says so.
 
     Example:
         >>> print(heat_map(torch.tensor([[1.0, 0.5]]), [128], [0.0, 1.0]))

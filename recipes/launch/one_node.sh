@@ -5,7 +5,7 @@
 #   recipes/launch/one_node.sh DEVICES CONFIG [options of `python -m recipes fit`]
 #   recipes/launch/one_node.sh 8 recipes/configs/llama31_8b_full_128k.yaml --model.lr 2e-5
 #
-# Goes on from the config's last.ckpt if there is one; to begin anew, remove it. PYTHON names the
+# Resumes from the last.ckpt of the config; remove it to start again. PYTHON names the
 # interpreter, if `python` is not the one.
 set -euo pipefail
 
@@ -20,7 +20,7 @@ python=${PYTHON:-python}
 options=(fit --config "$config" --trainer.num_nodes 1 --trainer.devices "$devices"
   --ckpt_path last "$@")
 
-# What is wrong with the options is said here, in one line and once.
+# Check the options first: an error is then printed in one line, once.
 "$python" -m recipes "${options[@]}" --print_config > /dev/null
 
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$devices" \

@@ -6,8 +6,8 @@
 #   recipes/launch/several_nodes.sh 4 8 node0 recipes/configs/llama31_70b_lora_512k.yaml
 #
 # HOST is one of the nodes, the same on all: they find each other there (port 29500 if none is
-# given). Ranks are numbered node by node, so that those that share a row are neighbours. All nodes
-# must see the same folders. Goes on from the config's last.ckpt if there is one; to begin anew,
+# given). Ranks are numbered node by node, so that context ranks are neighbours. All nodes
+# must see the same folders. Resumes from the last.ckpt of the config; to start again,
 # remove it. PYTHON names the interpreter, if `python` is not the one.
 set -euo pipefail
 
@@ -26,7 +26,7 @@ python=${PYTHON:-python}
 options=(fit --config "$config" --trainer.num_nodes "$nodes" --trainer.devices "$devices"
   --ckpt_path last "$@")
 
-# What is wrong with the options is said here, in one line and once per node.
+# Check the options first: an error is then printed in one line, once per node.
 "$python" -m recipes "${options[@]}" --print_config > /dev/null
 
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$devices" \

@@ -105,10 +105,10 @@ class Job:
     Args:
         config: of the model.
         num_ranks: over which weights are cut.
-        row_len: tokens of a row.
+        seq_len: tokens of a sequence.
         cp_size: ranks that share it.
         ulysses: of them, those that swap tokens for heads.
-        batch_size: rows that a group holds at once.
+        batch_size: samples per data rank.
         lora_rank: 0 for all weights.
         lora_targets: names of linear layers, or ``all-linear``.
         freeze: patterns of parameters that are not trained.
@@ -116,7 +116,7 @@ class Job:
 
     config: PreTrainedConfig
     num_ranks: int
-    row_len: int
+    seq_len: int
     cp_size: int
     ulysses: int = 1
     batch_size: int = 1
@@ -134,7 +134,7 @@ def job_of(config: Mapping[str, Any]) -> Job:
     return Job(
         REAL[model["model"]],
         num_ranks=trainer["devices"] * trainer["num_nodes"],
-        row_len=data["seq_len"],
+        seq_len=data["seq_len"],
         cp_size=inside * between,
         ulysses=inside,
         batch_size=data["batch_size"],
@@ -163,7 +163,7 @@ def compute(job: Job) -> dict[str, float]:
     root = sum(p.numel() for p in model.parameters() if id(p) not in in_blocks)
     largest = max(sum(p.numel() for p in b.parameters()) for b in blocks)
     head = model.get_output_embeddings().weight.numel()
-    tokens = job.batch_size * job.row_len // job.cp_size
+    tokens = job.batch_size * job.seq_len // job.cp_size
     width, layers = text.hidden_size, text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or width // text.num_attention_heads
     queries, keys = text.num_attention_heads * head_dim, text.num_key_value_heads * head_dim
@@ -173,13 +173,13 @@ def compute(job: Job) -> dict[str, float]:
         "weights with gradients and Adam states": (16 * trained + 2 * frozen) / job.num_ranks,
         # gathered from forward to backward, with gradients; those of the head once more, from the
         # loss that is computed in pieces
-        "embeddings and head in whole": (8 * root + 4 * head) if full else 2 * root,
+        "full embeddings and head": (8 * root + 4 * head) if full else 2 * root,
         # two at a time in float32, one in bfloat16, one's gradients and their copy on the way
-        "two layers in whole": largest * (18 if full else 4),
+        "two full layers": largest * (18 if full else 4),
         "one activation per layer": layers * tokens * width * residual,
-        "computing one layer again": tokens * _work(text, width, queries, keys, residual),
+        "recomputing one layer": tokens * _work(text, width, queries, keys, residual),
         # keys and values in bfloat16, their gradients in float32
-        "keys and values of whole rows": job.batch_size * job.row_len * 2 * keys * 6 / job.ulysses,
+        "full keys and values": job.batch_size * job.seq_len * 2 * keys * 6 / job.ulysses,
         # logits of a piece in float32, a few times
         "the loss": 4 * LARGEST_LOGITS + tokens * width * 2 * residual,
     }
@@ -208,7 +208,7 @@ def _count(model: nn.Module, job: Job) -> tuple[int, int]:
 
 
 def _work(text: Any, width: int, queries: int, keys: int, residual: int) -> int:
-    """Return the bytes per token while a layer is computed again and goes backward."""
+    """Return the bytes per token while a layer is recomputed and goes backward."""
     experts = getattr(text, "num_experts_per_tok", None)
     inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     mlp = 14 * inner

@@ -109,7 +109,7 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--config", "TOP"], "trayner.max_steps: .* Did you mean trainer.max_steps?"),
         (["fit", "--config", "DATA"], "data.init_args.seq_le: .* mean data.init_args.seq_len?"),
         (["fit", "--config", "LORA"], "model.lora.rnk: .* Did you mean model.lora.rank?"),
-        (["fit", "--config", "BROKEN"], "BROKEN.yaml is no YAML: .*line 1, column 8"),
+        (["fit", "--config", "BROKEN"], "BROKEN.yaml is not valid YAML: .*line 1, column 8"),
         (["fit", "--model.lrr", "3"], "model.lrr: .* Did you mean model.lr?"),
         (
             ["fit", "--figures.every_n_steps", "3"],
@@ -124,7 +124,7 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--data.seq_len", "x"], "data.seq_len: must be int, but is x"),
         (["fit", "--data.seq_len", "-4"], "data.*seq_len=-4: give a number of at least 2"),
         (["fit", "--model.model", "no/body"], "model='no/body' could not be loaded"),
-        (["fit", "--model.model", "./no"], "model='./no' is no folder"),
+        (["fit", "--model.model", "./no"], "model='./no' is not a folder"),
         (["fit", "--model.config.hidden_sizes", "3"], "Did you mean `hidden_size`"),
         (["fit", "--trainer.strategy.layout", "zig"], "trainer.strategy.layout: must be Literal"),
         (["fit", "--trainer.precision", "64-true"], "64-true.* is not supported by ContextParal"),
@@ -395,12 +395,12 @@ def test_a_checkpoint_that_lost_its_name_gets_it_back(tmp_path):
     aside, last = tmp_path / ".last.ckpt.replaced", tmp_path / "last.ckpt"
     aside.mkdir()
     (aside / "meta.pt").touch()
-    cli._put_back(str(tmp_path))
+    cli._restore_last(str(tmp_path))
     assert (last / "meta.pt").is_file()
     aside.mkdir()
-    cli._put_back(str(tmp_path))  # a newer one has it
+    cli._restore_last(str(tmp_path))  # a newer one has it
     assert aside.is_dir()
-    cli._put_back(None)
+    cli._restore_last(None)
 
 
 def test_whole_numbers_stay_whole():
@@ -409,7 +409,7 @@ def test_whole_numbers_stay_whole():
     def trainer(limit: float | int | None = None, every: str | float | int = 1):
         return limit, every
 
-    cli._try_whole_numbers_first(trainer)
+    cli._parse_int_before_float(trainer)
     parser = ArgumentParser()
     parser.add_function_arguments(trainer)
     for text, number in (("1", 1), ("1.0", 1.0), ("0.25", 0.25)):
@@ -442,7 +442,7 @@ def test_a_hub_that_is_out_of_reach_is_asked_once(monkeypatch):
     tokens.reaches_hub.cache_clear()
     try:
         for _ in range(2):
-            with pytest.raises(ValueError, match="is out of reach, so only what was fetched"):
+            with pytest.raises(ValueError, match="is out of reach, so only cached files"):
                 tokens.load_tokenizer("no/body")
         assert len(asked) == 1
     finally:

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_cp import ContextParallelStrategy
 from recipes.data import ChatData, TextData
-from recipes.data.loader import RowLoader, plan_evaluation, plan_training
-from recipes.data.module import RowsData
-from recipes.data.packing import OPEN_ROWS, document, pack
+from recipes.data.loader import SampleLoader, plan_evaluation, plan_training
+from recipes.data.module import SampleData
+from recipes.data.packing import OPEN_SAMPLES, document, pack
 from recipes.data.sources import find_source
 from recipes.tokens import byte_tokenizer, load_tokenizer
 
@@ -87,11 +87,11 @@ def test_whole_documents_waste_little():
     rows = list(pack(numbered(tokens), 512, long_documents="refuse"))
     padding = 1 - sum(map(len, tokens)) / (512 * len(rows))
     assert padding < 0.03
-    assert len(rows) > OPEN_ROWS
+    assert len(rows) > OPEN_SAMPLES
 
 
 def test_a_document_longer_than_a_row_is_refused_if_asked():
-    with pytest.raises(ValueError, match=r"Document 1 has 5 tokens, but rows hold seq_len=4"):
+    with pytest.raises(ValueError, match=r"Document 1 has 5 tokens, but samples hold seq_len=4"):
         list(pack([document([1]), document([1] * 5, number=1)], 4, long_documents="refuse"))
 
 
@@ -200,7 +200,7 @@ def test_every_kind_of_source_gives_the_same_rows(kind, jsonl, tmp_path):
         for i, text in enumerate(TEXTS):
             (path / f"{i:03}.txt").write_text(text)
     data = prepared(small(path, tmp_path))
-    assert text_of(data, all_rows(data.train_rows())) == "".join(f"{t}<eos>" for t in TEXTS)
+    assert text_of(data, all_rows(data.train_samples())) == "".join(f"{t}<eos>" for t in TEXTS)
     assert data.val_dataloader() == []
 
 
@@ -213,14 +213,16 @@ def test_the_hub_is_asked_for_other_names(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     data = small("owner/name", tmp_path, text_column="body", config_name="de", split="test")
-    assert text_of(prepared(data), all_rows(data.train_rows())).startswith("Document 0")
+    assert text_of(prepared(data), all_rows(data.train_samples())).startswith("Document 0")
     assert asked == [("owner/name", "de", "test")]
 
     def missing(*args, **options):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'x' doesn't exist.\nOr is gated.")
 
     monkeypatch.setattr(datasets, "load_dataset", missing)
-    with pytest.raises(ValueError, match=r"no file or folder here, and the hub .* doesn't exist"):
+    with pytest.raises(
+        ValueError, match=r"neither a file nor a folder, .* the hub .* doesn't exist"
+    ):
         small("another", tmp_path).prepare_data()
 
 
@@ -236,7 +238,7 @@ def test_the_embedded_corpus_is_long_documents_without_tests():
 
 def test_a_python_without_sources_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(FileNotFoundError, match=r"source=None is the sources .* holds none"):
+    with pytest.raises(FileNotFoundError, match=r"source=None reads the sources .* holds none"):
         find_source(None)
 
 
@@ -244,7 +246,7 @@ def test_the_embedded_corpus_needs_nothing(tmp_path):
     data = prepared(small(None, tmp_path, max_documents=3, seq_len=512, val_fraction=0.3))
     source = find_source(None)
     sizes = [len(file.read_text().encode()) + 1 for file in source.files[:3]]
-    tables = (data.train_rows(), data.val_rows())
+    tables = (data.train_samples(), data.val_samples())
     tokens = [sum(int((row["document_ids"] >= 0).sum()) for row in all_rows(t)) for t in tables]
     assert sum(tokens) == sum(sizes)
     assert tokens[1] in sizes, "validation rows are a document that training does not see"
@@ -253,17 +255,17 @@ def test_the_embedded_corpus_needs_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", r"source='.*missing.jsonl': there is no such file or folder \(seen from"),
+        ("missing.jsonl", r"source='.*missing.jsonl': there is no such file or folder \(in "),
         ("./nowhere", "there is no such file or folder"),
         ("empty", "the folder holds no .jsonl / .json / .* / .txt file"),
-        ("mixed", r"files of several kinds \(json, text\)"),
-        ("data.tsv", "files of kind '.tsv' are not read"),
-        ("nothing.jsonl", "nothing.jsonl' is empty: there is no record in it"),
+        ("mixed", r"files of several formats \(json, text\)"),
+        ("data.tsv", "the format '.tsv' is not supported"),
+        ("nothing.jsonl", "nothing.jsonl' is empty: it holds no record"),
         ("broken.jsonl", "cannot be read as json"),
-        ("one.txt", "has 1 document, of which val_fraction=0.1 cannot be set aside"),
-        ("other.jsonl", "has no column 'text', but words. Name the one to read: text_column="),
+        ("one.txt", "has 1 document, so val_fraction=0.1 cannot be set aside"),
+        ("other.jsonl", "has no column 'text'; it has words. Choose one: text_column="),
         ("list.jsonl", "Record . holds a list in 'text', but plain text is a string"),
-        ("blank.jsonl", "gave no token for"),
+        ("blank.jsonl", "has no tokens for"),
     ],
 )
 def test_sources_that_do_not_serve_are_refused_in_one_line(name, message, tmp_path):
@@ -293,7 +295,7 @@ def test_sources_that_do_not_serve_are_refused_in_one_line(name, message, tmp_pa
     [
         ({"seq_len": 1}, "seq_len=1: give a number of at least 2"),
         ({"batch_size": 0}, "batch_size=0: give a number of at least 1"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0: give a share from 0 to below 1"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: give a fraction from 0 to below 1"),
         ({"streaming": True, "val_fraction": 0.1}, "streaming=True cannot set val_fraction=0.1"),
         ({"long_documents": "drop"}, "long_documents='drop': use one of"),
         ({"max_documents": 0}, "max_documents=0: give at least 1, or None for all"),
@@ -305,15 +307,15 @@ def test_wrong_options_are_refused(options, message, tmp_path):
 
 
 def test_a_document_longer_than_a_row_is_refused_by_name_of_the_option(jsonl, tmp_path):
-    with pytest.raises(ValueError, match="Document 4 has .* tokens, but rows hold seq_len=64"):
+    with pytest.raises(ValueError, match="Document 4 has .* tokens, but samples hold seq_len=64"):
         small(jsonl, tmp_path, long_documents="refuse").prepare_data()
 
 
 def test_too_few_rows_and_rows_that_were_not_packed_are_refused(jsonl, tmp_path):
-    with pytest.raises(RuntimeError, match="TextData has not packed its rows yet"):
+    with pytest.raises(RuntimeError, match="TextData has not packed its samples yet"):
         small(jsonl, tmp_path).setup("fit")
     data = prepared(small(jsonl, tmp_path, batch_size=100))
-    with pytest.raises(ValueError, match="rows of 64 tokens to train on, but a global batch takes"):
+    with pytest.raises(ValueError, match="samples of 64 tokens to train on, but a"):
         data.train_dataloader()
 
 
@@ -322,12 +324,12 @@ def test_too_few_rows_and_rows_that_were_not_packed_are_refused(jsonl, tmp_path)
 
 def test_rows_are_packed_once(jsonl, tmp_path, monkeypatch):
     first = prepared(small(jsonl, tmp_path, val_fraction=0.2))
-    kept = [row["input_ids"].tolist() for row in all_rows(first.train_rows())]
+    kept = [row["input_ids"].tolist() for row in all_rows(first.train_samples())]
     packed = []
     encode = TextData.encode
     monkeypatch.setattr(TextData, "encode", lambda *a: packed.append(1) or encode(*a))
     again = prepared(small(jsonl, tmp_path, val_fraction=0.2))
-    assert [row["input_ids"].tolist() for row in all_rows(again.train_rows())] == kept
+    assert [row["input_ids"].tolist() for row in all_rows(again.train_samples())] == kept
     assert not packed
     for options in ({"seq_len": 32}, {"add_eos": False}, {"seed": 1}, {"max_documents": 9}):
         packed.clear()
@@ -353,17 +355,17 @@ def test_a_killed_run_leaves_no_half_file(jsonl, tmp_path, monkeypatch):
 
 def test_validation_documents_are_not_trained_on(jsonl, tmp_path):
     data = prepared(small(jsonl, tmp_path, val_fraction=0.2))
-    train, val = (text_of(data, all_rows(t)) for t in (data.train_rows(), data.val_rows()))
+    train, val = (text_of(data, all_rows(t)) for t in (data.train_samples(), data.val_samples()))
     found = sorted(f"{text}<eos>" for text in TEXTS)
     parts = [f"{part}<eos>" for text in (train, val) for part in text.split("<eos>")[:-1]]
     assert sorted(parts) == found
     assert val.count("<eos>") == 4
     other = prepared(small(jsonl, tmp_path, val_source=str(jsonl)))
-    assert text_of(other, all_rows(other.val_rows())) == "".join(f"{t}<eos>" for t in TEXTS)
+    assert text_of(other, all_rows(other.val_samples())) == "".join(f"{t}<eos>" for t in TEXTS)
 
 
 def test_a_stream_gives_the_rows_of_the_file_to_any_number_of_data_ranks(jsonl, tmp_path):
-    rows = all_rows(prepared(small(jsonl, tmp_path)).train_rows())
+    rows = all_rows(prepared(small(jsonl, tmp_path)).train_samples())
     for size, batch_size in ((1, 4), (2, 2), (4, 1)):
         loaders = []
         for rank in range(size):
@@ -381,18 +383,18 @@ def test_a_stream_gives_the_rows_of_the_file_to_any_number_of_data_ranks(jsonl, 
 
 def test_a_stream_without_the_column_is_refused(jsonl, tmp_path):
     data = prepared(small(jsonl, tmp_path, streaming=True, text_column="body"))
-    with pytest.raises(ValueError, match="has no column 'body', but text, id"):
+    with pytest.raises(ValueError, match="has no column 'body'; it has text, id"):
         next(iter(data.train_dataloader()))
 
 
 def test_a_stream_can_be_validated_with_a_source_of_its_own(jsonl, tmp_path):
     data = prepared(small(jsonl, tmp_path, streaming=True, val_source=str(jsonl), val_fraction=0.5))
-    assert text_of(data, all_rows(data.val_rows())) == "".join(f"{t}<eos>" for t in TEXTS)
+    assert text_of(data, all_rows(data.val_samples())) == "".join(f"{t}<eos>" for t in TEXTS)
 
 
 def test_a_stream_too_short_for_a_batch_is_refused(jsonl, tmp_path):
     data = prepared(small(jsonl, tmp_path, streaming=True, batch_size=1000))
-    with pytest.raises(ValueError, match="The stream gave .* rows, but a global batch takes 1000"):
+    with pytest.raises(ValueError, match="The stream gave .* samples, but a global batch"):
         next(iter(data.train_dataloader()))
 
 
@@ -434,7 +436,7 @@ def unmarked():
 def test_only_what_the_assistant_says_is_learned(marks, tmp_path):
     options = {} if marks else {"tokenizer": templated(tmp_path, unmarked())}
     data = prepared(chat(tmp_path, [CHAT, CHAT[:3]], **options))
-    (row,) = all_rows(data.train_rows())
+    (row,) = all_rows(data.train_samples())
     whole = "<|system|>Be brief.<eos><|user|>Hi <3<eos><|assistant|>Hé!<eos>"
     rest = "<|user|>Bye<eos><|assistant|>So long.<eos>"
     assert text_of(data, [row]) == whole + rest + whole
@@ -450,9 +452,9 @@ def test_a_template_may_be_given(tmp_path):
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     )
     data = prepared(chat(tmp_path, [CHAT[1:3]], chat_template=str(own)))
-    assert text_of(data, all_rows(data.train_rows())) == "Hi <3Hé!"
+    assert text_of(data, all_rows(data.train_samples())) == "Hi <3Hé!"
     data = prepared(chat(tmp_path, [CHAT[1:]], seq_len=256, chat_template="chatml"))
-    (row,) = all_rows(data.train_rows())
+    (row,) = all_rows(data.train_samples())
     turns = ("user", "Hi <3"), ("assistant", "Hé!"), ("user", "Bye"), ("assistant", "So long.")
     written = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
     assert text_of(data, [row]) == written
@@ -505,15 +507,17 @@ def test_conversations_of_the_sharegpt_kind_are_read(column, tmp_path):
     usual = prepared(chat(tmp_path, [CHAT]))
     options = {"seq_len": 128, "val_fraction": 0.0, "cache_dir": str(tmp_path / "other")}
     data = prepared(ChatData(chat_file(tmp_path, [shared], column), **options))
-    for one, other in zip(all_rows(data.train_rows()), all_rows(usual.train_rows()), strict=True):
+    for one, other in zip(
+        all_rows(data.train_samples()), all_rows(usual.train_samples()), strict=True
+    ):
         assert all(torch.equal(one[key], other[key]) for key in other)
     bad = ChatData(chat_file(tmp_path, [[{"from": "narrator", "value": "x"}]], column), **options)
-    with pytest.raises(ValueError, match="message from 'narrator'. Known are human, user, gpt"):
+    with pytest.raises(ValueError, match="message from 'narrator'. Supported are human, user, gpt"):
         bad.prepare_data()
 
 
 def test_a_conversation_longer_than_a_row_is_refused_by_default(tmp_path):
-    with pytest.raises(ValueError, match="Document 0 has .* tokens, but rows hold seq_len=16"):
+    with pytest.raises(ValueError, match="Document 0 has .* tokens, but samples hold seq_len=16"):
         chat(tmp_path, [CHAT], seq_len=16).prepare_data()
 
 
@@ -543,15 +547,15 @@ class Counted:
         return {"input_ids": tokens, "labels": tokens, "cell": torch.tensor(index)}
 
 
-class CountedData(RowsData):
+class CountedData(SampleData):
     def __init__(self, num_rows=23, num_val_rows=5, *, batch_size=2, num_workers=0, seed=0):
         super().__init__(seq_len=4, batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.sizes = num_rows, num_val_rows
 
-    def train_rows(self):
+    def train_samples(self):
         return Counted(self.sizes[0])
 
-    def val_rows(self):
+    def val_samples(self):
         return Counted(self.sizes[1])
 
 
@@ -821,7 +825,7 @@ def test_workers_do_not_touch_torchs_random_numbers():
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    list(RowLoader(Counted(4), lambda _: [[0], [1]]))
+    list(SampleLoader(Counted(4), lambda _: [[0], [1]]))
     assert torch.equal(torch.rand(1), expected)
 
 

@@ -21,7 +21,7 @@ VERIFIED = "verified: loss=5.5, full_loss=5.5, tokens=8"
 WROTE = Generated(model="LlamaForCausalLM", prompt="def ", text="f(x):", num_tokens=5)
 
 
-def build_run(losses, *, said=(VERIFIED,), cp_size=2):
+def build_run(losses, *, log=(VERIFIED,), cp_size=2):
     metrics = {
         "train_loss": dict(enumerate(losses)),
         "val_loss_at/0-8": {2: 5.0},
@@ -30,14 +30,14 @@ def build_run(losses, *, said=(VERIFIED,), cp_size=2):
         "peak_memory_gb": {0: 0.5, 1: 0.75},
     }
     work = {"zigzag": [10] * cp_size, "contiguous": list(range(5, 5 + 10 * cp_size, 10))}
-    return Run(metrics, [16] * cp_size, work, list(said))
+    return Run(metrics, [16] * cp_size, work, list(log))
 
 
-def write(out, shared, alone):
+def write(out, sharded, single):
     return write_report(
         out,
-        shared=shared,
-        alone=alone,
+        sharded=sharded,
+        single=single,
         generated=WROTE,
         commands={"python -m recipes fit": 3.0},
         seconds=5.0,
@@ -99,24 +99,24 @@ def test_the_two_configs_differ_in_ranks_and_folders_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("losses", "said", "message"),
+    ("losses", "log", "message"),
     [
         ([5.0, 4.0, 3.01], (VERIFIED,), "differ by more than 0.0001"),
         ([5.0, math.nan, 3.0], (VERIFIED,), "differ by more than 0.0001"),
         ([5.0, 4.0], (VERIFIED,), "differ by more than 0.0001"),
-        ([5.0, 4.0, 3.0], (), "did not say that they had verified"),
+        ([5.0, 4.0, 3.0], (), "does not report that the first batch was verified"),
     ],
     ids=["a step", "NaN", "a step that is missing", "not verified"],
 )
-def test_what_differs_fails(losses, said, message, capsys):
-    shared, alone = build_run(losses, said=said), build_run([5.0, 4.0, 3.0], cp_size=1)
-    assert demo._conclude(Path("report.md"), shared, alone, 1.0) == 1
+def test_what_differs_fails(losses, log, message, capsys):
+    sharded, single = build_run(losses, log=log), build_run([5.0, 4.0, 3.0], cp_size=1)
+    assert demo._conclude(Path("report.md"), sharded, single, 1.0) == 1
     assert message in capsys.readouterr().err
 
 
 def test_curves_that_agree_pass(capsys):
-    alone = build_run([5.0, 4.0, 3.0], cp_size=1)
-    assert demo._conclude(Path("report.md"), build_run([5.0, 4.0, 3.00002]), alone, 1.0) == 0
+    single = build_run([5.0, 4.0, 3.0], cp_size=1)
+    assert demo._conclude(Path("report.md"), build_run([5.0, 4.0, 3.00002]), single, 1.0) == 0
     assert "2.0e-05, at step 3 of 3" in capsys.readouterr().out
 
 
@@ -162,7 +162,7 @@ def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     (tmp_path / report.PICTURE).write_bytes(b"of a former run")
     page = write(tmp_path, build_run([5.0, 4.0, 3.0]), build_run([5.0, 4.0, 3.0], cp_size=1))
-    assert "No picture: it needs matplotlib" in page.read_text()
+    assert "No picture: install matplotlib" in page.read_text()
     assert not (tmp_path / report.PICTURE).exists()
 
 
@@ -172,7 +172,7 @@ def test_the_last_value_of_each_step_is_read(tmp_path):
         "epoch,step,train_loss,val_loss_at/0-8\n0,0,5.5,\n0,1,5.25,\n0,1,,5.0\n"
     )
     (tmp_path / "balance.json").write_text(json.dumps({"tokens": [8], "work": {"zigzag": [36]}}))
-    (tmp_path / "said.log").write_text("context parallelism: 1 data x 1\n")
+    (tmp_path / "library.log").write_text("context parallelism: 1 data x 1\n")
     run = read_run(tmp_path)
     assert run.losses == {0: 5.5, 1: 5.25}
     assert run.by_position == {"0-8": 5.0}
@@ -184,4 +184,4 @@ def test_sizes_that_are_too_small_are_refused(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         demo.main(given)
     assert stopped.value.code == 2
-    assert "give a whole number of at least" in capsys.readouterr().err
+    assert "give an integer of at least" in capsys.readouterr().err

@@ -17,15 +17,10 @@ from hf_patches.export import export
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.checkpoint import consolidate
 from recipes.data import PasskeyData, TextData
-from recipes.module import (
-    CausalLMModule,
-    change_config,
-    decay_groups,
-    lr_factor,
-    read_config,
-    tiny_config,
-)
+from recipes.module import CausalLMModule
+from recipes.schedule import decay_groups, lr_factor
 from recipes.tokens import byte_tokenizer
+from recipes.weights import change_config, load_config, tiny_config
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.recipes.shrunken import ARCHITECTURES, pack_experts, write_config
 
@@ -72,8 +67,8 @@ def test_changes_of_a_config_keep_what_they_do_not_name():
     [
         ({"schedule": "cosin"}, "schedule='cosin' is unknown"),
         ({"dtype": "half"}, "dtype='half' is unknown"),
-        ({"warmup_steps": 1, "warmup_fraction": 0.1}, "say the same thing twice"),
-        ({"warmup_fraction": 1.5}, "a share from 0 to below 1"),
+        ({"warmup_steps": 1, "warmup_fraction": 0.1}, "set the same value"),
+        ({"warmup_fraction": 1.5}, "a fraction from 0 to below 1"),
         ({"config": {"hiden_size": 3}}, "no such value. Did you mean `hidden_size`"),
         ({"config": {"zzz": 3}}, "no such value. It has .*vocab_size"),
     ],
@@ -85,23 +80,23 @@ def test_wrong_options_are_refused_at_once(options, message):
 
 def test_what_is_no_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"nowhere' is no folder. Give a folder"):
-        read_config("./nowhere")
+    with pytest.raises(FileNotFoundError, match=r"nowhere' is not a folder. Give a folder"):
+        load_config("./nowhere")
     with pytest.raises(FileNotFoundError, match="holds no config.json"):
-        read_config(str(tmp_path))
+        load_config(str(tmp_path))
     with pytest.raises(ValueError, match=r"nobody/nothing' could not be loaded, neither as"):
-        read_config("nobody/nothing")
+        load_config("nobody/nothing")
     (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
     with pytest.raises(ValueError, match="could not be loaded.*llamma"):
-        read_config(str(tmp_path))
+        load_config(str(tmp_path))
     transformers.ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a 'vit', of which transformers has no causal"):
-        read_config(str(tmp_path))
+    with pytest.raises(ValueError, match="has type 'vit', of which transformers has no causal"):
+        load_config(str(tmp_path))
     told = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(
         json.dumps({**tiny_config().to_dict(), "quantization_config": told})
     )
-    with pytest.raises(ValueError, match=r"quantised \(gptq\).*Give the model that it was made"):
+    with pytest.raises(ValueError, match=r"quantized weights \(gptq\).*Give the model that it was"):
         CausalLMModule(model=str(tmp_path))
 
 
@@ -353,7 +348,7 @@ def test_retrieval_is_measured_where_rows_hide_keys(ranks, tmp_path):
 
 
 def find_no_keys(folder):
-    with pytest.raises(ValueError, match="Retrieval is measured by logits") as error:
+    with pytest.raises(ValueError, match="Retrieval is measured with logits") as error:
         find_keys(folder, {"chunked_loss": "always"})
     return str(error.value)
 

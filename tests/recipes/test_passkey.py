@@ -36,7 +36,7 @@ def texts_of(row):
 @pytest.mark.parametrize("key_len", [2, 5, 18])
 def test_the_key_is_hidden_once_in_each_text_and_asked_for_at_its_end(key_len):
     data = passkeys(key_len=key_len, seq_len=340, lengths=[150, 300])
-    for rows in (data.train_rows(), data.val_rows()):
+    for rows in (data.train_samples(), data.val_samples()):
         for index in range(20):
             for part in texts_of(rows[index]):
                 text, key = data.tokenizer.decode(part["input_ids"]), key_of(data, part)
@@ -54,7 +54,7 @@ def test_the_key_is_hidden_once_in_each_text_and_asked_for_at_its_end(key_len):
 
 def test_training_rows_are_packed_until_nothing_fits():
     data = passkeys(seq_len=700, lengths=[120, 700], train_lengths=[100, 150, 310])
-    rows = data.train_rows()
+    rows = data.train_samples()
     counts = set()
     for index in range(60):
         documents = rows[index]["document_ids"]
@@ -76,7 +76,7 @@ def test_training_rows_are_packed_until_nothing_fits():
 def test_a_length_that_is_listed_twice_is_drawn_more_often():
     lengths = {}
     for name, train_lengths in {"once": [100, 200], "often": [100, 100, 100, 200]}.items():
-        rows = passkeys(seq_len=400, lengths=[400], train_lengths=train_lengths).train_rows()
+        rows = passkeys(seq_len=400, lengths=[400], train_lengths=train_lengths).train_samples()
         first = [int((rows[i]["document_ids"] == 0).sum()) for i in range(200)]
         lengths[name] = first.count(100) / 200
     assert 0.4 < lengths["once"] < 0.6
@@ -85,15 +85,15 @@ def test_a_length_that_is_listed_twice_is_drawn_more_often():
 
 def test_validation_rows_hold_one_text():
     data = passkeys(seq_len=400, lengths=[100, 150, 400])
-    for index in range(len(data.val_rows())):
-        documents = data.val_rows()[index]["document_ids"]
+    for index in range(len(data.val_samples())):
+        documents = data.val_samples()[index]["document_ids"]
         length = data.lengths[index % 9 // 3]
         assert documents.tolist() == [0] * length + [-1] * (400 - length)
 
 
 def test_validation_rows_lie_on_the_grid():
     data = passkeys(val_rows_per_cell=2)
-    rows = data.val_rows()
+    rows = data.val_samples()
     assert len(rows) == 2 * 6
     for index in range(12):
         row = rows[index]
@@ -104,12 +104,12 @@ def test_validation_rows_lie_on_the_grid():
         room = before + after - text.index("Remember it.") - len("Remember it.")
         assert before == round(depth * room)
     assert sorted(int(rows[i]["cell"]) for i in range(12)) == sorted([*range(6)] * 2)
-    assert int(data.train_rows()[0]["cell"]) == -1
+    assert int(data.train_samples()[0]["cell"]) == -1
 
 
 def test_keys_and_depths_of_training_vary_and_validation_keys_are_held_out():
     data = passkeys(key_len=2)
-    train, val = data.train_rows(), data.val_rows()
+    train, val = data.train_samples(), data.val_samples()
     trained = {key_of(data, text) for i in range(600) for text in texts_of(train[i])}
     tried = {key_of(data, val[i]) for i in range(len(val))}
     assert len(trained) > 70
@@ -122,7 +122,7 @@ def test_keys_and_depths_of_training_vary_and_validation_keys_are_held_out():
 
 
 def test_rows_are_the_same_in_every_run_and_others_with_another_seed():
-    row, again, other = (passkeys(seed=seed).train_rows()[7]["input_ids"] for seed in (3, 3, 4))
+    row, again, other = (passkeys(seed=seed).train_samples()[7]["input_ids"] for seed in (3, 3, 4))
     assert torch.equal(row, again)
     assert not torch.equal(row, other)
 
@@ -134,7 +134,7 @@ def test_rows_are_the_same_in_every_run_and_others_with_another_seed():
         ({"train_lengths": [128, 129]}, r"train_lengths=\[128, 129\]: a text of 129 tokens"),
         ({"lengths": [32]}, "key and question alone take 8. tokens of this tokenizer"),
         ({"train_lengths": [64, 128]}, r"^train_lengths=\[64, 128\]: key and question alone"),
-        ({"depths": [0.5, 1.5]}, r"depths=\[0.5, 1.5\]: give shares from 0"),
+        ({"depths": [0.5, 1.5]}, r"depths=\[0.5, 1.5\]: give fractions from 0"),
         ({"key_len": 1}, "key_len=1: give 2 to 18 digits"),
     ],
 )
@@ -149,7 +149,9 @@ def test_what_does_not_fit_is_refused(options, message):
 
 def answers(data, rows, *, wrong=()):
     """Return a batch, and logits that answer it rightly but for (row, digit) pairs."""
-    batch = {k: torch.stack([data.val_rows()[i][k] for i in rows]) for k in data.val_rows()[0]}
+    batch = {
+        k: torch.stack([data.val_samples()[i][k] for i in rows]) for k in data.val_samples()[0]
+    }
     targets = batch["input_ids"].roll(-1, 1)
     for row, digit in wrong:
         labels = batch["labels"][row]
@@ -165,9 +167,9 @@ EXPECTED = [True, False, True, False, False, True]
 
 def test_a_row_counts_only_if_every_digit_is_right():
     batch, logits = answers(passkeys(), range(6), wrong=WRONG)
-    assert retrieval_accuracy(logits, batch).tolist() == EXPECTED
+    assert retrieval_accuracy(logits, batch, cp=None).tolist() == EXPECTED
     batch["labels"][0] = -100
-    assert not retrieval_accuracy(logits, batch)[0], "a row that fills up was not answered"
+    assert not retrieval_accuracy(logits, batch, cp=None)[0], "no label, no answer"
 
 
 def score_on_ranks(layout, lengths):
@@ -176,7 +178,8 @@ def score_on_ranks(layout, lengths):
     cp = ContextParallel(dist.group.WORLD, layout=layout, sequence_dims={"logits": 1})
     with cp.step({**batch, "logits": logits}) as local:
         assert local["logits"].shape[1] < logits.shape[1]
-        return retrieval_accuracy(local["logits"], local).tolist(), local["cell"].tolist()
+        answered = retrieval_accuracy(local["logits"], local, cp=cp)
+        return answered.tolist(), local["cell"].tolist()
 
 
 @pytest.mark.ranks
@@ -200,7 +203,8 @@ class Oracle(LightningModule):
         logits = torch.nn.functional.one_hot(batch["input_ids"].roll(-1, 1), self.vocab).float()
         logits[batch["cell"] % 3 == 2] = 0
         self.num_rows += int((batch["cell"] >= 0).sum())
-        self.grid.update(retrieval_accuracy(logits, batch), batch["cell"])
+        cp = getattr(self.trainer.strategy, "context_parallel", None)
+        self.grid.update(retrieval_accuracy(logits, batch, cp=cp), batch["cell"])
 
     def on_validation_epoch_end(self):
         self.found = self.grid.compute()
