@@ -245,9 +245,9 @@ def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
             in (messages[0])
         )
         assert "Leave it out; or choose the algorithm between Ulysses groups" in messages[1]
-        assert "('cp_between', 'cp_inside') says that 2 ranks swap tokens" in messages[2]
-        assert "But 1 are asked for" in messages[2]
-        assert "But all are asked for" in messages[3]
+        assert "('cp_between', 'cp_inside') is a Ulysses group of 2 ranks" in messages[2]
+        assert "but 1 are requested" in messages[2]
+        assert "but all are requested" in messages[3]
 
 
 def build_on_two_axes():
