@@ -344,7 +344,7 @@ def test_retrieval_is_measured_where_rows_hide_keys(ranks, tmp_path):
         assert found["val_retrieval"] == 0
         assert set(tested) == {"test_loss", "test_retrieval"}
     for said in ranks(2).run(on_ranks, find_no_keys, tmp_path):
-        assert "chunked_loss='always' leaves none" in said
+        assert "chunked_loss='always' returns none" in said
 
 
 def find_no_keys(folder):
@@ -357,10 +357,10 @@ def find_no_keys(folder):
 @pytest.mark.parametrize(
     ("options", "data_options", "trainer_options", "message"),
     [
-        ({}, {}, {"strategy": "auto"}, "Recipes train under ContextParallelStrategy"),
+        ({}, {}, {"strategy": "auto"}, "recipes need ContextParallelStrategy"),
         ({"config": {"vocab_size": 200}}, {}, {}, "tokenizer has 262 tokens, but the model 200"),
-        ({"config": {"max_position_embeddings": 60}}, {}, {}, "Rows have 61 tokens, but the model"),
-        ({"freeze": ["*vision*"]}, {}, {}, "no parameter is named like '\\*vision\\*'"),
+        ({"config": {"max_position_embeddings": 60}}, {}, {}, "Sequences have 61 tokens, but the"),
+        ({"freeze": ["*vision*"]}, {}, {}, "no parameter name matches '\\*vision\\*'"),
         ({"lora": {"target_modules": ["w"]}}, {}, {}, "model.lora: Target modules"),
         ({}, {"streaming": True, "val_fraction": 0}, {"max_steps": -1}, "a stream has no length"),
     ],
