@@ -251,7 +251,7 @@ def test_masks_are_kept_over_steps_while_nothing_changes():
     assert masks.find(model.mask) is not masks.find(model.mask)
     for width in range(5):
         masks.find(build_mask(width))
-    assert len(masks._kept) == 3
+    assert len(masks._cache) == 3
 
 
 def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
@@ -279,7 +279,7 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
         assert again is not table
         for rank in range(20):
             mask.block_mask(QueryShard(layout, rank % 2, head_offset=rank), **kwargs)
-        assert len(mask._kept) <= 8
+        assert len(mask._cache) <= 8
 
 
 @pytest.mark.parametrize("inside", [True, False])
