@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
-from lightning_cp.attn.api import name_algorithm
+from lightning_cp.attn.choose import name_algorithm
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
