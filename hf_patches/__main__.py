@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from hf_patches.enable import enable
 from hf_patches.export import export, read_config
 from hf_patches.positions import position_rule
-from hf_patches.trial import HEADS, build_batch, build_model, resolve_head
 from hf_patches.verify import verify
+from hf_patches.verify_inputs import HEADS, build_batch, build_model, resolve_head
 from lightning_cp.options import AlgorithmName, LayoutName
 from lightning_cp.parallel import ContextParallel
 

@@ -20,8 +20,8 @@ from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import BatchChecks, find_differing
-from lightning_cp.data.open import check_not_sharded, open_step
 from lightning_cp.data.sharding import check_local, shard, token_dim, unshard, unshard_value
+from lightning_cp.data.step_builder import check_not_sharded, open_step
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.loss import local_targets

@@ -16,16 +16,12 @@ from torch.nn import functional
 from lightning_cp.attn import triton_ops
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.options import GradientWire
+from lightning_cp.precision import accumulation_dtype
 
 NEVER = float("-inf")
 """The lse of a query that sees no key: its sum is empty."""
 
 _LOWEST = -1e30
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over blocks: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def wire_dtype(dtype: torch.dtype, gradient_wire: GradientWire) -> torch.dtype:

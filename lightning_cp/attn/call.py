@@ -8,7 +8,7 @@ Dv head dims.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -192,13 +192,6 @@ def with_unit_stride(*tensors: Tensor) -> tuple[Tensor, ...]:
 def split_query_heads(x: Tensor, k: Tensor) -> Tensor:
     """Return [B, K, H / K, L, ...]: query heads by the key head that they share."""
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off, which would lower the precision of sums; free if it is off already."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 @contextmanager

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attn import triton_ops
-from lightning_cp.attn.accumulators import accumulation_dtype, wire_dtype
+from lightning_cp.attn.accumulators import wire_dtype
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import Kernel, Request, Scores
-from lightning_cp.attn.blockwise.kernels.select import check_pair, select_kernel
+from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.attn.call import AttentionCall, CallOptions
 from lightning_cp.attn.cost import (
     ExchangeChoice,
@@ -37,6 +37,7 @@ from lightning_cp.comm.transport import LoneTransport, Transport
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 from lightning_cp.torch_private import can_compile
 
@@ -111,7 +112,6 @@ def build_step_call(
     groups, swap = step.groups, build_step_swap(step, q, k)
     num_kv_heads = k.shape[1] if swap is None else max(1, swap.num_local_keys(groups.inside.rank))
     options, sizes = CallOptions.of(step), (step.cp_size, groups.inside.size)
-    check_pair(options.kernel, options.algorithm)
     shard, tensors = query_shard_of(step, swap), (q, k, v)
     spec = _build_spec(bounds, shard, num_kv_heads, scores, tensors, sizes, options, has_bias)
     call: BlockwiseCall | FlexCall

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,9 @@ from lightning_cp.attn.tiles import Block, Piece
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
-from lightning_cp.options import check_choice
 
 # With more runs, adding them up one by one costs more than an accumulator.
 _FEW_RUNS = 4
-
-AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
 
 
 class Run(NamedTuple):
@@ -207,17 +204,11 @@ def _positions(
         return positions, None if bool(is_real.all()) else is_real.to(device)
 
 
-def check_algorithm(name: str) -> None:
-    """Raise if there is no algorithm of this name."""
-    check_choice("algorithm", name, get_args(AlgorithmName))
-
-
 def resolve_algorithm(name: str) -> Literal["gather", "ring"]:
     """Return how keys are exchanged: ``gather`` unless named, for the fewest and largest kernels.
 
     With ``ulysses`` there is one rank left after tokens are exchanged for heads: no keys are sent.
     """
-    check_algorithm(name)
     return "ring" if name == "ring" else "gather"
 
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import accumulation_dtype
 from lightning_cp.attn.call import AlibiSlopes, AttentionCall, Bias, ScoreBias
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
+from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 from lightning_cp.torch_private import plain_functions
 

@@ -14,7 +14,7 @@ from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE, compare_values, find_differing
 from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.lightning.logs import Logged, loss_of
-from lightning_cp.lightning.trial import Finding, Kind, StepCall, TrialRuns, returned_leaves
+from lightning_cp.lightning.trial_run import Finding, Kind, StepCall, TrialRuns, returned_leaves
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import Step, UnshardedStep
 

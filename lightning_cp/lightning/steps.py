@@ -19,7 +19,7 @@ from lightning_cp.lightning.logs import Sync, disabled_logs, recorded_logs
 from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
 from lightning_cp.lightning.module_state import restored_metrics
 from lightning_cp.lightning.step_outputs import StepOutputs
-from lightning_cp.lightning.trial import StepCall
+from lightning_cp.lightning.trial_run import StepCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import Step
 from lightning_cp.verification import TOLERANCES, Report, verify

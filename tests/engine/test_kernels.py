@@ -15,6 +15,7 @@ from lightning_cp.attn.plan import build_plan
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.options import Options
 from tests.engine.cases import (
     ALL_KERNELS,
     KERNELS,
@@ -388,7 +389,7 @@ def test_a_gpu_or_a_build_that_cannot_is_refused(gpu, monkeypatch):
 
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(ValueError, match="kernel='magic' is unknown. Use one of 'auto', 'cpu'"):
-        select_kernel("magic", on_cpu())
+        Options(kernel="magic")
 
 
 @pytest.mark.parametrize("causal", [False, True])

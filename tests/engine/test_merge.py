@@ -8,13 +8,13 @@ from lightning_cp.attn.accumulators import (
     GradAccumulator,
     OutputAccumulator,
     Region,
-    accumulation_dtype,
     add_sinks_,
     merge_,
     sink_gradient,
     with_sinks,
 )
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.precision import accumulation_dtype
 
 
 def softmax_parts(scores, values):

@@ -7,6 +7,7 @@ from lightning_cp.attn.plan import build_plan, resolve_algorithm
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.options import Options
 from tests.strategies import masks
 
 
@@ -209,4 +210,4 @@ def test_unknown_algorithm_is_refused():
     with pytest.raises(
         ValueError, match="algorithm='star' is unknown. Use one of 'auto', 'gather'"
     ):
-        resolve_algorithm("star")
+        Options(algorithm="star")

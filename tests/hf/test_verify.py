@@ -24,7 +24,7 @@ import lightning_cp.parallel
 from hf_patches.__main__ import main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
-from hf_patches.trial import build_batch, build_model
+from hf_patches.verify_inputs import build_batch, build_model
 from lightning_cp import ContextParallel
 from lightning_cp.verification import Report
 from tests.parity import hf, zoo

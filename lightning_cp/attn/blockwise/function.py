@@ -23,7 +23,6 @@ from lightning_cp.attn.accumulators import (
     PartialSums,
     Region,
     T,
-    accumulation_dtype,
     add_sinks_,
     empty_output,
     sink_gradient,
@@ -36,7 +35,6 @@ from lightning_cp.attn.call import (
     ScoreBias,
     backward_of_step,
     with_unit_stride,
-    without_autocast,
 )
 from lightning_cp.attn.kv_exchange import KeyValues, KVGradBuffer, KVShard, fetch, scatter_grads
 from lightning_cp.attn.plan import Plan, Stage
@@ -44,6 +42,7 @@ from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.options import GradientWire
+from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.torch_private import plain_functions
 
 
@@ -101,7 +100,7 @@ class _Attend(torch.autograd.Function):
         bias_type: type[Bias] | type[AlibiSlopes],
     ) -> Tensor:
         bias = None if bias_values is None else bias_type(bias_values)
-        with plain_functions(), without_autocast(q.device):
+        with plain_functions(), autocast_off(q.device.type):
             out, lse = _forward(q, k, v, sinks, bias, call)
         ctx.call, ctx.bias_type = call, bias_type
         # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which
@@ -111,7 +110,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        with backward_of_step(ctx, ctx.call.uid) as saved, without_autocast(dout.device):
+        with backward_of_step(ctx, ctx.call.uid) as saved, autocast_off(dout.device.type):
             q, k, v, sinks, bias_values, out, lse = saved
             bias = None if bias_values is None else ctx.bias_type(bias_values)
             inputs = BackwardInputs(dout, q, k, v, out, lse)

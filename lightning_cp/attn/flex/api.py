@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from lightning_cp.active_step import current, num_unsharded
-from lightning_cp.attn.accumulators import accumulation_dtype
 from lightning_cp.attn.call import CallOptions, check_qkv
 from lightning_cp.attn.flex.block_mask import kind_of
 from lightning_cp.attn.flex.kernel import (
@@ -48,7 +47,7 @@ from lightning_cp.attn.ulysses import (
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.guards import check_lengths, check_recomputable, check_recompute
-from lightning_cp.precision import as_autocast
+from lightning_cp.precision import accumulation_dtype, as_autocast
 from lightning_cp.step import Step
 from lightning_cp.torch_private import outside_graphs, without_modes
 

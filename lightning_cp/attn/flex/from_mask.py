@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 from lightning_cp.attn.blockwise.kernels.base import Scores
-from lightning_cp.attn.call import ScoreBias, with_unit_stride, without_autocast
+from lightning_cp.attn.call import ScoreBias, with_unit_stride
 from lightning_cp.attn.flex.block_mask import (
     BLOCK_SIZE,
     BufferedKeys,
@@ -34,6 +34,7 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.options import GradientWire
+from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import without_modes
 
 SHORT_SEQUENCE = 16384
@@ -68,7 +69,7 @@ class FlexCall:
     ) -> Tensor:
         """Attend with this rank's queries to the keys of all ranks; see `AttentionCall`."""
         q, k, v = with_unit_stride(q, k, v)
-        with without_modes(), without_autocast(q.device):
+        with without_modes(), autocast_off(q.device.type):
             num_groups = max(1, len(self.stages))
             pending = self._fetch_groups(k, v)
             if num_groups == 1:

@@ -21,8 +21,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.attn.accumulators import NEVER, accumulation_dtype, with_sinks
+from lightning_cp.attn.accumulators import NEVER, with_sinks
 from lightning_cp.attn.call import split_query_heads
+from lightning_cp.precision import accumulation_dtype
 from lightning_cp.torch_private import copy_function, exact_backend, without_modes
 
 _logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ sees nothing gets lse 0; head dims of keys and values must be equal; a mask must
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import NEVER, accumulation_dtype
+from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import (
     BackwardInputs,
     Request,
@@ -20,6 +20,7 @@ from lightning_cp.attn.blockwise.kernels.base import (
 )
 from lightning_cp.attn.call import AlibiSlopes, ScoreBias
 from lightning_cp.attn.tiles import Block, PlacedTile
+from lightning_cp.precision import accumulation_dtype
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

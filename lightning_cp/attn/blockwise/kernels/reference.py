@@ -7,7 +7,7 @@ Half precisions are computed in float32. Slow, and exact wherever torch runs.
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import NEVER, accumulation_dtype
+from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import (
     BackwardInputs,
     Request,
@@ -18,6 +18,7 @@ from lightning_cp.attn.blockwise.kernels.base import (
 )
 from lightning_cp.attn.call import ScoreBias, split_query_heads
 from lightning_cp.attn.tiles import Block, PlacedTile
+from lightning_cp.precision import accumulation_dtype
 
 
 class ReferenceKernel(TiledKernel):

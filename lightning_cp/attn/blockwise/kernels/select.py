@@ -4,38 +4,18 @@
 ``flex`` is not in the list: it computes a call at once, not in blocks (`attn/choose.py`).
 """
 
-from typing import Literal, get_args
-
 from lightning_cp.attn.blockwise.kernels.base import Kernel, Request
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
-from lightning_cp.options import check_choice
-
-KernelName = Literal["auto", "cpu", "cudnn", "flash", "flex", "reference"]
 
 # Fastest first; the last supports everything.
 _KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), ReferenceKernel())
 
 
-def check_kernel(name: str) -> None:
-    """Raise if there is no kernel of this name."""
-    check_choice("kernel", name, get_args(KernelName))
-
-
-def check_pair(kernel: str, algorithm: str) -> None:
-    """Raise for a kernel that needs all keys at once with an algorithm that sends them in parts."""
-    if kernel == "flex" and algorithm == "ring":
-        raise ValueError(
-            "kernel='flex' computes a call at once, but algorithm='ring' sends keys part by part. "
-            "Use algorithm='gather' or 'ulysses' with it, or another kernel."
-        )
-
-
 def select_kernel(name: str, request: Request) -> Kernel:
     """Return the kernel for a call; raise if a named one does not support it."""
-    check_kernel(name)
     reasons = {kernel.name: kernel.unsupported_reason(request) for kernel in _KERNELS}
     able = [kernel for kernel in _KERNELS if reasons[kernel.name] is None]
     if name == "auto":
