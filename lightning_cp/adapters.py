@@ -96,7 +96,7 @@ def enable_models(owner: nn.Module) -> list[Handle]:
         if hasattr(module, "set_attn_implementation"):
             raise ValueError(
                 f"{type(module).__name__} chooses its attention by set_attn_implementation(), and "
-                "no adapter that is installed knows it: its masks would be lost. Install a package "
+                "no installed adapter supports it: its masks would be ignored. Install a package "
                 f"that registers one in the entry-point group '{ADAPTERS}'."
             )
         for child in module.children():

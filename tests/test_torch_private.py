@@ -30,7 +30,7 @@ ALLOWED = {
     # The dicts of nn.Module, which every torch has had: a module or tensor is replaced in place.
     "lightning_cp/lightning/averaging.py": {"_buffers", "_parameters"},
     "hf_patches/forward.py": {"_modules"},
-    "recipes/module.py": {"_modules"},
+    "recipes/weights.py": {"_modules"},
     # The number of hooks of a module: no public way to list them.
     "lightning_cp/lightning/features.py": {
         "_backward_hooks",

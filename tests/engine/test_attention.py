@@ -22,6 +22,7 @@ from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
+from lightning_cp.options import Options
 from lightning_cp.step import Step, StepMask
 from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
@@ -78,7 +79,7 @@ def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(al
 
         groups = Groups(transport, LoneTransport(), transport, LoneTransport())
         nothing = torch.zeros(2, layout.tensor_len(transport.rank))
-        step = Step(layout, groups, 2, None, None, nothing, True, algorithm, "auto")
+        step = Step(layout, groups, Options(algorithm=algorithm), 2, None, None, nothing, True)
         leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         mask = StepMask(causal=True, step=step)
         out = attention(*leaves, mask=mask, bias=cut(bias))
@@ -257,7 +258,7 @@ def test_slopes_on_one_device():
 
 def test_an_empty_row_is_refused():
     q = draw(1, 2, 0, 4)
-    with pytest.raises(ValueError, match="rows of length 0"):
+    with pytest.raises(ValueError, match="sequences of length 0"):
         attention(q, q, q, mask=Mask(causal=True))
 
 
@@ -275,7 +276,8 @@ def test_a_wire_that_does_not_exist_is_refused():
 def own_step(transport, wire, kernel, layout):
     groups = Groups(transport, LoneTransport(), transport, LoneTransport())
     nothing = torch.zeros(1, layout.local_len)
-    return Step(layout, groups, 1, None, None, nothing, True, "gather", kernel, gradient_wire=wire)
+    options = Options(algorithm="gather", kernel=kernel, gradient_wire=wire)
+    return Step(layout, groups, options, 1, None, None, nothing, True)
 
 
 @pytest.mark.parametrize("wire", ["float32", "model"])

@@ -304,7 +304,7 @@ def test_the_base_must_be_known(tmp_path):
     ("name", "message"),
     [
         ("nowhere", "There is no checkpoint file"),
-        ("empty", "is no checkpoint: `.metadata` is missing"),
+        ("empty", "is not a checkpoint: `.metadata` is missing"),
         ("weights", "is not a Lightning checkpoint: it has no `state_dict`"),
         ("text", "is not a checkpoint that torch.load can read"),
         ("full", "exists. Remove it, or give another name"),
