@@ -37,6 +37,10 @@ _context.set_forkserver_preload(
     ["torch", "torch.distributed", "lightning_cp.parallel", "lightning_cp.lightning.strategy"]
 )
 
+TIME_LIMIT = 600
+"""Seconds until ranks that do not answer count as hanging: far beyond what any job takes, since
+other machines may take most of a shared core's time."""
+
 # A gloo group has threads, which stay; with hundreds of groups a process only waits for itself.
 MANY_GROUPS = 40
 
@@ -60,7 +64,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._tired = False
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIME_LIMIT) -> list[Any]:
         """Return what ``fn(*args)`` returned on each rank."""
         if not self._processes:
             self._start()
@@ -185,7 +189,7 @@ def _serve(
         init_method=rendezvous,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=TIME_LIMIT / 2),
     )
     while True:
         try:
@@ -288,7 +292,7 @@ class ThreadTransport:
 
         def finish() -> None:
             for box, x in due:
-                message = box.get(timeout=30)
+                message = box.get(timeout=120)
                 assert (message.dtype, message.shape) == (x.dtype, x.shape), "a message misread"
                 x.copy_(message)
             self.log.append(f"wait {call}")
@@ -338,7 +342,9 @@ class ThreadTransport:
         return part
 
 
-def run_threads(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+def run_threads(
+    size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIME_LIMIT
+) -> list[Any]:
     """Return what ``fn(transport, *args)`` returned on each of ``size`` threads."""
     hub = _Hub()
     results: list[Any] = [None] * size

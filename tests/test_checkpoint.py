@@ -430,7 +430,7 @@ def test_a_killed_save_leaves_a_checkpoint(ranks, tmp_path, moment, rank, steps,
     folder = tmp_path / "a"
     ranks(2).run(save_on_ranks, folder, "adam", 2)
     with pytest.raises(RankError):
-        ranks(2).run(save_and_die, folder, moment, rank, timeout=30)
+        ranks(2).run(save_and_die, folder, moment, rank)
     if left:
         assert any(name.startswith(left) for name in os.listdir(tmp_path)), "killed too early"
     assert checkpoint.is_checkpoint_folder(folder)
@@ -476,7 +476,7 @@ def fail_to_save(folder, what):
 def test_the_failure_of_one_rank_is_raised_on_all(ranks, tmp_path, what, message):
     folder = tmp_path / "a"
     ranks(2).run(save_on_ranks, folder, "adam", 2)
-    for text in ranks(2).run(fail_to_save, folder, what, timeout=30):
+    for text in ranks(2).run(fail_to_save, folder, what):
         assert text.startswith(message)
         assert text.endswith(f"{folder} was not saved; an existing checkpoint is unchanged.")
     assert os.listdir(tmp_path) == ["a"]
@@ -488,8 +488,8 @@ def test_the_only_checkpoint_outlives_a_kill_and_a_failure(ranks, tmp_path):
     folder = tmp_path / "a"
     ranks(2).run(save_on_ranks, folder, "adam", 2)
     with pytest.raises(RankError):
-        ranks(2).run(save_and_die, folder, "rename", 0, timeout=30)
-    ranks(2).run(fail_to_save, folder, "shards", timeout=30)
+        ranks(2).run(save_and_die, folder, "rename", 0)
+    ranks(2).run(fail_to_save, folder, "shards")
     assert os.listdir(tmp_path) == ["a"]
     assert resume_here(folder, "adam")[0] == {"steps": 2}
 
@@ -513,7 +513,7 @@ def load_where_rank_1_sees_nothing(folder):
 
 @pytest.mark.ranks
 def test_a_checkpoint_that_one_rank_cannot_read_fails_on_all(ranks, saved):
-    first, second = ranks(2).run(load_where_rank_1_sees_nothing, saved / "sgd", timeout=30)
+    first, second = ranks(2).run(load_where_rank_1_sees_nothing, saved / "sgd")
     assert first.startswith("Rank 1 failed: FileNotFoundError: There is no checkpoint f")
     assert second.startswith("There is no checkpoint f")
 

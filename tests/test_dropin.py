@@ -517,7 +517,7 @@ def hugging_face(lengths):
 
 @pytest.mark.ranks
 def test_hugging_face_models_run_once_they_are_enabled(ranks):
-    for worst in ranks(2).run(hugging_face, [12, 13], timeout=200):
+    for worst in ranks(2).run(hugging_face, [12, 13]):
         assert max(worst) < 1e-4, worst
 
 
@@ -608,7 +608,7 @@ def check_refused(fn, message, *args):
     """Check that both ranks refuse, in the words of the one that sees why."""
     pool = RankPool(2)
     try:
-        for said in pool.run(said_by, fn, args, timeout=60):
+        for said in pool.run(said_by, fn, args):
             assert re.search(message, said), said
     finally:
         pool.stop()

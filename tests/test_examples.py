@@ -55,7 +55,7 @@ def test_an_example_trains_on_two_ranks_as_on_one(name, tmp_path):
             check=False,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
@@ -84,7 +84,7 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

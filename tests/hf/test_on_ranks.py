@@ -140,7 +140,7 @@ def test_what_only_one_rank_can_see_is_said_by_all(ranks):
     for key in ("input_ids", "labels"):
         wrong = {**batch, key: batch[key].clone()}
         wrong[key][1, 50] = 4000  # on the last rank only
-        for text in ranks(2).run(said, "llama", wrong, "ids", timeout=30):
+        for text in ranks(2).run(said, "llama", wrong, "ids"):
             assert (
                 f"`{key}` hold ids outside of the vocabulary of LlamaForCausalLM: 0 to 96" in text
             )

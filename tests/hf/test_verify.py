@@ -499,7 +499,7 @@ def torchrun(*args):
     command += ["--nproc-per-node", "2", "-m", "hf_patches", "verify", *map(str, args)]
     folder = Path(__file__).parents[2]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -163,7 +163,7 @@ def run_many(names, plain=False):
 
 def check(ranks, size, names):
     exact = ranks(1).run(run_many, names, True)[0]
-    for found in ranks(size).run(run_many, names, timeout=240):
+    for found in ranks(size).run(run_many, names):
         for name, (weights, seen, shapes) in found.items():
             their_weights, their_seen, _ = exact[name]
             assert seen[-len(their_seen) :] == pytest.approx(their_seen, abs=1e-12), name

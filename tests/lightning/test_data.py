@@ -101,7 +101,7 @@ def test_ranks_that_share_rows_draw_the_same_and_others_others(ranks):
         (Numbered(noise=True), {**dp2, "seed": 1, "workers": 1}),
         ("data", dp2),
     ]
-    found = ranks(4).run(run_seen, *cases, timeout=200)
+    found = ranks(4).run(run_seen, *cases)
     for case in range(len(cases)):
         a, b, c, d = (rank[case] for rank in found)
         assert a == b, case

@@ -343,7 +343,7 @@ def run_training():
 
 
 def test_what_training_logs_is_global_or_refused(ranks):
-    for results in ranks(2).run(run_training, timeout=300):
+    for results in ranks(2).run(run_training):
         for kind, expected in TRAINED.items():
             assert expected in results[kind], (kind, results[kind])
 

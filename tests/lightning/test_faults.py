@@ -87,6 +87,6 @@ def test_different_batches_end_all_and_the_usual_causes_are_named(job, ranks):
 def test_a_rank_that_sleeps_past_the_timeout_ends_all(job, ranks):
     # Nobody watches over the two. A plain script starts its second rank seconds after the first,
     # which the timeout would not allow; torchrun would end the sleeper, which must fail by itself.
-    job.start_apart("fault.py", "sleep", "--rank", 1, "--timeout", 8, "--seconds", 10)
-    outcome = check(job, ranks, "Timed out waiting 8000ms", PEER_GONE)
-    assert outcome.seconds > 8
+    job.start_apart("fault.py", "sleep", "--rank", 1, "--timeout", 20, "--seconds", 25)
+    outcome = check(job, ranks, "Timed out waiting 20000ms", PEER_GONE)
+    assert outcome.seconds > 20

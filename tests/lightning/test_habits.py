@@ -377,5 +377,5 @@ def run_uneven(sharding):
 
 @pytest.mark.parametrize("sharding", ["full", "none"])
 def test_uneven_training_loaders_are_refused(ranks, sharding):
-    for message in ranks(2).run(run_uneven, sharding, timeout=60):
+    for message in ranks(2).run(run_uneven, sharding):
         assert "loaders of different lengths ([2, 3] batches)" in message

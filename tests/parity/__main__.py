@@ -41,7 +41,7 @@ _BY_ROW = ("sequence", "question")  # one answer per row: rows of several docume
 
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-3
 DOUBLE_LIMIT = 1e-9
-_TIME_LIMIT = 300.0
+_TIME_LIMIT = 900.0
 
 # Together they have everything that attention may have.
 RECOMPUTED = (

@@ -127,7 +127,7 @@ def run_all(jobs):
 
 
 def check(ranks, cp_size, jobs):
-    for found in ranks(cp_size).run(run_all, jobs, timeout=300):
+    for found in ranks(cp_size).run(run_all, jobs):
         for job, part in zip(jobs, found, strict=True):
             worst = errors(part, flex_whole(job["case"]))
             rest = {name: value for name, value in job.items() if name != "case"}
@@ -248,7 +248,7 @@ def causal(b, h, q, k):
 
 @pytest.mark.parametrize("which", ["mask", "score"])
 def test_functions_that_captured_this_ranks_part_are_refused(ranks, which):
-    for message in ranks(2).run(captured_cut_message, which, timeout=60):
+    for message in ranks(2).run(captured_cut_message, which):
         assert "reads past the end of a tensor that it captured (index 1" in message
         assert "12 tokens, of which this rank holds 6" in message
         assert "before cp.step(...) shards the batch" in message
@@ -268,7 +268,7 @@ def local_block_mask_message(lengths):
 
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 12), (24, 24)])
 def test_a_block_mask_that_is_not_of_the_row_is_refused(ranks, lengths):
-    for message in ranks(2).run(local_block_mask_message, lengths, timeout=60):
+    for message in ranks(2).run(local_block_mask_message, lengths):
         assert f"a block mask of {lengths[0]} x {lengths[1]} tokens inside a step" in message
         assert "cp.block_mask(mask_mod)" in message
 
@@ -340,7 +340,7 @@ def test_masks_softcap_sinks_and_bias_by_the_flex_kernel(ranks, cp_size):
         case = cases.make_case(mask, softcap=softcap, bias=slopes)
         jobs.append({"case": case, "options": {"algorithm": algorithm}})
         jobs.append({"case": case, "options": {"algorithm": algorithm}, "recompute": True})
-    for found in ranks(cp_size).run(run_kernels, jobs, timeout=300):
+    for found in ranks(cp_size).run(run_kernels, jobs):
         for job, part in zip(jobs, found, strict=True):
             case = job["case"]
             exact = attend_whole(

@@ -37,8 +37,8 @@ NAMES = (
 EXACT = tuple(name for name in NAMES if name not in ("phi3:longrope", "bart"))
 
 
-def check(ranks, cp_size, jobs, limit=1e-3, loss_limit=1e-5, timeout=300):
-    results = ranks(cp_size).run(compare_all, jobs, timeout=timeout)[0]
+def check(ranks, cp_size, jobs, limit=1e-3, loss_limit=1e-5):
+    results = ranks(cp_size).run(compare_all, jobs)[0]
     for job, found in zip(jobs, results, strict=True):
         assert not isinstance(found, str), (str(job), found)
         assert abs(found.loss - found.exact_loss) < loss_limit, (str(job), found.loss, found)

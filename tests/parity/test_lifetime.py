@@ -123,7 +123,7 @@ def recompute_elsewhere(where, device="cpu"):
     ],
 )
 def test_recompute_outside_its_step_is_refused(ranks, where, message):
-    for said in ranks(2).run(recompute_elsewhere, where, timeout=20):
+    for said in ranks(2).run(recompute_elsewhere, where):
         assert message in said
         assert "use_reentrant=False" in said
 
@@ -214,7 +214,7 @@ def pause():
 
 
 def test_paused_attention_sees_whole_rows_and_needs_no_peer(ranks):
-    assert ranks(2).run(pause, timeout=20) == [True, True]
+    assert ranks(2).run(pause) == [True, True]
 
 
 def unshard_hidden():
@@ -313,7 +313,7 @@ def evaluate_unevenly(steps):
 
 
 def test_evaluation_does_not_wait_for_other_rows(ranks):
-    found = ranks(4).run(evaluate_unevenly, [1, 3], timeout=30)
+    found = ranks(4).run(evaluate_unevenly, [1, 3])
     exact = [float(whole_step([BATCHES["plain"](10 + r)])["loss"]) for r in (0, 1)]
     assert [len(losses) for losses in found] == [1, 1, 3, 3]
     for losses, expected in zip(found, (exact[0], exact[0], exact[1], exact[1]), strict=True):

@@ -148,7 +148,7 @@ STEP_CASES = {
 @pytest.mark.parametrize("name", STEP_CASES)
 def test_all_ranks_refuse_a_bad_batch(ranks, name):
     batches, options, pattern = STEP_CASES[name]
-    for message in ranks(2).run(step_message, batches, options, timeout=20):
+    for message in ranks(2).run(step_message, batches, options):
         assert re.search(pattern, message), message
 
 
@@ -163,7 +163,7 @@ def test_all_ranks_refuse_a_bad_batch(ranks, name):
 )
 def test_a_bad_batch_on_one_rank_is_refused_by_all(ranks, bad, pattern):
     good = {"input_ids": TOKENS}
-    first, second = ranks(2).run(step_message, [good, bad], {}, timeout=20)
+    first, second = ranks(2).run(step_message, [good, bad], {})
     assert re.search(f"Rank 1 of the context-parallel group refused its batch: .*{pattern}", first)
     assert re.search(pattern, second)
 
@@ -180,7 +180,7 @@ def data_axis_message(batches):
 
 def test_a_bad_batch_in_one_group_stops_the_groups_beside_it(ranks):
     good, bad = {"input_ids": TOKENS}, {"input_ids": TOKENS[:, :0]}
-    messages = ranks(4).run(data_axis_message, [good, bad], timeout=20)
+    messages = ranks(4).run(data_axis_message, [good, bad])
     assert all("Another context-parallel group of this job" in m for m in messages[:2])
     assert all("sequences of length 0" in m for m in messages[2:])
 
@@ -314,7 +314,7 @@ ATTENTION_CASES = {
 @pytest.mark.parametrize("name", ATTENTION_CASES)
 def test_all_ranks_refuse_a_bad_attention_call(ranks, name):
     shape, arguments, options, pattern = ATTENTION_CASES[name]
-    for message in ranks(2).run(attention_message, shape, arguments, options, timeout=20):
+    for message in ranks(2).run(attention_message, shape, arguments, options):
         assert re.search(pattern, message), message
 
 
@@ -331,7 +331,7 @@ def rows_message():
 
 
 def test_ranks_that_hold_only_padding_refuse_too(ranks):
-    for message in ranks(2).run(rows_message, timeout=20):
+    for message in ranks(2).run(rows_message):
         assert "the mask has 2 samples" in message
 
 
@@ -347,7 +347,7 @@ def uneven_groups_message():
 def test_ranks_with_different_numbers_of_groups_are_told():
     pool = RankPool(3)
     try:
-        for message in pool.run(uneven_groups_message, timeout=30):
+        for message in pool.run(uneven_groups_message):
             assert "have made different numbers of process groups" in message
     finally:
         pool.stop()

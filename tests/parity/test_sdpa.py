@@ -32,7 +32,7 @@ def test_models_are_exact(ranks, cp_size):
 @pytest.mark.parametrize("compiled", ["whole", "layers"])
 def test_compiled_models_are_exact(ranks, compiled):
     jobs = [SdpaJob(kind, compiled=compiled) for kind in MODELS]
-    check(ranks, 2, jobs, timeout=300)
+    check(ranks, 2, jobs)
 
 
 @pytest.mark.slow

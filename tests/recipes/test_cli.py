@@ -276,7 +276,7 @@ def steps_of(folder):
 def test_a_plain_command_starts_its_own_processes(job, tmp_path):
     config = small_config(tmp_path)
     job.start([sys.executable, "-m", "recipes", "fit", "--config", str(config)])
-    outcome = job.wait(limit=300)
+    outcome = job.wait(limit=900)
     assert outcome.codes == [0], outcome.text
     assert steps_of(tmp_path / "run") == [[0, 1, 2, 3]]
     assert "MEMBER: 2/2" in outcome.text
@@ -287,10 +287,10 @@ def test_one_node_resumes(job, tmp_path):
     config = small_config(tmp_path)
     script = [str(LAUNCH / "one_node.sh"), "2", str(config)]
     job.start(script, PYTHON=sys.executable)
-    outcome = job.wait(limit=300)
+    outcome = job.wait(limit=900)
     assert outcome.codes == [0], outcome.text
     job.start([*script, "--trainer.max_steps=6"], PYTHON=sys.executable)
-    outcome = job.wait(limit=300)
+    outcome = job.wait(limit=900)
     assert outcome.codes == [0, 0], outcome.text
     assert steps_of(tmp_path / "run") == [[0, 1, 2, 3], [4, 5]]
 
@@ -304,7 +304,7 @@ def test_two_nodes_find_each_other(job, tmp_path):
             [str(LAUNCH / "several_nodes.sh"), "2", "1", endpoint, str(config)],
             PYTHON=sys.executable,
         )
-    outcome = job.wait(limit=300)
+    outcome = job.wait(limit=900)
     assert outcome.codes == [0, 0], outcome.text
     assert steps_of(tmp_path / "run") == [[0, 1, 2, 3]]
 
@@ -372,19 +372,19 @@ def test_slurm_takes_the_job_back_and_it_goes_on(job, tmp_path):
     script = [str(LAUNCH / "slurm.sbatch"), str(config)]
     job.start(script, **environment)
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    deadline = time.time() + 200
+    deadline = time.time() + 600
     while not last.exists():
         assert time.time() < deadline, job._text()
         time.sleep(0.2)
     time.sleep(1)  # in the middle of some step
     os.kill(job._started[0].pid, signal.SIGUSR1)
-    outcome = job.wait(limit=200)
+    outcome = job.wait(limit=600)
     assert outcome.codes == [0], outcome.text
     assert (tmp_path / "slurm" / "told").read_text() == "requeue 4711\n"
     saved = torch.load(last / "meta.pt", weights_only=True)["global_step"]
 
     job.start([*script, f"--trainer.max_steps={saved + 2}"], **environment)
-    outcome = job.wait(limit=200)
+    outcome = job.wait(limit=600)
     assert outcome.codes == [0, 0], outcome.text
     first, second = steps_of(tmp_path / "run")
     assert first[-1] == saved - 1

@@ -55,7 +55,7 @@ def test_the_demo_runs_from_training_to_text(tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -192,18 +192,18 @@ def start(job, file, *args):
 
 
 def finish(job):
-    outcome = job.wait(limit=300)
+    outcome = job.wait(limit=900)
     assert outcome.codes[-1] == 0, outcome.text
 
 
 def kill_when_held(job, run):
     """Kill the command and all processes that it has started, at once."""
-    deadline = time.time() + 200
+    deadline = time.time() + 600
     while not all((job.folder / f"{run}-{rank}.held").exists() for rank in range(2)):
         assert time.time() < deadline, job._text()
         time.sleep(0.05)
     os.killpg(job._started[-1].pid, signal.SIGKILL)
-    assert job.wait(limit=30).codes[-1] == -signal.SIGKILL
+    assert job.wait(limit=120).codes[-1] == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("fault", choices=["kill", "raise", "sleep", "differ"])
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=90)
+    parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--seconds", type=float, default=0)
     args = parser.parse_args()
     save = ModelCheckpoint(

@@ -131,7 +131,7 @@ class Job:
                 LOCAL_RANK=rank,
             )
 
-    def wait(self, *, limit: float = 150, fault_limit: float = 30) -> Outcome:
+    def wait(self, *, limit: float = 600, fault_limit: float = 120) -> Outcome:
         """Wait until every process is gone; kill what is left after the limit, and fail."""
         begin = time.time()
         fault = self.out / FAULT
