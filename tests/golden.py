@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.engine import cases
-from tests.engine.flex_cases import make_flex_case
+from tests.attn import cases
+from tests.attn.flex.cases import make_flex_case
 from tests.lightning.jobs import (
     Fit,
     Module,

@@ -13,7 +13,6 @@ import fcntl
 import itertools
 import os
 import pickle
-import queue
 import signal
 import sys
 import tempfile
@@ -241,16 +240,29 @@ class _Hub:
     """Where threads leave messages for each other.
 
     As in NCCL, messages of one pair of ranks are matched by the order in which they are started, on
-    either side, not by the order in which they are awaited.
+    either side, not by the order in which they are awaited. One thread runs at a time, until it
+    waits for a message: every operator releases the interpreter's lock, and threads that compete
+    for it after each of them take several times as long.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+        self.turn = threading.Condition()
+        self._boxes: dict[tuple[int, int, int], Tensor] = {}
+        self._failed = False
 
-    def box(self, source: int, target: int, number: int) -> "queue.Queue[Tensor]":
-        with self._lock:
-            return self._boxes.setdefault((source, target, number), queue.Queue())
+    def put(self, box: tuple[int, int, int], x: Tensor) -> None:
+        self._boxes[box] = x
+        self.turn.notify_all()
+
+    def get(self, box: tuple[int, int, int]) -> Tensor:
+        self.turn.wait_for(lambda: box in self._boxes or self._failed, timeout=120)
+        assert box in self._boxes, "a message that never came"
+        return self._boxes.pop(box)
+
+    def fail(self) -> None:
+        """End the threads that wait for a message."""
+        self._failed = True
+        self.turn.notify_all()
 
 
 class ThreadTransport:
@@ -287,22 +299,22 @@ class ThreadTransport:
             assert x.numel(), "an empty message"
             if peer != self.rank:
                 self.numbers_sent += x.numel()
-            self._box(self.rank, peer, self._sent).put(x.clone())
+            self._hub.put(self._box(self.rank, peer, self._sent), x.clone())
         due = [(self._box(peer, self.rank, self._received), x) for peer, x in receives]
 
         def finish() -> None:
             for box, x in due:
-                message = box.get(timeout=120)
+                message = self._hub.get(box)
                 assert (message.dtype, message.shape) == (x.dtype, x.shape), "a message misread"
                 x.copy_(message)
             self.log.append(f"wait {call}")
 
         return finish
 
-    def _box(self, source: int, target: int, counts: Any) -> "queue.Queue[Tensor]":
+    def _box(self, source: int, target: int, counts: Any) -> tuple[int, int, int]:
         source, target = self._peers[source], self._peers[target]
         other = target if counts is self._sent else source
-        return self._hub.box(source, target, next(counts[other]))
+        return source, target, next(counts[other])
 
     def exchange(self, sends: Any, receives: Any) -> Callable[[], None]:
         return self._start("exchange", sends, receives)
@@ -351,10 +363,12 @@ def run_threads(
     failures: list[tuple[int, BaseException]] = []
 
     def work(rank: int) -> None:
-        try:
-            results[rank] = fn(ThreadTransport(hub, rank, size), *args)
-        except BaseException as error:
-            failures.append((rank, error))
+        with hub.turn:
+            try:
+                results[rank] = fn(ThreadTransport(hub, rank, size), *args)
+            except BaseException as error:
+                failures.append((rank, error))
+                hub.fail()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -370,6 +384,6 @@ def run_threads(
             f"{failures}\nrank {late[0]} stands at:\n{stack}"
             f"threads {late} of {size} did not finish in {timeout} s"
         )
-    if failures:  # the first one to fail; the others starve after it
+    if failures:  # the first one to fail; the others end after it
         raise failures[0][1]
     return results

@@ -19,8 +19,8 @@ from lightning_cp.attn import choose
 from lightning_cp.attn.flex import from_mask
 from lightning_cp.attn.flex.from_mask import FlexCall
 from lightning_cp.data.sharding import shard
-from tests.engine import cases
-from tests.engine.flex_cases import flex_whole, make_flex_case
+from tests.attn import cases
+from tests.attn.flex.cases import flex_whole, make_flex_case
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
 from tests.parity import test_flex
 

@@ -19,8 +19,8 @@ from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
-from tests.engine import cases
-from tests.engine.cases import (
+from tests.attn import cases
+from tests.attn.cases import (
     ALL_KERNELS,
     HEADS,
     Case,

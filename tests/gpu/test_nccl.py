@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.transport import GroupTransport
-from tests.engine.cases import MASKS, attend_rank, make_case, put_together
+from tests.attn.cases import MASKS, attend_rank, make_case, put_together
 from tests.oracle import assert_earned, attend_whole, errors
 from tests.parity import test_lifetime, test_refusals
 from tests.parity.batches import BATCHES

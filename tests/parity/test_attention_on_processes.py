@@ -1,4 +1,4 @@
-"""The grid of `tests/engine/test_attend.py` once more, on real gloo processes."""
+"""The grid of `tests/attn/blockwise/test_function.py` once more, on real gloo processes."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.transport import GroupTransport
-from tests.engine.cases import HEADS, MASKS, attend_rank, make_case, put_together
+from tests.attn.cases import HEADS, MASKS, attend_rank, make_case, put_together
 from tests.oracle import assert_earned, attend_whole, errors
 
 pytestmark = pytest.mark.ranks

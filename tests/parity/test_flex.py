@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import lightning_cp
 from lightning_cp import ContextParallel, Mask, active_step, attention
 from lightning_cp.data.sharding import shard
-from tests.engine import cases
-from tests.engine.flex_cases import (
+from tests.attn import cases
+from tests.attn.flex.cases import (
     MASKS,
     SCORES,
     Captured,

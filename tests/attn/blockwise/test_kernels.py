@@ -16,7 +16,7 @@ from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options
-from tests.engine.cases import (
+from tests.attn.cases import (
     ALL_KERNELS,
     KERNELS,
     MASKS,

@@ -28,8 +28,8 @@ from lightning_cp.attn.flex.mods import (
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
-from tests.engine import cases
-from tests.engine.flex_cases import (
+from tests.attn import cases
+from tests.attn.flex.cases import (
     MASKS,
     SCORES,
     Captured,

@@ -24,8 +24,8 @@ from lightning_cp.data.sharding import pad_end, shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
-from tests.engine import cases
-from tests.engine.cases import MASKS, make_case
+from tests.attn import cases
+from tests.attn.cases import MASKS, make_case
 from tests.oracle import Inputs, assert_earned, attend_whole, errors, put_back
 from tests.ranks import run_threads
 

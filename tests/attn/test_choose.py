@@ -17,7 +17,7 @@ from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Gpu
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from tests.engine.cases import MASKS
+from tests.attn.cases import MASKS
 
 CUDNN, REFERENCE = CudnnKernel(), ReferenceKernel()
 GPU = Request(torch.device("cuda"), torch.bfloat16, Scores(1.0), head_dim=128)

@@ -15,7 +15,7 @@ import lightning_cp
 from lightning_cp import ContextParallel, Mask, attention, routing, torch_private
 from lightning_cp.attn.flex import api, kernel
 from lightning_cp.attn.flex import api as flex_api
-from tests.engine.flex_cases import (
+from tests.attn.flex.cases import (
     MASKS,
     SCORES,
     build,

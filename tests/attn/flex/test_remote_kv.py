@@ -18,7 +18,7 @@ from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.ranges import Range
-from tests.engine.flex_cases import (
+from tests.attn.flex.cases import (
     HEADS,
     MASKS,
     SCORES,

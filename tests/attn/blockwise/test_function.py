@@ -16,7 +16,7 @@ from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
-from tests.engine.cases import (
+from tests.attn.cases import (
     HEADS,
     KERNELS,
     MASKS,

@@ -13,7 +13,7 @@ from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
-from tests.engine.cases import documents
+from tests.attn.cases import documents
 from tests.oracle import Inputs, make_inputs, put_back
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
