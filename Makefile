@@ -9,10 +9,10 @@ demo: .venv/.installed-recipes
 	$(BIN)/python -m recipes.demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" --durations=10
 
 test-all: lint
-	$(BIN)/python -m pytest -m "not gpu" --durations=20
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --durations=20
 
 # The tests with other versions, in an environment of their own: WITH="torch==2.11.0 transformers==5.17.0"
 test-with:

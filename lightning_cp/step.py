@@ -17,7 +17,7 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import BoolArray, IntArray
-from lightning_cp.options import AlgorithmName, GradientWire, KernelName, Options
+from lightning_cp.options import Options
 
 IGNORED_LABEL: Final = -100
 """The label of a token that no loss counts."""
@@ -112,26 +112,6 @@ class Step:
     # Not that step itself: FSDP2 walks what modules return, masks with their steps too, and must
     # not follow a cycle.
     outer_losses: list[LossMark] | None = field(default=None, repr=False)
-
-    @property
-    def algorithm(self) -> AlgorithmName:
-        """Return how keys and values reach the queries."""
-        return self.options.algorithm
-
-    @property
-    def kernel(self) -> KernelName:
-        """Return what computes attention."""
-        return self.options.kernel
-
-    @property
-    def attention_memory(self) -> float | None:
-        """Return the GiB that an attention call may allocate; None for the default."""
-        return self.options.attention_memory
-
-    @property
-    def gradient_wire(self) -> GradientWire:
-        """Return the precision of gradients of keys and values that collectives sum."""
-        return self.options.gradient_wire
 
     @property
     def position_edges(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import faulthandler
 import fcntl
+import gc
 import itertools
 import os
 import pickle
@@ -30,11 +31,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-# Processes fork from a server that has imported these: a rank starts in a tenth of a second.
+# Processes fork from a server that has imported these: a rank starts in a tenth of a second. Where
+# there is a GPU, nothing else: a library that looks for GPUs when it is imported spoils the fork.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning_cp.parallel",
+    "lightning_cp.lightning.strategy",
+]
+if not torch.cuda.is_available():
+    _PRELOAD += ["pytest", "hf_patches.adapter", "peft", "tests.lightning.generated_steps"]
+    _PRELOAD += ["tests.parity.hf", "tests.parity.sdpa_models", "recipes.cli"]
 _context = get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "lightning_cp.parallel", "lightning_cp.lightning.strategy"]
-)
+_context.set_forkserver_preload(_PRELOAD)
 
 TIME_LIMIT = 600
 """Seconds until ranks that do not answer count as hanging: far beyond what any job takes, since
@@ -169,6 +178,7 @@ def _serve(
 ) -> None:
     # What glibc and C++ say before they abort goes to stderr, where no traceback follows it.
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    gc.freeze()  # what the server imported stays shared, and is not visited again
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)

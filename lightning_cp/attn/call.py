@@ -138,12 +138,13 @@ class CallOptions:
     @classmethod
     def of(cls, step: Step) -> Self:
         """Return the options of a step."""
-        memory = step.attention_memory
+        options = step.options
+        memory = options.attention_memory
         return cls(
-            algorithm=step.algorithm,
-            kernel=step.kernel,
+            algorithm=options.algorithm,
+            kernel=options.kernel,
             memory_bytes=None if memory is None else int(memory * 2**30),
-            gradient_wire=step.gradient_wire,
+            gradient_wire=options.gradient_wire,
             gpu=step.gpu,
             uid=step.uid,
         )

@@ -200,7 +200,7 @@ class StepOutputs:
     ) -> tuple[dict[str, tuple[int, Any]], list[_Output]]:
         """Return the values per token, by path, with their dim; and those that ranks must share."""
         tokens, others = {}, []
-        for leaf in returned_leaves(self._cp, output, training=call.is_training):
+        for leaf in returned_leaves(output, training=call.is_training):
             key = f"output{leaf.path}"
             dim = token_dim(leaf, step)
             kind = self._find_kind(call.stage, _padding_of(step), key) if dim is None else dim

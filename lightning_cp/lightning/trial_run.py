@@ -225,7 +225,7 @@ class TrialRuns:
             with recorded_logs(call.module, step, training=call.is_training, sync=None) as logs:
                 output = call.run(local)
         values = {}
-        for leaf in returned_leaves(self._cp, output, training=call.is_training):
+        for leaf in returned_leaves(output, training=call.is_training):
             _check_comparable(leaf, call.stage)
             is_loss = loss_of(leaf.value, step) is not None
             name = f"output{leaf.path}"
@@ -336,7 +336,7 @@ _METRIC_FIX = (
 )
 
 
-def returned_leaves(cp: ContextParallel, output: Any, *, training: bool) -> Iterator[Leaf]:
+def returned_leaves(output: Any, *, training: bool) -> Iterator[Leaf]:
     """Yield the values that a step returned, without the loss of training (see loss_policy)."""
     for leaf in outputs.leaves(output, output_dims):
         if not (training and leaf.path in ("", "['loss']")):

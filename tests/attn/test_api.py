@@ -303,7 +303,7 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
 def test_steps_know_the_wire():
     cp = ContextParallel(None, gradient_wire="model")
     with cp.step({"input_ids": torch.arange(6)[None]}):
-        assert active_step.current().gradient_wire == "model"
+        assert active_step.current().options.gradient_wire == "model"
 
 
 @pytest.mark.parametrize("size", [1, "held"])

@@ -28,15 +28,18 @@ def check(job, ranks, *messages):
     assert 0 not in outcome.codes, outcome.text
     for message in messages:
         assert re.search(message, outcome.text), (message, outcome.text)
+    check_resumes(job.out, ranks)
+    return outcome
 
-    saved = (job.out / "checkpoints").glob("step=*.ckpt")
+
+def check_resumes(out, ranks):
+    saved = (out / "checkpoints").glob("step=*.ckpt")
     last = max(saved, key=lambda path: int(path.stem.removeprefix("step=")))
     assert last.stem == f"step={LAST_SAVED}"
     fit = jobs.Fit(num_microbatches=fault.NUM_MICROBATCHES, epochs=fault.EPOCHS, clip=None)
     exact = jobs.run_alone(fit)["losses"]
     for losses in ranks(2).run(resume, str(last)):
         assert losses == pytest.approx([exact[LAST_SAVED]], abs=1e-5)
-    return outcome
 
 
 def resume(path):
@@ -74,12 +77,24 @@ def test_an_exception_on_one_rank_ends_all(job, ranks):
     check(job, ranks, "RuntimeError: the disk of this rank is full", PEER_GONE)
 
 
-def test_different_batches_end_all_and_the_usual_causes_are_named(job, ranks):
+def differ(out):
+    """Return the error of a run on the ranks of the pool, of which one gets another batch."""
+    with jobs.elastic_environment(), pytest.raises(ValueError, match="Usual causes") as error:
+        fault.train(out, "differ", 1)
+    return str(error.value)
+
+
+def test_different_batches_end_all_and_the_usual_causes_are_named(tmp_path, ranks):
+    for rank, text in enumerate(ranks(2).run(differ, tmp_path)):
+        assert f"rank 1 and rank 0 differ in their values; this is rank {rank}, with" in text
+        assert text.count("Usual causes: a sampler or an iterable data set") == 1, text
+    check_resumes(tmp_path, ranks)
+
+
+@pytest.mark.slow
+def test_different_batches_end_a_script(job, ranks):
     job.start_apart("fault.py", "differ", "--rank", 1)
     text = check(job, ranks).text
-    for rank in (0, 1):
-        said = f"rank 1 and rank 0 differ in their values; this is rank {rank}, with"
-        assert text.count(said) == 1, text
     assert text.count("Usual causes: a sampler or an iterable data set") == 2, text
 
 

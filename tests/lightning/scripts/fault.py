@@ -52,15 +52,19 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--seconds", type=float, default=0)
     args = parser.parse_args()
+    train(args.out, args.fault, args.rank, timeout=args.timeout, seconds=args.seconds)
+
+
+def train(out: Path, fault: str, rank: int, *, timeout: float = 300, seconds: float = 0) -> None:
+    """Train on two ranks with a checkpoint every other step, until the fault."""
     save = ModelCheckpoint(
-        dirpath=args.out / "checkpoints",
+        dirpath=out / "checkpoints",
         filename="{step}",
         every_n_train_steps=SAVE_EVERY,
         save_top_k=-1,
     )
-    strategy = ContextParallelStrategy(timeout=timedelta(seconds=args.timeout))
     trainer = Trainer(
-        strategy=strategy,
+        strategy=ContextParallelStrategy(timeout=timedelta(seconds=timeout)),
         accelerator="cpu",
         devices=2,
         max_epochs=EPOCHS,
@@ -70,7 +74,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = FaultyModule(args.fault, args.rank, args.seconds, args.out)
+    module = FaultyModule(fault, rank, seconds, out)
     trainer.fit(module, DataLoader(PackedRows(2 * NUM_MICROBATCHES), batch_size=2))
 
 
