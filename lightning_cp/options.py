@@ -11,6 +11,9 @@ KernelName = Literal["auto", "cpu", "cudnn", "flash", "flex", "reference"]
 GradientWire = Literal["float32", "model"]
 """The precision in which gradients travel that are summed on the way: at least the model's."""
 
+KeepAttention = float | Literal["all", "none"]
+"""GiB of attention results that a step keeps under activation checkpointing, or all, or none."""
+
 SequenceDims = Mapping[str, int | None]
 """Name or path of a tensor of the batch to its sequence dim; None keeps it full."""
 
@@ -27,6 +30,7 @@ class Options:
         kernel: what computes attention.
         attention_memory: GiB that an attention call may allocate on a GPU; None for a default.
         gradient_wire: precision of gradients of keys and values that collectives sum.
+        keep_attention: attention results that activation checkpointing keeps.
         ulysses_size: the number of neighbouring ranks that exchange tokens for heads.
         sequence_dims: the sequence dims of tensors whose names are not known.
         check_batches: for how many batches the ranks compare contents.
@@ -44,6 +48,7 @@ class Options:
     kernel: KernelName = "auto"
     attention_memory: float | None = None
     gradient_wire: GradientWire = "float32"
+    keep_attention: KeepAttention = "none"
     ulysses_size: int | None = None
     sequence_dims: SequenceDims = field(default_factory=dict)
     check_batches: int = 8
@@ -66,12 +71,26 @@ class Options:
                 f"attention_memory={self.attention_memory}: give the GiB that an attention call "
                 "may allocate, above 0, or None for the default."
             )
+        if isinstance(self.keep_attention, str):
+            check_choice("keep_attention", self.keep_attention, ("all", "none", "a number of GiB"))
+        elif not self.keep_attention >= 0:
+            raise ValueError(
+                f"keep_attention={self.keep_attention}: give the GiB of attention results that a "
+                "step keeps under activation checkpointing, 0 or more, or 'all' or 'none'."
+            )
         if self.algorithm == "ulysses" and self.ulysses_size is not None:
             raise ValueError(
                 f"algorithm='ulysses' exchanges tokens for heads among all ranks, but ulysses_size="
                 f"{self.ulysses_size} limits it to some. Leave it out; or choose the algorithm "
                 "between Ulysses groups: algorithm='gather' or 'ring'."
             )
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Return the bytes of attention results that a step may keep; None for no limit."""
+        if isinstance(self.keep_attention, str):
+            return None if self.keep_attention == "all" else 0
+        return int(self.keep_attention * 2**30)
 
 
 def check_choice(option: str, value: object, choices: Iterable[str]) -> None:

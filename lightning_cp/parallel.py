@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import active_step, adapters, guards, routing
 from lightning_cp.attn.flex.kernel import MaskMod
 from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
+from lightning_cp.attn.kept import region_contexts
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.data import outputs
@@ -28,6 +29,7 @@ from lightning_cp.loss import local_targets
 from lightning_cp.options import (
     AlgorithmName,
     GradientWire,
+    KeepAttention,
     KernelName,
     LayoutName,
     Options,
@@ -36,7 +38,7 @@ from lightning_cp.options import (
 )
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import Step, StepMask, UnshardedStep
-from lightning_cp.torch_private import checkpoint_contexts
+from lightning_cp.torch_private import Nested, checkpoint_contexts
 
 
 class reenter(active_step.activate):
@@ -48,6 +50,23 @@ class reenter(active_step.activate):
 
     def __exit__(self, *error: object) -> None:
         routing.enabled().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
+
+
+class _reenter_regions(reenter):
+    """The same for a step that keeps attention results: regions inside the region find theirs."""
+
+    def __init__(self, step: Step, *, num_unsharded: int) -> None:
+        super().__init__(step, num_unsharded=num_unsharded)
+        self._contexts: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._contexts.append(checkpoint_contexts(_recompute))
+        self._contexts[-1].__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._contexts.pop().__exit__(None, None, None)
         super().__exit__(*error)
 
 
@@ -64,7 +83,11 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
         raise RuntimeError(
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
-    return nullcontext(), reenter(step, num_unsharded=active_step.num_unsharded())
+    num_unsharded = active_step.num_unsharded()
+    if step.options.kept_bytes == 0:
+        return nullcontext(), reenter(step, num_unsharded=num_unsharded)
+    forward, recompute = region_contexts(step)
+    return forward, Nested(_reenter_regions(step, num_unsharded=num_unsharded), recompute)
 
 
 @contextmanager
@@ -122,6 +145,11 @@ class ContextParallel:
         gradient_wire: the precision of gradients of keys and values that collectives sum
             (``gather``): ``float32``, or ``model``, that of the keys. With bf16 this is half of the
             bytes, for slow networks, and rounds the sum at each rank. The same on all ranks.
+        keep_attention: under activation checkpointing, keep output and lse of attention calls
+            instead of computing them, and sending keys and values, a second time: ``all``, ``none``
+            or GiB per step and rank. It takes as much memory as the checkpoints of models with
+            H * Dv = hidden size. Calls that FlexAttention computes are computed again. The same on
+            all ranks.
         sequence_dims: the sequence dims of tensors of the batch whose names are not known: name or
             path (``text.pixels``, ``0`` for the first of a tuple, ``batch`` for a batch that is a
             tensor) to dim, or None to keep a tensor, or a container, full. Takes precedence over
@@ -149,6 +177,7 @@ class ContextParallel:
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
+        keep_attention: KeepAttention = "none",
         ulysses_size: int | None = None,
         sequence_dims: SequenceDims | None = None,
         balance: Mask | None = None,
@@ -161,6 +190,7 @@ class ContextParallel:
             kernel=kernel,
             attention_memory=attention_memory,
             gradient_wire=gradient_wire,
+            keep_attention=keep_attention,
             ulysses_size=ulysses_size,
             sequence_dims=dict(sequence_dims or {}),
             check_batches=check_batches,

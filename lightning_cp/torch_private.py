@@ -480,7 +480,7 @@ def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             outer, inner = context_fn(), theirs()
-            return _Nested(outer[0], inner[0]), _Nested(outer[1], inner[1])
+            return Nested(outer[0], inner[0]), Nested(outer[1], inner[1])
 
         return contexts
 
@@ -500,7 +500,7 @@ def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
         setattr(checkpoint, name, original)
 
 
-class _Nested:
+class Nested:
     """Two contexts as one, which may be entered again."""
 
     def __init__(

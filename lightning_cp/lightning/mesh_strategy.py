@@ -152,6 +152,7 @@ class MeshStrategy(ModelParallelStrategy):
                 kernel=options.kernel,
                 attention_memory=options.attention_memory,
                 gradient_wire=options.gradient_wire,
+                keep_attention=options.keep_attention,
                 ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
                 sequence_dims=options.sequence_dims,
                 balance=self._balance,

@@ -58,7 +58,14 @@ from lightning_cp.lightning.loss_policy import (
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
 from lightning_cp.lightning.steps import StepRunner
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
-from lightning_cp.options import AlgorithmName, GradientWire, KernelName, LayoutName, Options
+from lightning_cp.options import (
+    AlgorithmName,
+    GradientWire,
+    KeepAttention,
+    KernelName,
+    LayoutName,
+    Options,
+)
 from lightning_cp.parallel import reenter
 from lightning_cp.step import Step
 from lightning_cp.verification import Report
@@ -86,6 +93,8 @@ class ContextParallelStrategy(MeshStrategy):
             saves time.
         gradient_wire: precision in which collectives sum gradients of keys and values: ``float32``,
             or ``model``, half of the bytes for bf16, for slow networks.
+        keep_attention: with activation checkpointing, keep attention results instead of computing
+            them again in backward: ``all``, ``none`` or GiB per batch and rank; docs/memory.md.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
             tensor or all tensors of a container.
@@ -126,6 +135,7 @@ class ContextParallelStrategy(MeshStrategy):
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
+        keep_attention: KeepAttention = "none",
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
@@ -156,6 +166,7 @@ class ContextParallelStrategy(MeshStrategy):
                 kernel=kernel,
                 attention_memory=attention_memory,
                 gradient_wire=gradient_wire,
+                keep_attention=keep_attention,
                 sequence_dims=dict(sequence_dims or {}),
                 check_batches=check_batches,
             ),
@@ -422,11 +433,7 @@ class ContextParallelStrategy(MeshStrategy):
         reshard(self._module())
         self._step_runner().check_epoch_logs(self._trainer())
 
-    @override
-    def on_test_end(self) -> None:
-        """Reshard the model; compare what the end of the epoch has logged."""
-        reshard(self._module())
-        self._step_runner().check_epoch_logs(self._trainer())
+    on_test_end = on_validation_end
 
     @override
     def on_predict_end(self) -> None:

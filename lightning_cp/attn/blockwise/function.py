@@ -36,6 +36,7 @@ from lightning_cp.attn.call import (
     backward_of_step,
     with_unit_stride,
 )
+from lightning_cp.attn.kept import Slot
 from lightning_cp.attn.kv_exchange import KeyValues, KVGradBuffer, KVShard, fetch, scatter_grads
 from lightning_cp.attn.plan import Plan, Stage
 from lightning_cp.attn.tiles import Block
@@ -100,8 +101,14 @@ class _Attend(torch.autograd.Function):
         bias_type: type[Bias] | type[AlibiSlopes],
     ) -> Tensor:
         bias = None if bias_values is None else bias_type(bias_values)
-        with plain_functions(), autocast_off(q.device.type):
-            out, lse = _forward(q, k, v, sinks, bias, call)
+        slot = Slot(call)
+        kept = slot.read()
+        if kept is None:
+            with plain_functions(), autocast_off(q.device.type):
+                out, lse = _forward(q, k, v, sinks, bias, call)
+            slot.store(out, lse)
+        else:
+            out, lse = kept
         ctx.call, ctx.bias_type = call, bias_type
         # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which
         # step they were recomputed.

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention results that activation checkpointing keeps instead of computing them again.
+
+A region is one call of ``checkpoint(..., use_reentrant=False)``. In forward its attention calls
+store their output and lse; when backward recomputes the region, they take them, and neither compute
+nor communicate. A result is found by its call (the same object for the same mask and shapes in a
+step) and by how often that call ran in the region before. A result that is missing is computed:
+all ranks decide by values that are equal on all ranks, so they do so together.
+
+A region is held by the graph only: its results are freed when backward has passed it, and when the
+graph is dropped.
+"""
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_cp.step import Step
+
+
+class Result(NamedTuple):
+    """Output and lse of an attention call, and the version of the output when it was stored."""
+
+    out: Tensor
+    lse: Tensor
+    version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Return whether nobody has changed the output in place since."""
+        return self.out._version == self.version
+
+
+class Region:
+    """The results of one checkpointed region, and of the regions inside it.
+
+    Args:
+        step: the step that the region belongs to.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.results: dict[tuple[object, int], Result] = {}
+        self.inner: list[Region] = []
+
+
+class _Pass:
+    """One pass through a region: the forward that stores, or a recomputation that reads."""
+
+    def __init__(self, region: Region, *, reads: bool) -> None:
+        self.region = region
+        self.reads = reads
+        self.num_inner = 0
+        self._counts: Counter[object] = Counter()
+
+    def next_key(self, call: object) -> tuple[object, int]:
+        """Return the key of the next result of a call."""
+        self._counts[call] += 1
+        return call, self._counts[call]
+
+    def enter_inner(self) -> tuple[Region, bool]:
+        """Return the next region inside this one, and whether it has its results already."""
+        inner = self.region.inner
+        if not self.reads:
+            inner.append(Region(self.region.step))
+        self.num_inner += 1
+        if self.num_inner > len(inner):  # a recomputation that is unlike its forward
+            return Region(self.region.step), False
+        return inner[self.num_inner - 1], self.reads
+
+
+# A module variable, not a ContextVar: autograd recomputes on threads of its own.
+_current: _Pass | None = None
+
+
+class _RegionContext(AbstractContextManager[None]):
+    """Makes a pass through a region the current one; may be entered again (`retain_graph`)."""
+
+    def __init__(self, region: Region, *, reads: bool) -> None:
+        self._region, self._reads = region, reads
+        self._previous: list[_Pass | None] = []
+
+    def __enter__(self) -> None:
+        global _current
+        self._previous.append(_current)
+        _current = _Pass(self._region, reads=self._reads)
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._previous.pop()
+
+
+def region_contexts(
+    step: Step,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a region: for its forward, and for its recomputation."""
+    if _current is not None and _current.region.step is step:
+        region, reads = _current.enter_inner()
+    else:
+        region, reads = Region(step), False
+    return _RegionContext(region, reads=reads), _RegionContext(region, reads=True)
+
+
+class Slot:
+    """Where the result of the attention call that runs now is found or stored.
+
+    Args:
+        call: the call.
+    """
+
+    def __init__(self, call: object) -> None:
+        self._pass = _current
+        self._key = None if _current is None else _current.next_key(call)
+
+    def read(self) -> tuple[Tensor, Tensor] | None:
+        """Return output and lse if they were kept; None if they must be computed."""
+        if self._pass is None or self._key is None or not self._pass.reads:
+            return None
+        result = self._pass.region.results.get(self._key)
+        if result is None or not result.is_unchanged:
+            return None
+        # Another tensor object: autograd attaches its node to it.
+        return result.out.detach(), result.lse
+
+    def store(self, out: Tensor, lse: Tensor) -> None:
+        """Keep a result that was computed in forward, within the memory budget of the step."""
+        if self._pass is None or self._key is None or self._pass.reads:
+            return
+        step = self._pass.region.step
+        limit, num_bytes = step.options.kept_bytes, out.nbytes + lse.nbytes
+        if limit is not None and step.cache.kept_bytes + num_bytes > limit:
+            return
+        step.cache.kept_bytes += num_bytes
+        # Detached: with its node the output would hold the graph, and the graph the region.
+        kept = out.detach()
+        self._pass.region.results[self._key] = Result(kept, lse, kept._version)
