@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_patches.names import find_in_modules
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.mask import NO_DOCUMENT
+from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 
 # Parameters of the function of transformers that this module computes.
@@ -55,7 +56,7 @@ def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tenso
         experts = torch.topk(weights, _top_k(model), -1).indices
         is_counted = real[:, None].expand_as(experts).reshape(-1).to(counts.dtype)
         counts = counts.scatter_add(0, experts.reshape(-1), is_counted)
-        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        wide = weights.to(accumulation_dtype(weights.dtype))
         probabilities = probabilities + (wide * real[:, None]).sum(0)
     sums = torch.cat([counts, probabilities.detach(), real.sum().reshape(1) * len(logits)])
     num_ranks = 1

@@ -17,6 +17,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import enter_backward_of
+from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import IGNORED_LABEL, Step, UnshardedStep
 from lightning_cp.torch_private import outside_graphs
 
@@ -126,7 +127,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         enter_backward_of(ctx.uid)
         layout, transport = ctx.layout, ctx.transport
-        dtype = torch.promote_types(grad.dtype, torch.float32)
+        dtype = accumulation_dtype(grad.dtype)
         full = grad.movedim(ctx.dim, 0).to(dtype)
         shards = full.new_zeros(layout.padded_len, *full.shape[1:])
         shards.index_copy_(0, layout.order.to(grad.device), full)

@@ -50,11 +50,7 @@ from lightning_cp.lightning.features import (
     check_optimizers,
     disable_inference_mode,
 )
-from lightning_cp.lightning.loss_policy import (
-    LossName,
-    check_loss_name,
-    check_manual_optimization,
-)
+from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
 from lightning_cp.lightning.steps import StepRunner
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
@@ -67,6 +63,7 @@ from lightning_cp.options import (
     Options,
 )
 from lightning_cp.parallel import reenter
+from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 from lightning_cp.verification import Report
 
@@ -354,7 +351,7 @@ class ContextParallelStrategy(MeshStrategy):
             )
         if module.automatic_optimization:  # Lightning has divided by the number of batches
             weight = self._window.weigh(step) * self._trainer().accumulate_grad_batches
-            dtype = torch.promote_types(closure_loss.dtype, torch.float32)
+            dtype = accumulation_dtype(closure_loss.dtype)
             closure_loss = closure_loss * weight.to(dtype)
         else:  # the user weights losses, as on one process
             closure_loss = self._step_runner().check_loss(closure_loss)
