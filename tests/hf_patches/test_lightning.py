@@ -94,18 +94,24 @@ def train_alone(name, lora):
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
+KEEP = {"keep_attention": "all"}
+
+
 @pytest.mark.parametrize(
-    ("name", "lora"),
+    ("name", "lora", "options"),
     [
-        ("llama", False),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+        ("llama", False, {}),
+        pytest.param("llama", True, {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, {}, marks=pytest.mark.slow),
+        pytest.param("llama", False, KEEP, marks=pytest.mark.slow),
+        pytest.param("llama", True, {**KEEP, "algorithm": "ulysses"}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, KEEP, marks=pytest.mark.slow),
     ],
 )
-def test_thirty_steps_equal_those_of_one_process(ranks, name, lora):
+def test_thirty_steps_equal_those_of_one_process(ranks, name, lora, options):
     exact_losses, exact = train_alone(name, lora)
     assert exact_losses[-1] < exact_losses[0]
-    for losses, weights in ranks(2).run(train, name, lora, {}):
+    for losses, weights in ranks(2).run(train, name, lora, options):
         assert losses[-STEPS:] == pytest.approx(exact_losses, abs=1e-4)
         assert max(float((weights[n] - exact[n]).abs().max()) for n in exact) < 1e-4
