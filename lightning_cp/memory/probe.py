@@ -45,7 +45,7 @@ class Verdict:
         obstacle: why a module cannot be computed in tiles; empty if it can.
         saved: bytes that autograd saves for the module besides its input and its parameters, over
             the bytes of the input.
-        mixes: whether a token's output depends on other tokens, or on its position.
+        mixes: whether tokens are mixed inside, or may be.
         routes: whether the module selects weights by token, as experts do.
     """
 
@@ -115,21 +115,19 @@ def _probe(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Ve
     with torch.no_grad(), RecordedOperators() as recorded:
         given = x.clone()
         y = forward(given)
+    if _routes(recorded):
+        return Verdict(
+            "it routes tokens to experts; hooks that record its router need whole tensors",
+            routes=True,
+        )
     if not isinstance(y, Tensor):
-        routes = _routes(recorded)
-        obstacle = f"it returns a {type(y).__name__}, not one tensor"
-        return Verdict(obstacle, mixes=not routes, routes=routes)
+        return Verdict(f"it returns a {type(y).__name__}, not one tensor", mixes=True)
     if y.shape[:-1] != x.shape[:-1] or y.dim() != x.dim():
         return Verdict(f"it returns {tuple(y.shape)} for an input of {tuple(x.shape)}", mixes=True)
     if not torch.equal(given, x):
         return Verdict("it changes its input in place")
     if any(torch.Tag.nondeterministic_seeded in op.tags for op in recorded.operators):
         return Verdict("it draws random numbers in training mode (dropout)")
-    if _routes(recorded):
-        return Verdict(
-            "it routes tokens to experts; hooks that record its router need whole tensors",
-            routes=True,
-        )
     with torch.no_grad():
         if _mixes(forward, x, y):
             return Verdict("it mixes tokens, or depends on their positions", mixes=True)

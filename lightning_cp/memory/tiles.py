@@ -352,7 +352,7 @@ class _Tiled:
             return 1
         num = -(-num_tokens // least)
         if self.tile_tokens == "auto":
-            num = min(math.ceil(verdict.saved), num_tokens // least)
+            num = min(max(2, round(verdict.saved)), num_tokens // least)
         return min(num, x.shape[_tile_dim(x)])
 
 

@@ -17,7 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -147,9 +151,10 @@ def test_with_lora(first, checkpointing):
 def test_experts_are_left_alone_and_said_so():
     model = zoo.build_model("deepseek_v3")
     handle = tile_modules(model)
-    (routed,) = [name for name, reason in reasons(handle).items() if "routes tokens" in reason]
-    assert "router need whole tensors" in reasons(handle)[routed]
-    assert f"{routed}.shared_experts" in tiled_names(handle)
+    routed = [name for name, reason in reasons(handle).items() if "routes tokens" in reason]
+    assert routed == ["model.layers.1.mlp", "model.layers.1.mlp.gate"]
+    assert "router need whole tensors" in reasons(handle)[routed[0]]
+    assert f"{routed[0]}.shared_experts" in tiled_names(handle)
     assert "self_attn.kv_a_layernorm" in str(handle)
 
 
@@ -180,14 +185,17 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, mlp=MLP, *, num=2, checkpointing=False):
+    def __init__(self, mlp=MLP, *, num=2, checkpointing=None):
         super().__init__()
         self.layers = nn.ModuleList(Layer(mlp()) for _ in range(num))
         self.checkpointing = checkpointing
 
     def forward(self, x):
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+            if self.checkpointing is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=False, **self.checkpointing)
         return x
 
 
@@ -223,7 +231,7 @@ def test_a_parity_test_notices_a_lost_tile(model, x, monkeypatch):
 
 
 def test_checkpointing_runs_a_tiled_module_as_often_as_a_plain_one(x):
-    model = Model(checkpointing=True).double()
+    model = Model(checkpointing={}).double()
     counts = {}
     for tile in (None, 4):
         if tile:
@@ -463,6 +471,37 @@ def test_a_graph_is_kept_for_a_second_backward_and_freed_without_one(model, x):
         gc.enable()
 
 
+def test_selective_checkpointing_recomputes_what_it_has_counted(model, x):
+    def policy(_, op, *args, **kwargs):
+        kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    exact = gradients(model, x)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    model.checkpointing = {"context_fn": contexts}
+    tile_modules(model, tile_tokens=4)
+    for _ in range(2):
+        assert_equal(gradients(model, x), exact)
+
+
+@pytest.mark.slow
+def test_compiled_models_break_their_graph_around_tiles(model, x):
+    exact = gradients(model, x)
+    handle = tile_modules(model, tile_tokens=4)
+    for model.checkpointing in ({}, None):
+        CALLS.clear()
+        compiled = torch.compile(model, backend="eager")
+        found = {n.replace("_orig_mod.", ""): g for n, g in gradients(compiled, x).items()}
+        assert_equal(found, exact)
+        assert max(CALLS) <= 5  # a tile, or a probe
+    handle.remove()
+    for layer in model.layers:
+        layer.mlp.forward = torch.compile(layer.mlp.forward, backend="eager", dynamic=True)
+    handle = tile_modules(model, tile_tokens=4)
+    assert_equal(gradients(model, x), exact)
+    assert tiled_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
+
+
 def test_copies_and_removal(model, x):
     exact = gradients(model, x)
     handle = tile_modules(model, tile_tokens=4)
@@ -530,7 +569,7 @@ class Live(TorchDispatchMode):
 
 
 def kib_per_token(tiles):
-    """Return the peak of a checkpointed step of one layer, per token, scaled from width 32 to Llama-8B's."""
+    """Return the peak of a checkpointed step of one layer, scaled to the width of Llama-8B."""
     width, length = 32, 2048
     config = LlamaConfig(
         hidden_size=width, intermediate_size=112, num_attention_heads=4, num_key_value_heads=1,
