@@ -107,7 +107,7 @@ def tile_modules(
     sharded or meta parameters is made when it is called.
 
     Args:
-        model: a model, or a LightningModule that holds some.
+        model: a model, a LightningModule that holds some, or a single block.
         tile_tokens: tokens of a tile, over all samples of the batch, at most. ``auto`` divides so
             that what autograd saves for one tile takes about as much as the module's input, into
             tiles of at least 2048 tokens. It depends on local shapes only: all ranks that hold
@@ -135,7 +135,7 @@ def tile_modules(
         )
     finder = _Finder(tile_tokens)
     names = {module: name for name, module in model.named_modules()}
-    for block in find_blocks(model, shard_modules):
+    for block in find_blocks(model, shard_modules) or [model]:
         finder.visit_children(names[block], block)
     for name, module in model.named_modules():
         if name and not _has_matrices(module):
@@ -208,7 +208,9 @@ class _Finder:
         tiled = _Tiled(module, name, self.tile_tokens, self)
         self.tiled.append(tiled)
         tiled.install()
-        if not tiled.is_pending():
+        if obstacle := tiled.obstacle_inside():
+            self.settle(tiled, Verdict(obstacle))
+        elif not tiled.is_pending():
             self.settle(tiled, tiled.probe_now())
         self._seen.update(module.modules() if tiled in self.tiled else ())
 
@@ -259,6 +261,7 @@ class _Tiled:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     obstacle: str = ""
     is_settled: bool = False
+    is_active: bool = True
 
     def install(self) -> None:
         self.override = self.module.__dict__.get("forward")
@@ -270,9 +273,7 @@ class _Tiled:
             del self.module.forward
             if self.override is not None:
                 self.module.forward = self.override
-        self.tile_tokens = "auto"
-        self.verdicts.clear()
-        self.obstacle = "removed"
+        self.is_active = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward that was replaced."""
@@ -293,8 +294,6 @@ class _Tiled:
     def probe_now(self) -> Verdict:
         """Probe the module before its first call, on an input that its weights suggest."""
         self.is_settled = True
-        if obstacle := self._structure():
-            return Verdict(obstacle)
         x = find_input(self.module, self.call)
         if x is None:
             return Verdict("no input of one tensor [batch, tokens, width] was found that it takes")
@@ -328,7 +327,7 @@ class _Tiled:
             return Verdict("autograd saves little more than its input: nothing to gain")
         return verdict
 
-    def _structure(self) -> str:
+    def obstacle_inside(self) -> str:
         """Return why tiles would be wrong or slow now, whatever the module computes."""
         inside = [part for part in self.module.modules() if part is not self.module]
         if any(is_unit(part) for part in inside):
@@ -339,21 +338,24 @@ class _Tiled:
 
     def num_tiles(self, x: Tensor, call: Callable[[Tensor], Any]) -> int:
         """Return the number of tiles for an input; 1 where the module is to be called plainly."""
-        num_tokens = math.prod(x.shape[:-1])
+        dim = _tile_dim(x)
+        num_tokens = math.prod({0: x.shape[0], dim: x.shape[dim]}.values())
         least = _MIN_TOKENS if self.tile_tokens == "auto" else self.tile_tokens
-        if self.obstacle == "removed" or num_tokens <= least:
+        if num_tokens <= least:
             return 1
-        obstacle = self._structure()
-        if not obstacle and any(isinstance(p, DTensor) for p in self.module.parameters()):
-            obstacle = "its parameters are sharded while it is called"
-        verdict = Verdict(obstacle) if obstacle else self.verdict(x, call)
+        self.obstacle = self.obstacle_inside()
+        if not self.obstacle and any(isinstance(p, DTensor) for p in self.module.parameters()):
+            self.obstacle = "its parameters are sharded while it is called"
+        if self.obstacle:  # of this call; hooks may go again
+            return 1
+        verdict = self.verdict(x, call)
         self.decide(verdict)
         if verdict.obstacle:
             return 1
         num = -(-num_tokens // least)
         if self.tile_tokens == "auto":
             num = min(max(2, round(verdict.saved)), num_tokens // least)
-        return min(num, x.shape[_tile_dim(x)])
+        return min(num, x.shape[dim])
 
 
 def _is_tiled(module: nn.Module) -> bool:
@@ -370,9 +372,12 @@ def _tile_dim(x: Tensor) -> int:
 @outside_graphs
 def _forward(tiled: _Tiled, *args: Any, **kwargs: Any) -> Any:
     """Call a module in tiles, where its arguments and its state allow it."""
+    if not tiled.is_active:  # somebody had wrapped the forward before it was restored
+        return tiled.call(*args, **kwargs)
     values = [*args, *kwargs.values()]
     x = values[0] if len(values) == 1 else None
-    if not isinstance(x, Tensor) or isinstance(x, DTensor) or not x.is_floating_point():
+    is_plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dim() > 1
+    if not isinstance(x, Tensor) or not is_plain or not x.is_floating_point():
         tiled.decide(Verdict("it is called with something else than one tensor"))
         return tiled.call(*args, **kwargs)
     call = tiled.call if args else partial(_call_by_name, tiled.call, next(iter(kwargs)))
@@ -382,7 +387,7 @@ def _forward(tiled: _Tiled, *args: Any, **kwargs: Any) -> Any:
     parameters = {n: p for n, p in tiled.module.named_parameters() if p.requires_grad}
     job = _Job(tiled.module, call, num, _tile_dim(x), tuple(parameters), x.requires_grad)
     if not torch.is_grad_enabled() or not (parameters or x.requires_grad):
-        return job.forward(x)
+        return job.forward(x, grad=False)
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
     box: list[Any] = []
@@ -414,12 +419,17 @@ class _Job:
     names: tuple[str, ...]
     needs_input_grad: bool
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, computed in tiles, without a graph."""
+    def forward(self, x: Tensor, *, grad: bool) -> Tensor:
+        """Return the output, computed in tiles, without a graph.
+
+        Args:
+            x: the input.
+            grad: whether the caller has gradients enabled.
+        """
         out: Tensor | None = None
         start = 0
         for tile in x.tensor_split(self.num, self.dim):
-            with _private_graph(x):
+            with _private_graph(x, grad=grad):
                 y = self.call(tile.detach().contiguous()).detach()
             if out is None:
                 out = y.new_empty((*x.shape[:-1], y.shape[-1]))
@@ -472,14 +482,14 @@ def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
 
 
 @contextmanager
-def _private_graph(x: Tensor) -> Iterator[None]:
-    """Compute without a graph; under autocast with one, which no saved-tensor hook sees.
+def _private_graph(x: Tensor, *, grad: bool) -> Iterator[None]:
+    """Compute without a graph; under autocast with one, if the caller has gradients enabled.
 
-    Autocast may cache weights that it casts under no_grad, without gradients, and use them where
-    gradients are needed (pytorch/pytorch#112583).
+    No saved-tensor hook of the caller sees it. Autocast may cache weights that it casts under
+    no_grad, without gradients, and use them where gradients are needed (pytorch/pytorch#112583).
     """
     with ExitStack() as stack:
-        if torch.is_autocast_enabled(x.device.type):
+        if grad and torch.is_autocast_enabled(x.device.type):
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(_detached, _identity))
         else:
@@ -523,7 +533,7 @@ class _InTiles(torch.autograd.Function):
         ctx.autocast = None
         if torch.is_autocast_enabled(device):
             ctx.autocast = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-        return job.forward(x)
+        return job.forward(x, grad=True)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
