@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._triton import has_triton
 
 P = ParamSpec("P")
@@ -254,6 +255,20 @@ def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     module._apply(fn)  # type: ignore[no-untyped-call]
 
 
+def module_hooks(module: nn.Module) -> list[object]:
+    """Return the hooks of a module itself, without those of FSDP2 (`nn.Module._forward_hooks`...).
+
+    torch has no public way to list them.
+    """
+    dicts = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for hooks in dicts for hook in hooks.values() if not _is_fsdp_hook(hook)]
+
+
 def base_of(x: Tensor) -> Tensor | None:
     """Return the tensor that ``x`` is a view of (`Tensor._base`); None if it is not a view."""
     return x._base
@@ -404,6 +419,29 @@ def without_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+class RecordedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that records the operators that run inside (`torch.utils._python_dispatch`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an operator, and call it."""
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Switch the active dispatch modes off inside (`_disable_current_modes`).
+
+    Selective activation checkpointing is one: it counts the operators of a forward, and expects the
+    same ones when it recomputes.
+    """
+    off: AbstractContextManager[Any] = _disable_current_modes()
+    return off
 
 
 # Patches of Python functions

@@ -118,6 +118,11 @@ def is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def is_gathering_hook(hook: object) -> bool:
+    """Return whether a hook of a module is one of those that `gather_parts` has registered."""
+    return getattr(hook, "func", None) in (_open, _close)
+
+
 def outermost_units(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the FSDP2 units that are not inside another unit."""
     if is_unit(module):

@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token-wise modules computed in tiles of tokens, so that recomputing a layer takes less memory.
+
+`tile_modules(model)` finds them by a probe (`probe.py`): MLPs, norms, shared experts. A tiled
+module saves its input for backward and nothing else. Backward computes one tile after another,
+forward and gradients, and sums the gradients of the weights in float32 or wider.
+"""
+
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
+from lightning_cp.fsdp.sharding import find_blocks
+from lightning_cp.memory.probe import Verdict, find_input, probe, sample_input
+from lightning_cp.precision import accumulation_dtype, autocast_off
+from lightning_cp.torch_private import module_hooks, outside_graphs, without_tensor_hooks
+
+_logger = logging.getLogger(__name__)
+
+TileTokens = int | Literal["auto"]
+
+_MIN_TOKENS: Final = 2048
+"""Tokens of a tile, at least, under ``auto``: with fewer, matrix products become slower."""
+
+_MIN_SAVED: Final = 1.0
+"""Bytes saved besides the input, over those of the input, from which on tiles are worth it."""
+
+_CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What became of a module.
+
+    Args:
+        name: of the module in the model.
+        is_tiled: whether it is computed in tiles; None if that is decided when it is first called
+            with more tokens than a tile, since its parameters are sharded or on the meta device.
+        reason: why it is left alone; empty if it is not.
+    """
+
+    name: str
+    is_tiled: bool | None
+    reason: str = ""
+
+
+class Handle:
+    """The tiled modules of a model, until `remove()`."""
+
+    def __init__(self, finder: "_Finder") -> None:
+        self._finder = finder
+
+    def remove(self) -> None:
+        """Restore the modules. Graphs that exist already can still be used for backward."""
+        for tiled in self._finder.tiled:
+            tiled.uninstall()
+        self._finder.tiled.clear()
+
+    def report(self) -> tuple[ModuleReport, ...]:
+        """Return which modules are tiled, and which are left alone and why, by name."""
+        found = [tiled.report() for tiled in self._finder.tiled] + self._finder.left_alone
+        return tuple(sorted(found, key=lambda report: _natural(report.name)))
+
+    def __str__(self) -> str:
+        """Return the report as text, layers that are alike in one line."""
+        states = {True: "tiled", None: "decided at its first call", False: "left alone"}
+        lines: dict[tuple[str, str], int] = {}
+        for report in self.report():
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", report.name)
+            state = states[report.is_tiled] + (f": {report.reason}" if report.reason else "")
+            lines[name, state] = lines.get((name, state), 0) + 1
+        return "\n".join(f"{name} ({num}): {state}" for (name, state), num in lines.items())
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def tile_modules(
+    model: nn.Module,
+    *,
+    tile_tokens: TileTokens = "auto",
+    shard_modules: Sequence[str] | None = None,
+) -> Handle:
+    """Compute the token-wise modules of a model in tiles of tokens.
+
+    A module is tiled if a probe shows that it computes each token by itself; the loss and all
+    gradients are those of the plain model, but for the rounding of sums. Looked at are the parts of
+    the blocks (decoder layers), and norms anywhere. Under activation checkpointing
+    (``use_reentrant=False``), the recompute of a layer that ends with a tiled module stops at the
+    module's input, so that the module runs as often as without tiles.
+
+    Call it before or after `fully_shard`, PEFT and `enable`. The decision about a module with
+    sharded or meta parameters is made when it is called.
+
+    Args:
+        model: a model, a LightningModule that holds some, or a single block.
+        tile_tokens: tokens of a tile, over all samples of the batch, at most. ``auto`` divides so
+            that what autograd saves for one tile takes about as much as the module's input, into
+            tiles of at least 2048 tokens. It depends on local shapes only: all ranks that hold
+            equally many tokens use equal tiles.
+        shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
+
+    Returns:
+        A handle: ``report()`` lists what is tiled and what is not; ``remove()`` restores the model.
+
+    Example:
+        >>> layer = nn.Sequential()
+        >>> layer.mlp = nn.Sequential(nn.Linear(4, 9), nn.SiLU(), nn.Linear(9, 4))
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+        >>> handle = tile_modules(model, tile_tokens=2)
+        >>> print(handle)
+        layers.*.mlp (1): tiled
+        >>> layer.mlp(torch.ones(1, 5, 4)).shape
+        torch.Size([1, 5, 4])
+        >>> handle.remove()
+    """
+    if tile_tokens != "auto" and (isinstance(tile_tokens, bool) or not _is_count(tile_tokens)):
+        raise ValueError(
+            f"tile_tokens={tile_tokens!r}: give the number of tokens of a tile, 1 or more, or "
+            "'auto'."
+        )
+    finder = _Finder(tile_tokens)
+    names = {module: name for name, module in model.named_modules()}
+    for block in find_blocks(model, shard_modules) or [model]:
+        finder.visit_children(names[block], block)
+    for name, module in model.named_modules():
+        if name and not _has_matrices(module):
+            finder.visit(name, module)
+    handle = Handle(finder)
+    _logger.info("tiles of %s tokens:\n%s", tile_tokens, handle)
+    return handle
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Return whether a module holds more than scales and biases; quantized weights are flat."""
+    return any(p.dim() > 1 or not p.is_floating_point() for p in module.parameters())
+
+
+class _Finder:
+    """Finds the modules to tile, from the outside in, and remembers what became of each.
+
+    Args:
+        tile_tokens: tokens of a tile.
+    """
+
+    def __init__(self, tile_tokens: TileTokens) -> None:
+        self.tile_tokens = tile_tokens
+        self.tiled: list[_Tiled] = []
+        self.left_alone: list[ModuleReport] = []
+        self._seen: set[nn.Module] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle no modules: a copy of one module holds no others."""
+        return _Finder, (self.tile_tokens,)
+
+    def visit_children(
+        self, name: str, module: nn.Module, *, matrices: bool = True, experts: bool = True
+    ) -> None:
+        """Visit the modules inside one.
+
+        Args:
+            name: of the module.
+            module: the module.
+            matrices: whether modules with matrices may be tiled. Those inside of attention may not:
+                projections save little, and would run a third time.
+            experts: whether lists of modules are visited.
+        """
+        for child_name, child in module.named_children():
+            if experts or not isinstance(child, _CONTAINERS):
+                self.visit(f"{name}.{child_name}" if name else child_name, child, matrices=matrices)
+
+    def visit(self, name: str, module: nn.Module, *, matrices: bool = True) -> None:
+        """Tile a module, or leave it alone and visit the modules inside."""
+        if module in self._seen or not any(True for _ in module.parameters()):
+            return
+        self._seen.add(module)
+        if isinstance(module, _CONTAINERS):
+            self.visit_children(name, module, matrices=matrices)
+            return
+        if not matrices and _has_matrices(module):
+            self.visit_children(name, module, matrices=False)
+            return
+        if _is_tiled(module):
+            self._leave(name, "it is tiled already")
+            return
+        if not _takes_one_tensor(module):
+            self._leave(name, "its forward takes more than one tensor")
+            self.visit_children(name, module, matrices=False)
+            return
+        tiled = _Tiled(module, name, self.tile_tokens, self)
+        self.tiled.append(tiled)
+        tiled.install()
+        if obstacle := tiled.obstacle_inside():
+            self.settle(tiled, Verdict(obstacle))
+        elif not tiled.is_pending():
+            self.settle(tiled, tiled.probe_now())
+        self._seen.update(module.modules() if tiled in self.tiled else ())
+
+    def settle(self, tiled: "_Tiled", verdict: Verdict) -> None:
+        """Keep a module tiled, or leave it alone and visit the modules inside."""
+        if not verdict.obstacle:
+            return
+        tiled.uninstall()
+        if tiled in self.tiled:  # not in a copy of the model
+            self.tiled.remove(tiled)
+        self._leave(tiled.name, verdict.obstacle)
+        inside = set(tiled.module.modules()) - {tiled.module}
+        self._seen -= inside - {other.module for other in self.tiled}
+        self.visit_children(
+            tiled.name, tiled.module, matrices=not verdict.mixes, experts=not verdict.routes
+        )
+
+    def _leave(self, name: str, reason: str) -> None:
+        self.left_alone.append(ModuleReport(name, False, reason))
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """Return whether a forward can be called with one argument."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
+    several = any(p.kind == p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    takes = any(p.kind in (*positional, p.VAR_POSITIONAL) for p in parameters)
+    return len(required) <= 1 and takes and not several
+
+
+@dataclass(eq=False)
+class _Tiled:
+    """A module whose forward is replaced, in the instance.
+
+    Args:
+        module: the module.
+        name: of the module in the model.
+        tile_tokens: tokens of a tile.
+        finder: visits the modules inside, if the module turns out not to be token-wise.
+    """
+
+    module: nn.Module
+    name: str
+    tile_tokens: TileTokens
+    finder: _Finder
+    override: Callable[..., Any] | None = None
+    verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    obstacle: str = ""
+    is_settled: bool = False
+    is_active: bool = True
+
+    def install(self) -> None:
+        self.override = self.module.__dict__.get("forward")
+        self.module.forward = partial(_forward, self)
+
+    def uninstall(self) -> None:
+        """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
+        if _is_tiled(self.module):
+            del self.module.forward
+            if self.override is not None:
+                self.module.forward = self.override
+        self.is_active = False
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward that was replaced."""
+        if self.override is not None:
+            return self.override(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def report(self) -> ModuleReport:
+        if self.obstacle:
+            return ModuleReport(self.name, False, self.obstacle)
+        return ModuleReport(self.name, True if self.is_settled else None)
+
+    def is_pending(self) -> bool:
+        """Return whether the module cannot be called yet."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return any(isinstance(x, DTensor) or x.is_meta for x in tensors)
+
+    def probe_now(self) -> Verdict:
+        """Probe the module before its first call, on an input that its weights suggest."""
+        self.is_settled = True
+        x = find_input(self.module, self.call)
+        if x is None:
+            return Verdict("no input of one tensor [batch, tokens, width] was found that it takes")
+        return self._checked(x)
+
+    def verdict(self, x: Tensor, call: Callable[[Tensor], Any]) -> Verdict:
+        """Return the verdict for inputs like this one; probe the module if there is none yet."""
+        parameters = list(self.module.parameters())
+        key = (
+            (x.dim(), x.shape[-1], x.dtype, x.device),
+            tuple((id(part), getattr(part, "p", None)) for part in self.module.modules()),
+            tuple((p.dtype, p.requires_grad) for p in parameters),
+        )
+        if key not in self.verdicts:
+            sample = sample_input(x.dim(), x.shape[-1], dtype=x.dtype, device=x.device)
+            if sample is None:
+                self.verdicts[key] = Verdict(f"its input has {x.dim()} dims")
+            else:
+                self.verdicts[key] = self._checked(sample, call)
+        return self.verdicts[key]
+
+    def decide(self, verdict: Verdict) -> None:
+        """Note what a call has shown; after the first one, modules inside may be tiled instead."""
+        is_first, self.is_settled, self.obstacle = not self.is_settled, True, verdict.obstacle
+        if is_first:
+            self.finder.settle(self, verdict)
+
+    def _checked(self, x: Tensor, call: Callable[[Tensor], Any] | None = None) -> Verdict:
+        verdict = probe(self.module, call or self.call, x)
+        if not verdict.obstacle and verdict.saved < _MIN_SAVED:
+            return Verdict("autograd saves little more than its input: nothing to gain")
+        return verdict
+
+    def obstacle_inside(self) -> str:
+        """Return why tiles would be wrong or slow now, whatever the module computes."""
+        inside = [part for part in self.module.modules() if part is not self.module]
+        if any(is_unit(part) for part in inside):
+            return "an FSDP2 unit inside it would be gathered for every tile"
+        if any(not is_gathering_hook(hook) for part in inside for hook in module_hooks(part)):
+            return "hooks on modules inside it would see tiles instead of whole tensors"
+        return ""
+
+    def num_tiles(self, x: Tensor, call: Callable[[Tensor], Any]) -> int:
+        """Return the number of tiles for an input; 1 where the module is to be called plainly."""
+        dim = _tile_dim(x)
+        num_tokens = math.prod({0: x.shape[0], dim: x.shape[dim]}.values())
+        least = _MIN_TOKENS if self.tile_tokens == "auto" else self.tile_tokens
+        if num_tokens <= least:
+            return 1
+        self.obstacle = self.obstacle_inside()
+        if not self.obstacle and any(isinstance(p, DTensor) for p in self.module.parameters()):
+            self.obstacle = "its parameters are sharded while it is called"
+        if self.obstacle:  # of this call; hooks may go again
+            return 1
+        verdict = self.verdict(x, call)
+        self.decide(verdict)
+        if verdict.obstacle:
+            return 1
+        num = -(-num_tokens // least)
+        if self.tile_tokens == "auto":
+            num = min(max(2, round(verdict.saved)), num_tokens // least)
+        return min(num, x.shape[dim])
+
+
+def _is_tiled(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _tile_dim(x: Tensor) -> int:
+    """Return the dim that is divided: the tokens; of several dims, as of heads, the longest."""
+    dims = range(1 if x.dim() > 2 else 0, x.dim() - 1)
+    return max(dims, key=lambda dim: x.shape[dim])
+
+
+@outside_graphs
+def _forward(tiled: _Tiled, *args: Any, **kwargs: Any) -> Any:
+    """Call a module in tiles, where its arguments and its state allow it."""
+    if not tiled.is_active:  # somebody had wrapped the forward before it was restored
+        return tiled.call(*args, **kwargs)
+    values = [*args, *kwargs.values()]
+    x = values[0] if len(values) == 1 else None
+    is_plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dim() > 1
+    if not isinstance(x, Tensor) or not is_plain or not x.is_floating_point():
+        tiled.decide(Verdict("it is called with something else than one tensor"))
+        return tiled.call(*args, **kwargs)
+    call = tiled.call if args else partial(_call_by_name, tiled.call, next(iter(kwargs)))
+    num = tiled.num_tiles(x, call)
+    if num == 1:
+        return call(x)
+    parameters = {n: p for n, p in tiled.module.named_parameters() if p.requires_grad}
+    job = _Job(tiled.module, call, num, _tile_dim(x), tuple(parameters), x.requires_grad)
+    if not torch.is_grad_enabled() or not (parameters or x.requires_grad):
+        return job.forward(x, grad=False)
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
+    box: list[Any] = []
+    saved = _Input.apply(x, box)  # type: ignore[no-untyped-call]
+    return _InTiles.apply(saved, job, box, *parameters.values())  # type: ignore[no-untyped-call]
+
+
+def _call_by_name(call: Callable[..., Any], name: str, x: Tensor) -> Any:
+    return call(**{name: x})
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call of a tiled module.
+
+    Args:
+        module: the module.
+        call: its forward, without tiles and hooks.
+        num: number of tiles.
+        dim: dim of the input that is divided.
+        names: of the parameters that require gradients.
+        needs_input_grad: whether the input requires a gradient.
+    """
+
+    module: nn.Module
+    call: Callable[[Tensor], Tensor]
+    num: int
+    dim: int
+    names: tuple[str, ...]
+    needs_input_grad: bool
+
+    def forward(self, x: Tensor, *, grad: bool) -> Tensor:
+        """Return the output, computed in tiles, without a graph.
+
+        Args:
+            x: the input.
+            grad: whether the caller has gradients enabled.
+        """
+        out: Tensor | None = None
+        start = 0
+        for tile in x.tensor_split(self.num, self.dim):
+            with _private_graph(x, grad=grad):
+                y = self.call(tile.detach().contiguous()).detach()
+            if out is None:
+                out = y.new_empty((*x.shape[:-1], y.shape[-1]))
+            length = tile.shape[self.dim]
+            out.narrow(self.dim, start, length).copy_(y)
+            start += length
+        if out is None:
+            raise AssertionError("an input without tiles")
+        return out
+
+    def backward(self, x: Tensor, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradients of the input and of the parameters."""
+        # By name: FSDP2 may have gathered into other objects since forward.
+        own = dict(self.module.named_parameters())
+        parameters = [own[name] for name in self.names]
+        dx = torch.empty_like(x) if self.needs_input_grad else None
+        sums: list[Tensor | None] = [None for _ in parameters]
+        tiles = x.tensor_split(self.num, self.dim)
+        douts = dout.tensor_split(self.num, self.dim)
+        start = 0
+        # Hooks of a parameter are for its gradient, which autograd passes to them after backward.
+        with without_tensor_hooks(parameters):
+            for tile, grad in zip(tiles, douts, strict=True):
+                piece = tile.detach().contiguous().requires_grad_(self.needs_input_grad)
+                with torch.enable_grad():
+                    y = self.call(piece)
+                inputs = [piece, *parameters] if self.needs_input_grad else parameters
+                # As in a separate backward: operations run in the dtype that forward chose.
+                with autocast_off(x.device.type):
+                    found = list(torch.autograd.grad(y, inputs, grad, allow_unused=True))
+                if dx is not None:
+                    piece_grad = found.pop(0)
+                    part = dx.narrow(self.dim, start, tile.shape[self.dim])
+                    part.zero_() if piece_grad is None else part.copy_(piece_grad)
+                start += tile.shape[self.dim]
+                _add(sums, found)
+        cast = zip(sums, parameters, strict=True)
+        return dx, [None if total is None else total.to(p.dtype) for total, p in cast]
+
+
+def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    """Add gradients of weights to their sums."""
+    for at, gradient in enumerate(found):
+        total = sums[at]
+        if gradient is not None and total is not None:
+            total += gradient
+        elif gradient is not None:
+            # A copy: autograd may return one tensor for two weights.
+            sums[at] = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
+
+
+@contextmanager
+def _private_graph(x: Tensor, *, grad: bool) -> Iterator[None]:
+    """Compute without a graph; under autocast with one, if the caller has gradients enabled.
+
+    No saved-tensor hook of the caller sees it. Autocast may cache weights that it casts under
+    no_grad, without gradients, and use them where gradients are needed (pytorch/pytorch#112583).
+    """
+    with ExitStack() as stack:
+        if grad and torch.is_autocast_enabled(x.device.type):
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(_detached, _identity))
+        else:
+            stack.enter_context(torch.no_grad())
+        yield
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+class _Input(torch.autograd.Function):
+    """Saves the input of a tiled module, before the module is computed.
+
+    A recompute under activation checkpointing ends with the last tensor that is needed: here, if
+    nothing behind the module saves anything.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, box: list[Any]) -> Tensor:
+        ctx.save_for_backward(x)
+        box.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None]:
+        return dx, None
+
+
+class _InTiles(torch.autograd.Function):
+    """A module in tiles. The weights are inputs, so that their gradients are returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, job: _Job, box: list[Any], *_: Tensor) -> Tensor:
+        ctx.job, ctx.box = job, box
+        device = x.device.type
+        ctx.autocast = None
+        if torch.is_autocast_enabled(device):
+            ctx.autocast = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+        return job.forward(x, grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        # once_differentiable raises only where the result depends on `dout`; it depends on inputs.
+        twice = torch.is_grad_enabled() and not dout.requires_grad
+        return _InTiles._gradients(ctx, dout.detach().requires_grad_() if twice else dout)
+
+    @staticmethod
+    @once_differentiable
+    def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.box[0].saved_tensors
+        with _autocast(x.device.type, ctx.autocast):
+            dx, gradients = ctx.job.backward(x, dout)
+        return dx, None, None, *gradients
+
+
+def _autocast(
+    device_type: str, state: tuple[torch.dtype, bool] | None
+) -> AbstractContextManager[Any]:
+    """Return the autocast of a forward: backward runs without it, on another thread on GPUs."""
+    if state is None:
+        return autocast_off(device_type)
+    dtype, cache = state
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=cache)
