@@ -105,9 +105,7 @@ def _layer(block: nn.Module, index: int, config: Any) -> LayerShape:
     named = dict(block.named_parameters())
     num_params = sum(p.numel() for p in named.values())
     routed = sum(
-        p.numel()
-        for name, p in named.items()
-        if "experts" in name and "shared_expert" not in name
+        p.numel() for name, p in named.items() if "experts" in name and "shared_expert" not in name
     )
     num_experts, num_active = _first(config, _NUM_EXPERTS), _first(config, _NUM_ACTIVE)
     has_experts = bool(routed and num_experts and num_active)

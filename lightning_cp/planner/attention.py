@@ -5,6 +5,7 @@ Causal attention is `attn.cost`'s. Windows and packed documents run in FlexAtten
 cost model knows visible pairs only; their keys are those that the layout and the mask need.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
@@ -20,7 +21,7 @@ from lightning_cp.attn.cost import (
     estimate,
 )
 from lightning_cp.attn.hardware import Chip, Links
-from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range, union
 from lightning_cp.planner.setup import Setup
@@ -29,8 +30,9 @@ from lightning_cp.planner.shapes import LayerShape
 FLEX_RATE: Final = 0.72
 """Speed of FlexAttention as a share of the causal kernels' (docs/cost-model.md)."""
 
-MAX_LAYOUT_LEN: Final = 1 << 20
-"""Longer packed sequences are laid out scaled down to this length: bounds hold every token."""
+MAX_LAYOUT_LEN: Final = 1 << 16
+MAX_LAYOUT_RANKS: Final = 32
+"""Longer packed sequences, and more ranks, are laid out scaled down: that takes seconds there."""
 
 
 class Passes(NamedTuple):
@@ -173,7 +175,8 @@ def _spread(seq_len: int, cp_size: int, window: int | None, documents: tuple[int
         local = -(-seq_len // cp_size)
         return _Spread(1.0, min(2.0 * (window - 1), seq_len - local))
     scale = max(1, -(-seq_len // MAX_LAYOUT_LEN))
-    short = seq_len // scale
+    short = max(1, seq_len // scale)
+    cp_size = min(cp_size, MAX_LAYOUT_RANKS, short)
     lengths = document_lengths(short, tuple(max(1, length // scale) for length in documents))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     bounds = Mask(causal=True, documents=ids[None]).bounds(short)
@@ -182,28 +185,17 @@ def _spread(seq_len: int, cp_size: int, window: int | None, documents: tuple[int
     if window is not None:
         narrow = Mask(True, max(1, window // scale), documents=ids[None]).bounds(short)
     work = layout.work(narrow)
-    needed = [
-        _size(union([*(k for part in parts for k in narrow.hull(part)), *parts])) - _size(parts)
-        for parts in layout.owned
-    ]
+    needed = []
+    for owned in layout.owned:
+        parts = [part.meet(Range(0, short)) for part in owned if part.start < short]
+        keys = union([*(keys for part in parts for keys in narrow.hull(part)), *parts])
+        needed.append(_size(keys) - _size(parts))
     mean = sum(work) / len(work)
     return _Spread(max(work) / mean if mean else 1.0, float(scale * max(needed)))
 
 
-def _size(ranges: tuple[Range, ...]) -> int:
+def _size(ranges: Iterable[Range]) -> int:
     return sum(part.size for part in ranges)
-
-
-def packed_layout(setup: Setup) -> Layout | None:
-    """Return the layout of a packed sequence that is short enough to be laid out as it is."""
-    if not setup.documents or setup.seq_len > MAX_LAYOUT_LEN:
-        return None
-    lengths = document_lengths(setup.seq_len, setup.documents)
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    bounds = Mask(causal=True, documents=ids[None]).bounds(setup.seq_len)
-    return build_layout(
-        "auto", seq_len=setup.seq_len, cp_size=setup.context_size, bounds=lambda: bounds
-    )
 
 
 def _flex_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) -> AttentionCost:

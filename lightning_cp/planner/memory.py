@@ -56,7 +56,7 @@ LATENT_SAVED: Final = 8
 """Per number of compressed queries, keys and values: as a norm."""
 
 LATENT_JOINED: Final = 4
-"""Per number of queries, with latent attention: the tensors of which queries and keys are joined."""
+"""Per number of queries, with latent attention: the parts that queries and keys are joined from."""
 
 MLP_BACKWARD: Final = 4
 """Per inner number, more in backward: gradients of the product and of one of its factors."""
@@ -74,8 +74,8 @@ EXPERT_MIXED: Final = 10
 """Both under autocast with a float32 residual: float32 copies, casts, and weighted outputs."""
 
 LORA_INPUT: Final = 2
-"""Per input number of an adapted layer under ``bf16-mixed``: adapters are float32, so that PEFT casts
-their input, and autocast casts it back."""
+"""Per input number of an adapted layer under ``bf16-mixed``: adapters are float32, so that PEFT
+casts their input, and autocast casts it back."""
 
 FROZEN_EXPERT: Final = 2
 """Per inner and per hidden number of a frozen expert, less: without a gradient of its weights, the
@@ -119,11 +119,13 @@ class StateBytes(NamedTuple):
     """Gradients on their way: they are summed in float32."""
     residual: int = 2
     """A number of a hidden-state checkpoint."""
+    head: int = 4
+    """A number of the head's gradient between the loss and the end of backward."""
 
 
 STATES: Final[Mapping[Precision, StateBytes]] = {
     "bf16-mixed": StateBytes(4, 4, 8, gathered=4, cast=2, full_gradient=4, residual=4),
-    "bf16-true": StateBytes(2, 2, 4, gathered=2, cast=0, full_gradient=2),
+    "bf16-true": StateBytes(2, 2, 4, gathered=2, cast=0, full_gradient=2, head=2),
     "bf16-policy": StateBytes(4, 4, 8, gathered=2, cast=0, full_gradient=2),
 }
 """AdamW: two moments in the precision of the weights."""
@@ -289,7 +291,7 @@ def plan_memory(
             "gathered parameters": between,
             "one layer": layer_bytes,
             "attention buffers": buffers,
-            "loss": head_sum,
+            "loss": head_sum * states.head / 4,
         }
     logits = float(tokens * model.vocab)
     if logits > CHUNKED_FROM:
@@ -303,7 +305,9 @@ def plan_memory(
     moments["loss"] = {
         **held,
         **stash,
-        "gathered parameters": float(gathered * model.root_params + states.cast * model.head_params),
+        "gathered parameters": float(
+            gathered * model.root_params + states.cast * model.head_params
+        ),
         "loss": loss,
     }
     end = root + states.full_gradient if is_full else root

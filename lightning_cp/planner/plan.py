@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from lightning_cp.attn.hardware import A100, H200, Chip, Links
 from lightning_cp.options import check_choice
+from lightning_cp.planner.attention import MAX_LAYOUT_LEN, MAX_LAYOUT_RANKS
 from lightning_cp.planner.memory import HOST_USABLE, USABLE, MemoryPlan, plan_memory
 from lightning_cp.planner.setup import MAX_GPUS, Setup
 from lightning_cp.planner.shapes import KNOWN, ModelShape
@@ -155,7 +156,10 @@ def longest_sequence(
     chip: Chip = H200,
     links: Links | None = None,
 ) -> int:
-    """Return the tokens of the longest sequence that fits, to a thousandth; 0 for none."""
+    """Return the tokens of the longest sequence that fits, to a thousandth; 0 for none.
+
+    With documents, to a hundredth.
+    """
 
     def fits(seq_len: int) -> bool:
         one = replace(setup, seq_len=seq_len)
@@ -165,7 +169,8 @@ def longest_sequence(
     low, high = 0, step
     while high < MAX_LEN and fits(high):
         low, high = high, 2 * high
-    while low and high - low > max(step, low // 1000):
+    share = 100 if setup.documents else 1000  # documents are laid out at each length
+    while low and high - low > max(step, low // share):
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
@@ -244,6 +249,13 @@ def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
         yield "layers without attention are counted as an MLP of their parameters"
     if any(layer.window for layer in model.layers) or setup.documents:
         yield "windows and documents: FlexAttention's rate on visible pairs"
+    if setup.documents and (
+        setup.seq_len > MAX_LAYOUT_LEN or setup.context_size > MAX_LAYOUT_RANKS
+    ):
+        yield (
+            f"balance of documents: computed on a sequence scaled to {MAX_LAYOUT_LEN:,} tokens and "
+            f"at most {MAX_LAYOUT_RANKS} ranks"
+        )
     if setup.lora_rank:
         yield "LoRA: time without the adapters' own kernels"
     if setup.num_gpus > 1:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-
 GPT_OSS_SAVED: Final = (16, 26)
 """`LayerShape.mlp_saved` of gpt-oss: interleaved gate and up, both clamped, sigmoid and products;
 under autocast its biases are float32, and most of these too."""
@@ -185,9 +184,7 @@ KNOWN: Final[Mapping[str, ModelShape]] = MappingProxyType(
                 2880,
                 201_088,
                 (
-                    _layer(
-                        2880, (64, 8, 64), 2880, experts=(32, 4), window=128, is_gpt_oss=True
-                    ),
+                    _layer(2880, (64, 8, 64), 2880, experts=(32, 4), window=128, is_gpt_oss=True),
                     _layer(2880, (64, 8, 64), 2880, experts=(32, 4), is_gpt_oss=True),
                 )
                 * 12,

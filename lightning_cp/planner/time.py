@@ -40,8 +40,8 @@ RATES: Final[Mapping[Chip, Rates]] = {
 }
 
 ATTENTION_IN_STEP: Final = 1.07
-"""Time of attention inside a step over that of `attn.cost`, whose rates are those of attention alone:
-150.7 and 141.2 ms for a layer of Llama-8B, recomputed, 131,072 tokens over 8 ranks."""
+"""Time of attention inside a step over that of `attn.cost`, whose rates are those of attention
+alone: 150.7 and 141.2 ms for a layer of Llama-8B, recomputed, 131,072 tokens over 8 ranks."""
 
 ADAM_BYTES: Final = 7
 """Numbers that AdamW reads (weight, gradient, moments) and writes (weight, moments)."""
@@ -105,7 +105,9 @@ def plan_time(
     backward_factor = 2 if is_full else 1  # frozen weights have no gradient
     share = (size - 1) / size
     gather_size = states.gathered if is_full else FROZEN
-    seconds = dict.fromkeys(("attention", "recomputed attention", "layers", "recomputed layers"), 0.0)
+    seconds = dict.fromkeys(
+        ("attention", "recomputed attention", "layers", "recomputed layers"), 0.0
+    )
     seconds |= dict.fromkeys(("head and loss", "optimizer", "waiting for links"), 0.0)
     wire = dict.fromkeys(("keys and values", "their gradients", "parameters", "gradients"), 0.0)
     pairs_flops, weighted, algorithms = 0.0, 0.0, dict[str, int]()
