@@ -55,7 +55,7 @@ def model_shape(model: PreTrainedConfig | str | Path, *, name: str | None = None
             "transformers. Give that of another model."
         )
     with torch.device("meta"):
-        built: Any = AutoModelForCausalLM.from_config(config)
+        built: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     text: Any = config.get_text_config()
     found = find_blocks(built)
     reached = {id(module) for module in _text_model(built).modules()}

@@ -76,7 +76,7 @@ def read_model(model: str) -> ModelShape:
 
     from hf_patches.model_shape import model_shape
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     return model_shape(Path(model).expanduser(), name=model)
 
 

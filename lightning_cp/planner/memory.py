@@ -189,7 +189,7 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     backward = MLP_BACKWARD * widths + (EXPERT_MIXED if is_mixed else EXPERT_BACKWARD) * copies
     checkpoint = residual * hidden
     # The first norm saves its input: under autocast that is the checkpoint itself.
-    in_mlp = saved + waiting + backward - (checkpoint if is_mixed else 0)
+    in_mlp = float(saved + waiting + backward - (checkpoint if is_mixed else 0))
     in_attention = ATTENTION_HIDDEN * residual // 2 * hidden + 2 * keys + 4 * out
     if setup.tiles:
         in_mlp = LEAN_HIDDEN * hidden + 2 * (queries + keys) + (mlp + backward) / setup.tiles
