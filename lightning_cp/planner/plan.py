@@ -117,7 +117,7 @@ def plan_run(
     Example:
         >>> plan = plan_run("llama-8b", seq_len=131072, num_gpus=8, gpu_memory=80)
         >>> plan.fits, plan.smallest
-        (True, 8)
+        (True, 4)
     """
     if isinstance(model, str):
         if model not in KNOWN:

@@ -276,5 +276,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.set_title(
         f"{plan.model.name}, {format_tokens(plan.setup.seq_len)} tokens, {plan.setup.num_gpus} GPUs"
     )
-    axes.legend(fontsize="small", ncols=2, loc="lower right")
+    # A bar that ends at the edge does not fit by far.
+    axes.set_xlim(0, min(1.05 * max(left), 2 * plan.capacity.gpu / 1e9))
+    figure.legend(fontsize="small", ncols=5, loc="outside lower center")
     figure.savefig(file, format="png", dpi=120)
