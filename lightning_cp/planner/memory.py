@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a training step on one rank, by part, at the moments at which it may peak.
+
+Bytes per local token follow from what Hugging Face's layers save for backward; docs/planning.md
+derives each number and says how far it is from what was measured.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from lightning_cp.attn.hardware import H200, Chip, Links
+from lightning_cp.planner.attention import attention_cost
+from lightning_cp.planner.setup import Precision, Setup
+from lightning_cp.planner.shapes import LayerShape, ModelShape
+
+USABLE: Final = 0.94
+"""Share of a GPU's memory that tensors can take: the CUDA context and NCCL take 1 to 2 GB, and the
+allocator loses a few percent to fragments."""
+
+HOST_USABLE: Final = 0.8
+"""Share of host memory that may be pinned: the rest is for processes, page cache and loaders."""
+
+OTHER_BYTES: Final = 1e9
+"""What is not modelled: NCCL's buffers, cuBLAS workspaces, batches, rotary tables. Most of it is
+outside of torch's allocator: `max_memory_allocated` does not count it."""
+
+LAYERS_IN_FLIGHT: Final = 3
+"""Layers whose checkpoints are on the GPU while others are offloaded: the one that is computed, the
+one on its way out and the next one on its way in."""
+
+GPUS_PER_HOST: Final = 8
+
+# ---- bytes per token of a layer, in bf16; d hidden width, a output and queries, c keys and values,
+# ---- f inner width, H heads
+
+NORM_SAVED: Final = 8
+"""Per norm before attention or MLP, and hidden number: a float32 copy of the input (4), the
+normalized value (2), and the output, which is the input of the projections (2). Under autocast with
+a float32 residual: the input (4) and the normalized value (4), and for each projection a cast."""
+
+WIDE_NORM_SAVED: Final = 10
+"""The same where the normalized value is float32, as in Gemma."""
+
+OUTPUT_NORM_SAVED: Final = 6
+"""Per norm after attention or MLP: its output is added, and not saved. 8 if it is wide."""
+
+CAST: Final = 2
+"""Autocast casts a float32 input for each projection: q, k, v, gate and up, or two and two."""
+
+QK_NORM_SAVED: Final = 6
+"""Per number of queries and keys that are normalized: a float32 copy and the normalized value; 8 if
+that is float32 too."""
+
+LATENT_SAVED: Final = 8
+"""Per number of compressed queries, keys and values: as a norm."""
+
+LATENT_JOINED: Final = 4
+"""Per number of queries, with latent attention: the parts that queries and keys are joined from."""
+
+MLP_BACKWARD: Final = 4
+"""Per inner number, more in backward: gradients of the product and of one of its factors."""
+
+HIDDEN_BACKWARD: Final = 4
+"""Per hidden number: the gradient of the layer's output, and that of the MLP's input."""
+
+EXPERT_SAVED: Final = 4
+"""Per hidden number and expert of a token: its copy for the expert, and the expert's output."""
+
+EXPERT_BACKWARD: Final = 4
+"""The same in backward: gradients of both."""
+
+EXPERT_MIXED: Final = 10
+"""Both under autocast with a float32 residual: float32 copies, casts, and weighted outputs."""
+
+LORA_INPUT: Final = 2
+"""Per input number of an adapted layer under ``bf16-mixed``: adapters are float32, so that PEFT
+casts their input, and autocast casts it back."""
+
+FROZEN_EXPERT: Final = 2
+"""Per inner and per hidden number of a frozen expert, less: without a gradient of its weights, the
+inputs of its matrix products are not saved."""
+
+LEAN_HIDDEN: Final = 10
+"""Per hidden number with tiles, and norms that save their input alone (planned)."""
+
+ATTENTION_HIDDEN: Final = 4
+"""Per hidden number while attention goes backward: the layer's input, and the gradient that waits
+at the residual connection."""
+
+# ---- loss
+
+LOSS_HIDDEN: Final = 10
+"""Per hidden number: the last norm, and the gradient of its output, which forward computes."""
+
+LOGIT_BYTES: Final = 8
+"""Per logit of a chunk: bf16, float32, and the gradient, of which two exist at once."""
+
+FULL_LOGIT_BYTES: Final = 12
+"""Per logit where the loss is not chunked: autograd keeps more of them."""
+
+CHUNKED_FROM: Final = 2**28
+"""Logits of a rank from which the loss is chunked (hf_patches.forward.LARGEST_LOGITS)."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes per trained parameter, and per gathered one."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+    gathered: int
+    """Unsharded weights."""
+    cast: int
+    """Weights that autocast has cast, of one layer."""
+    full_gradient: int
+    """Unsharded gradients of a layer."""
+    reduced: int = 4
+    """Gradients on their way: they are summed in float32."""
+    residual: int = 2
+    """A number of a hidden-state checkpoint."""
+    head: int = 4
+    """A number of the head's gradient between the loss and the end of backward."""
+
+
+STATES: Final[Mapping[Precision, StateBytes]] = {
+    "bf16-mixed": StateBytes(4, 4, 8, gathered=4, cast=2, full_gradient=4, residual=4),
+    "bf16-true": StateBytes(2, 2, 4, gathered=2, cast=0, full_gradient=2, head=2),
+    "bf16-policy": StateBytes(4, 4, 8, gathered=2, cast=0, full_gradient=2),
+}
+"""AdamW: two moments in the precision of the weights."""
+
+FROZEN: Final = 2
+"""Bytes of a weight that is not trained; the embeddings' output, the residual, is then bf16 too."""
+
+
+class TokenBytes(NamedTuple):
+    """Bytes per local token of one layer.
+
+    Args:
+        checkpoint: its input.
+        kept: output and lse of attention.
+        saved: all that autograd saves without checkpointing.
+        mlp: peak while the MLP goes backward, with what is saved.
+        attention: likewise for attention, without the attention call's own buffers.
+    """
+
+    checkpoint: float
+    kept: float
+    saved: float
+    mlp: float
+    attention: float
+
+
+def residual_bytes(setup: Setup) -> int:
+    """Return the bytes of a number of the residual stream."""
+    return FROZEN if setup.lora_rank else STATES[setup.precision].residual
+
+
+def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
+    """Return the bytes per token of a layer.
+
+    Example:
+        >>> from lightning_cp.planner.shapes import KNOWN
+        >>> model, setup = KNOWN["llama-8b"], Setup(131072, 8, precision="bf16-true")
+        >>> sizes = token_bytes(model.layers[0], model.hidden, setup)
+        >>> f"{sizes.checkpoint / 1024:.0f}, {sizes.saved / 1024:.1f}, {sizes.mlp / 1024:.0f} KiB"
+        '8, 196.1, 268 KiB'
+    """
+    residual = residual_bytes(setup)
+    is_mixed = residual == 4
+    queries, out, keys = layer.query_width, layer.out_width, layer.key_width
+    attention = 2 * (queries + out + keys) + 4 * layer.num_heads
+    wide = 2 if layer.has_wide_norms else 0
+    if layer.qk_norm:
+        normalized = queries + layer.num_kv_heads * layer.head_dim
+        attention += (QK_NORM_SAVED + wide) * normalized
+    if layer.latent:
+        attention += LATENT_SAVED * layer.latent + LATENT_JOINED * queries
+    widths = max(1, layer.num_active) * layer.inner + layer.shared_inner
+    copies = layer.num_active * hidden
+    mlp = layer.mlp_saved[is_mixed] * widths
+    mlp += (EXPERT_MIXED if is_mixed else EXPERT_SAVED) * copies
+    if setup.lora_rank:
+        attention += LORA_INPUT * layer.lora_inputs if setup.precision == "bf16-mixed" else 0
+        mlp -= FROZEN_EXPERT * (layer.num_active * layer.inner + copies)
+    saved = _norms_saved(layer, is_mixed=is_mixed) * hidden + attention + mlp
+    waiting = HIDDEN_BACKWARD * residual // 2 * hidden
+    backward = MLP_BACKWARD * widths + (EXPERT_MIXED if is_mixed else EXPERT_BACKWARD) * copies
+    checkpoint = residual * hidden
+    # The first norm saves its input: under autocast that is the checkpoint itself.
+    in_mlp = float(saved + waiting + backward - (checkpoint if is_mixed else 0))
+    in_attention = ATTENTION_HIDDEN * residual // 2 * hidden + 2 * keys + 4 * out
+    if setup.tiles:
+        in_mlp = LEAN_HIDDEN * hidden + 2 * (queries + keys) + (mlp + backward) / setup.tiles
+        in_attention -= 2 * out
+    return TokenBytes(checkpoint, _kept(layer), saved, in_mlp, in_attention)
+
+
+def _norms_saved(layer: LayerShape, *, is_mixed: bool) -> int:
+    """Return the bytes per hidden number that the norms of a layer save."""
+    before = min(2, layer.num_norms)
+    after = layer.num_norms - before
+    saved = after * (OUTPUT_NORM_SAVED + (2 if layer.has_wide_norms else 0))
+    if is_mixed:
+        return saved + before * NORM_SAVED + CAST * (4 if layer.latent else 5)
+    return saved + before * (WIDE_NORM_SAVED if layer.has_wide_norms else NORM_SAVED)
+
+
+def _kept(layer: LayerShape) -> float:
+    """Return the bytes per token of attention's output and lse; windows are recomputed."""
+    return 0.0 if layer.window is not None else 2 * layer.out_width + 4 * layer.num_heads
+
+
+PARTS: Final = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "gathered parameters",
+    "checkpoints",
+    "kept attention",
+    "one layer",
+    "attention buffers",
+    "loss",
+    "other buffers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of one rank.
+
+    Args:
+        moments: bytes by part, at each moment at which memory may peak.
+        host: bytes of pinned memory of a host, for all its ranks.
+    """
+
+    moments: Mapping[str, Mapping[str, float]]
+    host: float
+
+    @property
+    def peak_moment(self) -> str:
+        """Return the name of the moment with the most memory."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Return the bytes of each part at the peak."""
+        return self.moments[self.peak_moment]
+
+    @property
+    def peak(self) -> float:
+        """Return the bytes at the peak."""
+        return sum(self.parts.values())
+
+
+def plan_memory(
+    model: ModelShape, setup: Setup, *, chip: Chip = H200, links: Links | None = None
+) -> MemoryPlan:
+    """Compute the memory of a rank.
+
+    Moments: the loss; backward of the last layer, in its MLP and in its attention, with the
+    checkpoints of all layers; and the end of backward, when embeddings and head are reduced.
+
+    Args:
+        model: its shape.
+        setup: the run.
+        chip: the GPU, on which the choice of an algorithm depends.
+        links: between ranks; likewise.
+    """
+    links = Links() if links is None else links
+    tokens, hidden = setup.local_len, model.hidden
+    states, held = _states(model, setup)
+    sizes = {layer: token_bytes(layer, hidden, setup) for layer in set(model.layers)}
+    stash, host = _stash(model, setup, sizes)
+    is_full = setup.lora_rank == 0
+    gathered = states.gathered if is_full else FROZEN
+    in_layer = 2 * gathered  # the current layer and the next
+    root = float(gathered)
+    if is_full:
+        in_layer += states.cast + states.full_gradient + states.reduced
+        root += states.reduced
+    one_layer = _largest(model, setup, sizes, chip, links)
+    head_sum = 4.0 * model.head_params if is_full else 0.0
+    between = root * model.root_params + in_layer * model.largest_layer
+    moments: dict[str, dict[str, float]] = {}
+    for name, (layer_bytes, buffers) in one_layer.items():
+        moments[f"backward, {name}"] = {
+            **held,
+            **stash,
+            "gathered parameters": between,
+            "one layer": layer_bytes,
+            "attention buffers": buffers,
+            "loss": head_sum * states.head / 4,
+        }
+    logits = float(tokens * model.vocab)
+    if logits > CHUNKED_FROM:
+        chunk = max(1, setup.chunk_logits // model.vocab)
+        num_chunks = -(-tokens // chunk)
+        loss = LOGIT_BYTES * model.vocab * (tokens / num_chunks)
+        loss += head_sum * 1.5  # the float32 sum, and a chunk's gradient
+    else:
+        loss = FULL_LOGIT_BYTES * logits
+    loss += LOSS_HIDDEN * residual_bytes(setup) / 2 * hidden * tokens
+    moments["loss"] = {
+        **held,
+        **stash,
+        "gathered parameters": float(
+            gathered * model.root_params + states.cast * model.head_params
+        ),
+        "loss": loss,
+    }
+    end = root + states.full_gradient if is_full else root
+    moments["end of backward"] = {
+        **held,
+        "gradients": _gradients(model, setup),
+        "gathered parameters": end * model.root_params,
+    }
+    return MemoryPlan({name: _ordered(parts) for name, parts in moments.items()}, host)
+
+
+def _ordered(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: OTHER_BYTES if name == PARTS[-1] else parts.get(name, 0.0) for name in PARTS}
+
+
+def _gradients(model: ModelShape, setup: Setup) -> float:
+    trained = model.lora_params(setup.lora_rank) if setup.lora_rank else model.num_params
+    return STATES[setup.precision].gradient * trained / setup.shard_size
+
+
+def _states(model: ModelShape, setup: Setup) -> tuple[StateBytes, dict[str, float]]:
+    """Return what a rank holds all the time: its shards of weights, gradients and moments."""
+    states, size = STATES[setup.precision], setup.shard_size
+    trained = model.lora_params(setup.lora_rank) if setup.lora_rank else model.num_params
+    frozen = model.num_params if setup.lora_rank else 0
+    return states, {
+        "weights": (states.weight * trained + FROZEN * frozen) / size,
+        "gradients": _gradients(model, setup) if setup.accumulates else 0.0,
+        "optimizer": states.optimizer * trained / size,
+    }
+
+
+def _stash(
+    model: ModelShape, setup: Setup, sizes: Mapping[LayerShape, TokenBytes]
+) -> tuple[dict[str, float], float]:
+    """Return what waits for backward on the GPU, and on the host of all its ranks."""
+    tokens = setup.local_len
+    checkpoints = sum(sizes[layer].checkpoint for layer in model.layers)
+    kept = sum(sizes[layer].kept for layer in model.layers)
+    if setup.checkpointing == "none":
+        saved = sum(sizes[layer].saved for layer in model.layers)
+        return {"checkpoints": saved * tokens, "kept attention": 0.0}, 0.0
+    if setup.checkpointing == "full":
+        kept = 0.0
+    host = 0.0
+    if setup.offload != "none":
+        host += checkpoints
+        checkpoints = LAYERS_IN_FLIGHT * max(sizes[layer].checkpoint for layer in model.layers)
+    if setup.offload == "all":
+        host += kept
+        kept = LAYERS_IN_FLIGHT * max(sizes[layer].kept for layer in model.layers)
+    ranks = min(GPUS_PER_HOST, setup.num_gpus)
+    return {"checkpoints": checkpoints * tokens, "kept attention": kept * tokens}, (
+        host * tokens * ranks
+    )
+
+
+def _largest(
+    model: ModelShape,
+    setup: Setup,
+    sizes: Mapping[LayerShape, TokenBytes],
+    chip: Chip,
+    links: Links,
+) -> dict[str, tuple[float, float]]:
+    """Return bytes of the layer in backward and of its attention call, in MLP and attention."""
+    tokens = setup.local_len
+    mlps, attentions = [], []
+    for layer, size in sizes.items():
+        saved = size.saved if setup.checkpointing == "none" else 0.0
+        mlps.append(((size.mlp - saved) * tokens, 0.0))
+        buffers = attention_cost(layer, setup, chip, links).memory
+        attentions.append((max(0.0, size.attention - saved) * tokens, buffers))
+    return {"MLP": max(mlps), "attention": max(attentions, key=sum)}

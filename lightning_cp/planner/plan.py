@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plan_run`: memory and time of a run, what fits, and what was not measured."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from lightning_cp.attn.hardware import A100, H200, Chip, Links
+from lightning_cp.options import check_choice
+from lightning_cp.planner.attention import MAX_LAYOUT_LEN, MAX_LAYOUT_RANKS
+from lightning_cp.planner.memory import HOST_USABLE, USABLE, MemoryPlan, plan_memory
+from lightning_cp.planner.setup import MAX_GPUS, Setup
+from lightning_cp.planner.shapes import KNOWN, ModelShape
+from lightning_cp.planner.time import TimePlan, plan_time
+
+ChipName = Literal["h200", "a100"]
+CHIPS: Final[dict[ChipName, Chip]] = {"h200": H200, "a100": A100}
+
+MAX_LEN: Final = 1 << 30
+"""The longest sequence that a search tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Memory of a GPU and of a host.
+
+    Args:
+        gpu: bytes of a GPU.
+        host: bytes of a host with all its GPUs.
+    """
+
+    gpu: float
+    host: float
+
+    def fits(self, memory: MemoryPlan) -> bool:
+        """Return whether a plan fits, with a margin."""
+        return memory.peak <= USABLE * self.gpu and memory.host <= HOST_USABLE * self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The same run with other options.
+
+    Args:
+        label: what differs.
+        setup: the run.
+        memory: of a rank.
+        time: of a step.
+        longest: tokens that fit; 0 for none.
+    """
+
+    label: str
+    setup: Setup
+    memory: MemoryPlan
+    time: TimePlan
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run takes, and what would fit.
+
+    Args:
+        model: its shape.
+        setup: the run.
+        capacity: of its machines.
+        memory: of a rank.
+        time: of a step.
+        longest: tokens of the longest sequence that fits on these GPUs; 0 for none.
+        smallest: the smallest power of two of GPUs on which the sequence fits; 0 for none.
+        variants: the run with other options.
+        notes: what is extrapolated or planned.
+    """
+
+    model: ModelShape
+    setup: Setup
+    capacity: Capacity
+    memory: MemoryPlan
+    time: TimePlan
+    longest: int
+    smallest: int
+    variants: tuple[Variant, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the run fits into memory."""
+        return self.capacity.fits(self.memory)
+
+
+def plan_run(
+    model: ModelShape | str,
+    *,
+    seq_len: int,
+    num_gpus: int,
+    gpu_memory: float = 141.0,
+    host_memory: float = 2000.0,
+    chip: ChipName = "h200",
+    links: Links | None = None,
+    compare: bool = True,
+    **options: object,
+) -> Plan:
+    """Plan a training run: no GPU and no weights are needed.
+
+    Args:
+        model: a shape (`hf_patches.model_shape` reads it from a config), or the name of a known
+            model: llama-8b, llama-70b, qwen3-30b-a3b, gpt-oss-20b.
+        seq_len: tokens of a sequence.
+        num_gpus: of all nodes.
+        gpu_memory: of one GPU, in GB (10^9 bytes).
+        host_memory: of one node, in GB.
+        chip: whose speed is assumed.
+        links: between ranks; by default nodes of 8 GPUs.
+        compare: also plan the run with other options.
+        options: of `Setup`, such as ``precision`` and ``lora_rank``.
+
+    Example:
+        >>> plan = plan_run("llama-8b", seq_len=131072, num_gpus=8, gpu_memory=80)
+        >>> plan.fits, plan.smallest
+        (True, 4)
+    """
+    if isinstance(model, str):
+        if model not in KNOWN:
+            raise ValueError(
+                f"There is no known model {model!r}. Choose one of {', '.join(KNOWN)}, or pass "
+                "hf_patches.model_shape(config)."
+            )
+        model = KNOWN[model]
+    for name, value in (("gpu_memory", gpu_memory), ("host_memory", host_memory)):
+        if value <= 0:
+            raise ValueError(f"{name}={value:g}: give GB, more than 0.")
+    check_choice("chip", chip, tuple(CHIPS))
+    setup = Setup(seq_len=seq_len, num_gpus=num_gpus, **options)  # type: ignore[arg-type]
+    links = Links() if links is None else links
+    capacity = Capacity(gpu_memory * 1e9, host_memory * 1e9)
+    gpu = CHIPS[chip]
+    memory = plan_memory(model, setup, chip=gpu, links=links)
+    return Plan(
+        model,
+        setup,
+        capacity,
+        memory,
+        plan_time(model, setup, chip=gpu, links=links),
+        longest_sequence(model, setup, capacity, chip=gpu, links=links),
+        smallest_gpus(model, setup, capacity, chip=gpu, links=links),
+        tuple(_variants(model, setup, capacity, gpu, links)) if compare else (),
+        tuple(_notes(model, setup, chip)),
+    )
+
+
+def longest_sequence(
+    model: ModelShape,
+    setup: Setup,
+    capacity: Capacity,
+    *,
+    chip: Chip = H200,
+    links: Links | None = None,
+) -> int:
+    """Return the tokens of the longest sequence that fits, to a thousandth; 0 for none.
+
+    With documents, to a hundredth.
+    """
+
+    def fits(seq_len: int) -> bool:
+        one = replace(setup, seq_len=seq_len)
+        return capacity.fits(plan_memory(model, one, chip=chip, links=links))
+
+    step = 2 * setup.context_size
+    low, high = 0, step
+    while high < MAX_LEN and fits(high):
+        low, high = high, 2 * high
+    share = 100 if setup.documents else 1000  # documents are laid out at each length
+    while low and high - low > max(step, low // share):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def smallest_gpus(
+    model: ModelShape,
+    setup: Setup,
+    capacity: Capacity,
+    *,
+    chip: Chip = H200,
+    links: Links | None = None,
+) -> int:
+    """Return the smallest power of two of GPUs, all sharing the sequence, that fits; 0 for none."""
+    size = setup.ulysses_size
+    while size <= min(MAX_GPUS, setup.seq_len):
+        one = replace(setup, num_gpus=size, cp_size=0)
+        if capacity.fits(plan_memory(model, one, chip=chip, links=links)):
+            return size
+        size *= 2
+    return 0
+
+
+def _variants(
+    model: ModelShape, setup: Setup, capacity: Capacity, chip: Chip, links: Links
+) -> Iterator[Variant]:
+    plain = replace(setup, checkpointing="full", offload="none", tiles=0)
+    policy = "bf16-true" if setup.precision == "bf16-true" else "bf16-policy"
+    options: dict[str, dict[str, object]] = {
+        "no checkpointing": {"checkpointing": "none"},
+        "checkpointing": {},
+        "checkpointing, bf16-true": {"precision": "bf16-true"},
+        "keep attention": {"checkpointing": "keep", "precision": policy},
+        "keep attention, tiles": {"checkpointing": "keep", "tiles": 16, "precision": policy},
+        "offload, tiles": {"offload": "checkpoints", "tiles": 16, "precision": policy},
+        "keep attention, offload, tiles": {
+            "checkpointing": "keep",
+            "offload": "all",
+            "tiles": 16,
+            "precision": policy,
+        },
+    }
+    if setup.precision == "bf16-true":
+        del options["checkpointing, bf16-true"]
+    for label, changes in options.items():
+        one = replace(plain, **changes)  # type: ignore[arg-type]
+        yield Variant(
+            label,
+            one,
+            plan_memory(model, one, chip=chip, links=links),
+            plan_time(model, one, chip=chip, links=links),
+            longest_sequence(model, one, capacity, chip=chip, links=links),
+        )
+
+
+def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
+    """Say what is extrapolated: steps were measured on one H200, as one rank of 8 or alone."""
+    if setup.planned:
+        yield f"planned, not built yet: {', '.join(setup.planned)}"
+    if chip != "h200":
+        yield "speeds of this chip are from public numbers, not measured"
+    if setup.num_gpus > 1:
+        yield "links are modelled (400 GB/s inside a node, 45 GB/s per card between nodes)"
+    if setup.context_size != 8:
+        yield f"steps were measured as one rank of 8, not of {setup.context_size}"
+    if setup.num_gpus > 64:
+        yield "attention was measured on up to 64 emulated ranks"
+    if setup.seq_len > 1 << 20:
+        yield "attention was measured up to 1M tokens"
+    heads = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in model.layers if x.num_heads}
+    if heads - {(32, 8, 128)}:
+        yield "time of these heads is extrapolated from 32 query and 8 key heads of 128"
+    if any(layer.num_active for layer in model.layers):
+        yield "the speed of experts is assumed (half that of a dense MLP)"
+    if any(layer.num_heads == 0 for layer in model.layers):
+        yield "layers without attention are counted as an MLP of their parameters"
+    if any(layer.window for layer in model.layers) or setup.documents:
+        yield "windows and documents: FlexAttention's rate on visible pairs"
+    if setup.documents and (
+        setup.seq_len > MAX_LAYOUT_LEN or setup.context_size > MAX_LAYOUT_RANKS
+    ):
+        yield (
+            f"balance of documents: computed on a sequence scaled to {MAX_LAYOUT_LEN:,} tokens and "
+            f"at most {MAX_LAYOUT_RANKS} ranks"
+        )
+    if setup.lora_rank:
+        yield "LoRA: time without the adapters' own kernels"
+    if setup.num_gpus > 1:
+        yield "host memory counts offloaded tensors only"

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as text, as the config to paste, and as a picture."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lightning_cp.planner.memory import GPUS_PER_HOST, HOST_USABLE, USABLE
+from lightning_cp.planner.plan import Plan
+from lightning_cp.planner.setup import Setup
+from lightning_cp.planner.shapes import KNOWN
+
+_COLORS = (
+    "#0072b2",
+    "#56b4e9",
+    "#009e73",
+    "#999999",
+    "#e69f00",
+    "#f0e442",
+    "#d55e00",
+    "#cc79a7",
+    "#8c564b",
+    "#cccccc",
+)
+
+
+def parse_tokens(text: str) -> int:
+    """Read a number of tokens: 131072, 128k or 1M, in powers of two.
+
+    Example:
+        >>> parse_tokens("128k"), parse_tokens("1.5M"), parse_tokens("131_072")
+        (131072, 1572864, 131072)
+    """
+    units = {"k": 2**10, "m": 2**20, "g": 2**30}
+    unit = units.get(text[-1:].lower(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        number = float(digits) * unit
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 2**60 or number != int(number):
+        raise ValueError(
+            f"{text!r} is not a number of tokens. Give an integer, or one with k or M: 131072, "
+            "128k, 1M."
+        )
+    return int(number)
+
+
+def format_tokens(number: int) -> str:
+    """Write a number of tokens shortly.
+
+    Example:
+        >>> format_tokens(131072), format_tokens(1572864), format_tokens(1000), format_tokens(0)
+        ('128k', '1.50M', '1,000', 'none')
+    """
+    if number == 0:
+        return "none"
+    if number % 2**20 == 0 and number >= 2**20:
+        return f"{number // 2**20}M"
+    if number >= 2**20:
+        return f"{number / 2**20:.2f}M"
+    if number >= 2**12:
+        return f"{number / 2**10:.0f}k"
+    return f"{number:,}"
+
+
+def format_plan(plan: Plan) -> str:
+    """Return the report of a plan, as plain text."""
+    sections = (
+        _head(plan),
+        _memory(plan),
+        _time(plan),
+        _limits(plan),
+        _options(plan),
+        _ending(plan),
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _head(plan: Plan) -> list[str]:
+    setup, model = plan.setup, plan.model
+    shared = setup.context_size
+    groups = setup.num_gpus // shared
+    how = f"LoRA of rank {setup.lora_rank}" if setup.lora_rank else "all weights"
+    ranks = f"{setup.num_gpus} GPUs" + (f", {groups} sequences at a time" if groups > 1 else "")
+    packed = " of packed documents" if setup.documents else ""
+    return [
+        f"{model.name}: {model.num_params / 1e9:.2f}B parameters, {len(model.layers)} layers, "
+        f"{how}",
+        f"{format_tokens(setup.seq_len)} tokens ({setup.seq_len:,}){packed} over {ranks}: "
+        f"{setup.local_len:,} tokens per rank; {setup.precision}, "
+        f"checkpointing {setup.checkpointing}",
+        "FITS" if plan.fits else "DOES NOT FIT",
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    memory, capacity, tokens = plan.memory, plan.capacity, plan.setup.local_len
+    rows = [("memory of a rank", "GB", "KiB per token")]
+    by_token = {"checkpoints", "kept attention", "one layer", "attention buffers"}
+    for name, value in memory.parts.items():
+        per_token = f"{value / tokens / 1024:.1f}" if name in by_token and value else ""
+        rows.append((f"  {name}", f"{value / 1e9:.1f}", per_token))
+    rows.append((f"  peak ({memory.peak_moment})", f"{memory.peak / 1e9:.1f}", ""))
+    usable = USABLE * capacity.gpu / 1e9
+    rows.append((f"  usable of {capacity.gpu / 1e9:g} GB", f"{usable:.1f}", ""))
+    lines = _table(rows)
+    others = sorted(
+        (name for name in memory.moments if name != memory.peak_moment),
+        key=lambda name: -sum(memory.moments[name].values()),
+    )
+    told = (f"{name} {sum(memory.moments[name].values()) / 1e9:.1f}" for name in others)
+    lines.append(f"  other moments: {', '.join(told)} GB")
+    host = f"  host memory: {memory.host / 1e9:.0f} GB pinned per node of {GPUS_PER_HOST} GPUs"
+    lines.append(f"{host}, of {HOST_USABLE * capacity.host / 1e9:.0f} usable")
+    return lines
+
+
+def _time(plan: Plan) -> list[str]:
+    time, setup = plan.time, plan.setup
+    rows = [("time of a step", "s", "share")]
+    for name, value in time.seconds.items():
+        if value:
+            rows.append((f"  {name}", _seconds(value), f"{100 * value / time.step:.0f}%"))
+    rows.append(("  step", _seconds(time.step), "100%"))
+    lines = _table(rows)
+    sequences = setup.num_gpus // setup.context_size * setup.batch_size
+    rate = setup.seq_len * sequences / time.step
+    lines += [
+        f"  {time.flops / 1e15:.3g} PFLOP per rank, {time.attention_flops / time.flops:.0%} of "
+        f"them attention (visible pairs); {time.share_of_peak:.3f} of "
+        f"{time.peak_flops / 1e12:.0f} TFLOP/s",
+        f"  {rate:,.0f} tokens/s of all ranks; most expensive rank {time.balance:.2f} of the mean",
+        f"  attention: {', '.join(f'{name} in {n} layers' for name, n in time.algorithms.items())}",
+    ]
+    wire = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in time.wire.items())
+    lines.append(f"  received by a rank per step, GB: {wire}")
+    return lines
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _limits(plan: Plan) -> list[str]:
+    setup = plan.setup
+    smallest = f"{plan.smallest}" if plan.smallest else "none up to 1,024"
+    return [
+        f"longest sequence on {setup.num_gpus} GPUs: {format_tokens(plan.longest)} "
+        f"({plan.longest:,} tokens)",
+        f"fewest GPUs for {format_tokens(setup.seq_len)} (powers of two): {smallest}",
+    ]
+
+
+def _options(plan: Plan) -> list[str]:
+    if not plan.variants:
+        return []
+    rows = [("with other options", "GB", "host GB", "s", "of peak", "longest", "")]
+    for each in plan.variants:
+        fits = "" if plan.capacity.fits(each.memory) else "does not fit"
+        planned = "planned" if each.setup.planned else ""
+        rows.append(
+            (
+                f"  {each.label}",
+                f"{each.memory.peak / 1e9:.1f}",
+                f"{each.memory.host / 1e9:.0f}",
+                _seconds(each.time.step),
+                f"{each.time.share_of_peak:.3f}",
+                format_tokens(each.longest),
+                ", ".join(filter(None, (planned, fits))),
+            )
+        )
+    return _left_last(rows)
+
+
+def _left_last(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align as a table whose last column is text."""
+    table = _table([row[:-1] for row in rows])
+    width = max(map(len, table))
+    return [
+        f"{line.ljust(width)}  {row[-1]}".rstrip() for line, row in zip(table, rows, strict=True)
+    ]
+
+
+def _ending(plan: Plan) -> list[str]:
+    lines = [f"extrapolated: {note}" for note in plan.notes if not note.startswith("planned")]
+    lines += [note for note in plan.notes if note.startswith("planned")]
+    return [*lines, "", "config to paste:", *(f"  {line}" for line in config_lines(plan))]
+
+
+def config_lines(plan: Plan) -> list[str]:
+    """Return the lines for a recipe; options that are not built yet are left out."""
+    setup = plan.setup
+    nodes = -(-setup.num_gpus // GPUS_PER_HOST)
+    devices = setup.num_gpus // nodes
+    precision = "bf16-true" if setup.precision == "bf16-true" else "bf16-mixed"
+    known = "  # its folder, or its name on the hub" if plan.model.name in KNOWN else ""
+    lines = ["model:", f"  model: {plan.model.name}{known}"]
+    if setup.lora_rank:
+        lines += ["  lora:", f"    rank: {setup.lora_rank}", "    target_modules: all-linear"]
+    lines += [
+        f"  gradient_checkpointing: {str(setup.checkpointing != 'none').lower()}",
+        "  chunked_loss: always",
+        "data:",
+        "  init_args:",
+        f"    seq_len: {setup.seq_len}",
+        f"    batch_size: {setup.batch_size}",
+        "trainer:",
+        "  accelerator: gpu",
+        f"  devices: {devices}",
+        f"  num_nodes: {nodes}",
+        f"  precision: {precision}",
+        "  strategy:",
+        "    class_path: lightning_cp.ContextParallelStrategy",
+        "    init_args:",
+        *(f"      {line}" for line in _strategy(setup)),
+    ]
+    return lines
+
+
+def _strategy(setup: Setup) -> Iterable[str]:
+    size, inside = setup.context_size, setup.ulysses_size
+    shared = f"{size}" if inside == 1 else f"[{inside}, {size // inside}]"
+    yield f"context_parallel_size: {shared}"
+    if setup.sharding != "full":
+        yield f"parameter_sharding: {setup.sharding}"
+    if setup.attention_memory is not None:
+        yield f"attention_memory: {setup.attention_memory:g}"
+    if setup.gradient_wire != "float32":
+        yield f"gradient_wire: {setup.gradient_wire}"
+
+
+def draw_plan(plan: Plan, file: Path) -> None:
+    """Draw the memory of a rank by part, for this run and its variants.
+
+    Args:
+        plan: with variants.
+        file: the picture, a PNG.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "A picture needs matplotlib: pip install 'lightning-cp[recipes]', or leave out --plot."
+        ) from error
+    if not file.parent.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {file.parent} for the picture. Create it first."
+        )
+    bars = [("this run", plan.memory)] + [
+        (each.label + (" *" if each.setup.planned else ""), each.memory) for each in plan.variants
+    ]
+    figure = Figure(figsize=(9, 1.5 + 0.45 * len(bars)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    labels = [label for label, _ in bars]
+    left = [0.0] * len(bars)
+    for name, color in zip(plan.memory.parts, _COLORS, strict=True):
+        values = [memory.parts[name] / 1e9 for _, memory in bars]
+        if any(values):
+            axes.barh(labels, values, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.axvline(USABLE * plan.capacity.gpu / 1e9, color="black", linestyle="--", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB per GPU at the peak; dashed: usable; * planned")
+    axes.set_title(
+        f"{plan.model.name}, {format_tokens(plan.setup.seq_len)} tokens, {plan.setup.num_gpus} GPUs"
+    )
+    # A bar that ends at the edge does not fit by far.
+    axes.set_xlim(0, min(1.05 * max(left), 2 * plan.capacity.gpu / 1e9))
+    figure.legend(fontsize="small", ncols=5, loc="outside lower center")
+    figure.savefig(file, format="png", dpi=120)

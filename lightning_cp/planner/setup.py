@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run that is planned: sizes and options, checked. Plain values."""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Final, Literal, get_args
+
+from lightning_cp.fsdp.sharding import ParameterSharding
+from lightning_cp.options import check_choice
+
+Precision = Literal["bf16-mixed", "bf16-true", "bf16-policy"]
+"""``bf16-mixed``: autocast. ``bf16-policy``: FSDP2 gathers float32 weights in bf16 (planned)."""
+
+Checkpointing = Literal["none", "full", "keep"]
+"""``full``: one hidden state per layer, as Hugging Face does; ``keep``: and attention (planned)."""
+
+Offload = Literal["none", "checkpoints", "all"]
+"""What is moved to host memory; ``all``: checkpoints and kept attention (planned)."""
+
+MAX_GPUS: Final = 1024
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training run.
+
+    Args:
+        seq_len: tokens of a sequence.
+        num_gpus: all ranks.
+        cp_size: context ranks; 0 for all.
+        ulysses_size: of them, those of a Ulysses group.
+        batch_size: samples per data rank.
+        precision: of the Trainer.
+        sharding: ``parameter_sharding`` of the strategy.
+        checkpointing: what is recomputed in backward.
+        offload: what is moved to the host.
+        tiles: tiles of the token-wise parts of a layer; 0 for none (planned).
+        lora_rank: 0 trains all weights.
+        documents: lengths of packed documents, repeated until the sequence is full.
+        attention_memory: GiB of one attention call, as the strategy's option.
+        attention_queries: the same as a multiple of the rank's queries; for comparisons.
+        gradient_wire: precision in which gradients of keys are summed.
+        chunk_logits: logits of a chunk of the loss.
+        accumulates: whether gradients of earlier microbatches are in memory.
+
+    Example:
+        >>> Setup(seq_len=1 << 20, num_gpus=8).local_len
+        131072
+    """
+
+    seq_len: int
+    num_gpus: int
+    cp_size: int = 0
+    ulysses_size: int = 1
+    batch_size: int = 1
+    precision: Precision = "bf16-mixed"
+    sharding: ParameterSharding = "full"
+    checkpointing: Checkpointing = "full"
+    offload: Offload = "none"
+    tiles: int = 0
+    lora_rank: int = 0
+    documents: tuple[int, ...] = ()
+    attention_memory: float | None = None
+    attention_queries: float | None = None
+    gradient_wire: Literal["float32", "model"] = "float32"
+    chunk_logits: int = 2**28
+    accumulates: bool = True
+
+    def __post_init__(self) -> None:
+        for name, kinds in (
+            ("precision", Precision),
+            ("sharding", ParameterSharding),
+            ("checkpointing", Checkpointing),
+            ("offload", Offload),
+        ):
+            check_choice(name, getattr(self, name), get_args(kinds))
+        for name in ("seq_len", "num_gpus", "batch_size", "ulysses_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give an integer of at least 1.")
+        for name in ("tiles", "lora_rank", "cp_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: give 0 or more.")
+        if self.num_gpus > MAX_GPUS:
+            raise ValueError(
+                f"num_gpus={self.num_gpus}: plans go up to {MAX_GPUS} GPUs. Give fewer."
+            )
+        if self.num_gpus % self.context_size:
+            near = gcd(self.num_gpus, self.context_size)
+            raise ValueError(
+                f"cp_size={self.cp_size} does not divide num_gpus={self.num_gpus}. Give a divisor, "
+                f"such as {near}."
+            )
+        if self.context_size % self.ulysses_size:
+            raise ValueError(
+                f"ulysses_size={self.ulysses_size} does not divide the {self.context_size} context "
+                "ranks. Give a divisor."
+            )
+        if self.seq_len < self.context_size:
+            raise ValueError(
+                f"seq_len={self.seq_len} is less than the {self.context_size} ranks that share a "
+                "sequence. Give a longer one, or a smaller cp_size."
+            )
+        if any(length < 1 for length in self.documents):
+            raise ValueError(
+                f"documents={self.documents}: lengths of documents are integers of at least 1."
+            )
+        if self.offload != "none" and self.checkpointing == "none":
+            raise ValueError(
+                f"offload={self.offload!r} moves checkpoints, and there are none. Give "
+                "checkpointing='full' or 'keep'."
+            )
+        if self.offload == "all" and self.checkpointing != "keep":
+            raise ValueError(
+                "offload='all' moves kept attention too, and none is kept. Give "
+                "checkpointing='keep', or offload='checkpoints'."
+            )
+
+    @property
+    def context_size(self) -> int:
+        """Return the ranks that share a sequence."""
+        return self.cp_size or self.num_gpus
+
+    @property
+    def local_len(self) -> int:
+        """Return the tokens of a rank, all samples."""
+        return self.batch_size * -(-self.seq_len // self.context_size)
+
+    @property
+    def shard_size(self) -> int:
+        """Return the ranks over which parameters are sharded."""
+        return self.num_gpus if self.sharding == "full" else 1
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Return the options that lightning-cp does not have yet."""
+        names = []
+        if self.precision == "bf16-policy":
+            names.append("precision=bf16-policy")
+        if self.checkpointing == "keep":
+            names.append("checkpointing=keep")
+        if self.offload != "none":
+            names.append(f"offload={self.offload}")
+        if self.tiles:
+            names.append(f"tiles={self.tiles}")
+        return tuple(names)

@@ -1,0 +1,82 @@
+"""Bytes of live tensors on a CPU: what a layer saves for backward, and its peak.
+
+Counts storages that exist, apart from parameters and their gradients; the same arithmetic as on a
+GPU, apart from the workspaces of kernels.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM
+
+from hf_patches import enable
+from lightning_cp import ContextParallel
+
+
+class Live(TorchDispatchMode):
+    """Tracks storages that operators return."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.now = self.peak = 0
+        tensors = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
+        self.known = {x.untyped_storage()._cdata for x in tensors}
+        # Casts of weights and gradients on their way: counted by parameters, not by tokens.
+        self.sizes = {p.numel() * size for p in model.parameters() for size in (2, 4)}
+
+    def sweep(self):
+        for key in [key for key, (ref, _) in self.live.items() if ref.expired()]:
+            self.now -= self.live.pop(key)[1]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out: Any = func(*args, **(kwargs or {}))
+        self.sweep()
+        for x in tree_iter(out):
+            if not isinstance(x, torch.Tensor):
+                continue
+            storage = x.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.live and key not in self.known and size not in self.sizes:
+                self.live[key] = (StorageWeakRef(storage), size)
+                self.now += size
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+class Measured(NamedTuple):
+    """Bytes per token: after forward, and the peak of the step."""
+
+    after: float
+    peak: float
+
+
+def measure(config, *, num_tokens, checkpointing, mixed=False) -> Measured:
+    """Run a step of a model and count bytes per token."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    if not mixed:
+        model.to(torch.bfloat16)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    handle = enable(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(5, config.vocab_size, (1, num_tokens))
+    batch = {"input_ids": ids, "labels": ids}
+    cp = ContextParallel(None, kernel="cpu")
+    live = Live(model)
+    cast = torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
+    with live, cp.step(batch) as local:
+        with cast:
+            loss = model(**local).loss
+        live.sweep()
+        after = live.now
+        loss.backward()
+    handle.undo()
+    return Measured(after / num_tokens, live.peak / num_tokens)

@@ -1,0 +1,194 @@
+"""The search, the report and the command."""
+
+import json
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from lightning_cp.planner import KNOWN, Setup, plan_run
+from lightning_cp.planner.memory import plan_memory
+from lightning_cp.planner.plan import Capacity, longest_sequence, smallest_gpus
+from lightning_cp.planner.report import config_lines, format_plan, parse_tokens
+from recipes.command import main
+from tests.parity.zoo import build_config
+
+SIZES = ["--length", "128k", "--gpus", "8"]
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+    model, setup, capacity = KNOWN["llama-8b"], Setup(8192, 8), Capacity(80e9, 1e12)
+    longest = longest_sequence(model, setup, capacity)
+    assert capacity.fits(plan_memory(model, Setup(longest, 8)))
+    assert not capacity.fits(plan_memory(model, Setup(longest + longest // 100, 8)))
+
+
+def test_fewest_gpus_fit_and_half_of_them_do_not():
+    model, capacity = KNOWN["llama-8b"], Capacity(141e9, 1e12)
+    size = smallest_gpus(model, Setup(2**22, 8), capacity)
+    assert capacity.fits(plan_memory(model, Setup(2**22, size)))
+    assert not capacity.fits(plan_memory(model, Setup(2**22, size // 2)))
+
+
+def test_what_never_fits_is_said():
+    plan = plan_run("llama-70b", seq_len=2**17, num_gpus=1, gpu_memory=24, compare=False)
+    assert (plan.fits, plan.longest) == (False, 0)
+    assert "DOES NOT FIT" in format_plan(plan)
+
+
+def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
+    plan = plan_run("llama-8b", seq_len=2**24, num_gpus=1024, compare=False)
+    assert plan.fits
+    assert any("not of 1024" in note for note in plan.notes)
+    assert any("up to 1M" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len=0: give an integer of at least 1"),
+        ({"num_gpus": 2048}, "plans go up to 1024 GPUs"),
+        ({"cp_size": 3}, "cp_size=3 does not divide num_gpus=8"),
+        ({"ulysses_size": 3}, "ulysses_size=3 does not divide the 8 context ranks"),
+        ({"seq_len": 4}, "seq_len=4 is less than the 8 ranks"),
+        ({"lora_rank": -1}, "lora_rank=-1: give 0 or more"),
+        ({"documents": (4, 0)}, "lengths of documents are integers"),
+        ({"offload": "all"}, "none is kept. Give checkpointing='keep'"),
+        ({"offload": "checkpoints", "checkpointing": "none"}, "there are none. Give"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"gpu_memory": 0}, "gpu_memory=0: give GB"),
+        ({"chip": "tpu"}, "tpu"),
+    ],
+)
+def test_impossible_sizes_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_run("llama-8b", **({"seq_len": 8192, "num_gpus": 8} | options))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="no known model 'llama-9b'. Choose one of llama-8b"):
+        plan_run("llama-9b", seq_len=8192, num_gpus=8)
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.3", "many", "-1", "0", "1e99", "nan"])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(ValueError, match="is not a number of tokens. Give an integer"):
+        parse_tokens(text)
+
+
+def test_the_config_is_that_of_a_recipe():
+    plan = plan_run(
+        "llama-8b", seq_len=2**17, num_gpus=32, ulysses_size=8, lora_rank=16, compare=False
+    )
+    config = yaml.safe_load("\n".join(config_lines(plan)))
+    assert config["trainer"]["strategy"]["init_args"] == {"context_parallel_size": [8, 4]}
+    assert (config["trainer"]["devices"], config["trainer"]["num_nodes"]) == (8, 4)
+    assert config["model"]["lora"] == {"rank": 16, "target_modules": "all-linear"}
+    assert config["data"]["init_args"]["seq_len"] == 2**17
+
+
+def test_planned_options_are_marked_and_not_pasted():
+    plan = plan_run(
+        "llama-8b",
+        seq_len=2**17,
+        num_gpus=8,
+        checkpointing="keep",
+        offload="all",
+        tiles=16,
+        precision="bf16-policy",
+        compare=False,
+    )
+    report = format_plan(plan)
+    assert (
+        "planned, not built yet: precision=bf16-policy, checkpointing=keep, offload=all" in report
+    )
+    pasted = report.partition("config to paste:")[2]
+    for name in ("keep", "offload", "tile", "policy"):
+        assert name not in pasted
+
+
+def test_the_command_prints_a_plan(capsys):
+    assert main(["plan", "--model", "llama-8b", *SIZES, "--gpu-memory", "141"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "FITS",
+        "checkpoints",
+        "gathered parameters",
+        "longest sequence",
+        "of 989 TFLOP/s",
+    ):
+        assert text in out
+    assert max(map(len, out.splitlines())) < 130
+
+
+def test_a_run_that_does_not_fit_is_status_1(capsys):
+    assert main(["plan", "--model", "llama-70b", *SIZES, "--gpu-memory", "40"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_the_command_reads_a_config(tmp_path, capsys):
+    build_config("qwen3_moe").save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", "--model", str(path), "--length", "4k", "--gpus", "2"]) == 0
+        assert str(path) in capsys.readouterr().out
+
+
+def test_the_command_draws_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.png"
+    assert main(["plan", "--model", "llama-8b", *SIZES, "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    missing = tmp_path / "no" / "plan.png"
+    assert main(["plan", "--model", "llama-8b", *SIZES, "--plot", str(missing)]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path, capsys):
+    with patch.dict(sys.modules, {"matplotlib.figure": None}):
+        file = tmp_path / "plan.png"
+        assert main(["plan", "--model", "llama-8b", *SIZES, "--plot", str(file)]) == 2
+    assert "pip install 'lightning-cp[recipes]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "llama-9b"], "neither a file or folder nor a known model"),
+        (["--model", "llama-8b", "--length", "long"], "'long' is not a number of tokens"),
+        (["--model", "llama-8b", "--gpus", "0"], "num_gpus=0"),
+        (["--model", "llama-8b", "--gpus", "9", "--context-parallel-size", "2"], "divisor"),
+        (["--model", "llama-8b", "--document-lengths", "4k,x"], "'x' is not a number"),
+    ],
+)
+def test_user_errors_are_one_line_and_status_2(args, message, capsys):
+    assert main(["plan", *SIZES, *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"model_type": "no_such_model"}, "could not be read"), ({"model_type": "vit"}, "'vit'")],
+)
+def test_configs_that_transformers_cannot_build_are_refused(config, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", *SIZES, "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_planner_imports_neither_lightning_nor_transformers():
+    code = (
+        "import sys, lightning_cp.planner\n"
+        "lightning_cp.planner.plan_run('llama-8b', seq_len=8192, num_gpus=8, compare=False)\n"
+        "print([m for m in ('lightning', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=600
+    )
+    assert out.stdout.strip() == "[]"
