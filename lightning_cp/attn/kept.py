@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_cp.step import Step
+from lightning_cp.torch_private import tensor_version
 
 
 class Result(NamedTuple):
@@ -25,12 +26,12 @@ class Result(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    version: int
+    version: int | None
 
     @property
     def is_unchanged(self) -> bool:
         """Return whether nobody has changed the output in place since."""
-        return self.out._version == self.version
+        return tensor_version(self.out) == self.version
 
 
 class Region:
@@ -135,4 +136,4 @@ class Slot:
         step.cache.kept_bytes += num_bytes
         # Detached: with its node the output would hold the graph, and the graph the region.
         kept = out.detach()
-        self._pass.region.results[self._key] = Result(kept, lse, kept._version)
+        self._pass.region.results[self._key] = Result(kept, lse, tensor_version(kept))

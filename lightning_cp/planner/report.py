@@ -237,6 +237,8 @@ def _strategy(setup: Setup) -> Iterable[str]:
         yield f"attention_memory: {setup.attention_memory:g}"
     if setup.gradient_wire != "float32":
         yield f"gradient_wire: {setup.gradient_wire}"
+    if setup.checkpointing == "keep" and not setup.documents:
+        yield "keep_attention: all"
 
 
 def draw_plan(plan: Plan, file: Path) -> None:

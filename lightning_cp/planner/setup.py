@@ -12,7 +12,7 @@ Precision = Literal["bf16-mixed", "bf16-true", "bf16-policy"]
 """``bf16-mixed``: autocast. ``bf16-policy``: FSDP2 gathers float32 weights in bf16 (planned)."""
 
 Checkpointing = Literal["none", "full", "keep"]
-"""``full``: one hidden state per layer, as Hugging Face does; ``keep``: and attention (planned)."""
+"""``full``: one hidden state per layer, as Hugging Face does; ``keep``: and attention."""
 
 Offload = Literal["none", "checkpoints", "all"]
 """What is moved to host memory; ``all``: checkpoints and kept attention (planned)."""
@@ -136,8 +136,8 @@ class Setup:
         names = []
         if self.precision == "bf16-policy":
             names.append("precision=bf16-policy")
-        if self.checkpointing == "keep":
-            names.append("checkpointing=keep")
+        if self.checkpointing == "keep" and self.documents:  # by FlexAttention, which recomputes
+            names.append("checkpointing=keep with documents")
         if self.offload != "none":
             names.append(f"offload={self.offload}")
         if self.tiles:

@@ -101,11 +101,10 @@ def test_planned_options_are_marked_and_not_pasted():
         compare=False,
     )
     report = format_plan(plan)
-    assert (
-        "planned, not built yet: precision=bf16-policy, checkpointing=keep, offload=all" in report
-    )
+    assert "planned, not built yet: precision=bf16-policy, offload=all, tiles=16" in report
     pasted = report.partition("config to paste:")[2]
-    for name in ("keep", "offload", "tile", "policy"):
+    assert "keep_attention: all" in pasted
+    for name in ("offload", "tile", "policy"):
         assert name not in pasted
 
 
