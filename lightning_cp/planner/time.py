@@ -110,7 +110,7 @@ def plan_time(
     )
     seconds |= dict.fromkeys(("head and loss", "optimizer", "waiting for links"), 0.0)
     wire = dict.fromkeys(("keys and values", "their gradients", "parameters", "gradients"), 0.0)
-    pairs_flops, weighted, algorithms = 0.0, 0.0, dict[str, int]()
+    pairs_flops, weighted, total_pairs, algorithms = 0.0, 0.0, 0.0, dict[str, int]()
     for layer, count in _counted(model).items():
         cost = attention_cost(layer, setup, chip, links)
         algorithms[cost.algorithm] = algorithms.get(cost.algorithm, 0) + count
@@ -149,6 +149,7 @@ def plan_time(
         mean_dim = (layer.head_dim + layer.value_dim) / 2
         pairs_flops += count * 12 * cost.pairs * layer.num_heads * mean_dim
         weighted += count * cost.balance * cost.pairs
+        total_pairs += count * cost.pairs
     trained = model.num_params if is_full else model.lora_params(setup.lora_rank)
     seconds["head and loss"] = (
         2 * (1 + backward_factor) * model.head_params * tokens / rates.head / 1e12
@@ -162,10 +163,6 @@ def plan_time(
         wire["gradients"] += states.reduced * model.root_params * share * factor
     exposed = root + (states.reduced * model.root_params * share if is_full else 0.0)
     seconds["waiting for links"] += links.collective(exposed, size, 1) if exposed else 0.0
-    total_pairs = sum(
-        count * attention_cost(layer, setup, chip, links).pairs
-        for layer, count in _counted(model).items()
-    )
     flops = 2 * (1 + backward_factor) * model.num_matmul_params * tokens + pairs_flops
     if not is_full:
         flops += 6 * trained * tokens
