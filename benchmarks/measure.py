@@ -34,24 +34,28 @@ def timed(call: Callable[[], object], device: torch.device, *, repeats: int = MO
     call()
     synchronize(device)
     once = time.perf_counter() - start
+    if once > LONGEST:  # launches take no share of it
+        return median(_once(call, device, num_calls=1) for _ in range(2))
     repeats = min(repeats, max(FEWEST, int(LONGEST / max(once * (CALLS_PER_EVENT + 1), 1e-6))))
     return median(_once(call, device) for _ in range(repeats))
 
 
-def _once(call: Callable[[], object], device: torch.device) -> float:
+def _once(
+    call: Callable[[], object], device: torch.device, *, num_calls: int = CALLS_PER_EVENT
+) -> float:
     if device.type != "cuda":
         begun = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - begun)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Calls follow each other, as layers do: the host may run ahead of the device.
-    call()
+    if num_calls > 1:  # calls follow each other, as layers do: the host may run ahead of the device
+        call()
     start.record()
-    for _ in range(CALLS_PER_EVENT):
+    for _ in range(num_calls):
         call()
     stop.record()
     torch.cuda.synchronize(device)
-    return float(start.elapsed_time(stop)) / CALLS_PER_EVENT
+    return float(start.elapsed_time(stop)) / num_calls
 
 
 def ahead_time(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:

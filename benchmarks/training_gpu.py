@@ -22,6 +22,7 @@ from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import Records, busy_time, describe, peak_memory, timed
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
+from lightning_cp.memory import tile_modules
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 rate of an H200 and an H100, per their data sheets."""
@@ -127,11 +128,14 @@ def watched(model: nn.Module, watch: Stopwatch) -> Iterator[None]:
         return out, weights
 
     # A local override of this interface object: the registered function stays.
+    override = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
     ALL_ATTENTION_FUNCTIONS[name] = timed_attention
     try:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
+        if override is not None:
+            ALL_ATTENTION_FUNCTIONS[name] = override
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ RUNS = (
     Run("32k-checkpointing", 1 << 15, True),
     Run("128k", 1 << 17, False),
     Run("128k-checkpointing", 1 << 17, True),
+    Run("256k-checkpointing", 1 << 18, True),
+    Run("1M-checkpointing", 1 << 20, True),
 )
 
 
@@ -205,6 +211,8 @@ def run_one(
     *,
     options: dict[str, Any],
     chunked_loss: ChunkedLoss,
+    tile: bool,
+    alone: bool,
 ) -> None:
     """Time a run and its reference, and print both."""
     cp_size, rank = 8, 4
@@ -213,25 +221,27 @@ def run_one(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     local_len = one.seq_len // cp_size
     ids = torch.randint(shape.vocab, (1, one.seq_len), device=device)
-    alone = {"input_ids": ids[:, :local_len], "labels": ids[:, :local_len]}
-    ideal = train(model, alone, lambda: nullcontext(alone))
+    own = {"input_ids": ids[:, :local_len], "labels": ids[:, :local_len]}
+    ideal = train(model, own, lambda: nullcontext(own)) if alone else None
     full = {"input_ids": ids, "labels": ids}
     # Without the comparison of the first batches between ranks, which other steps do not have.
     cp = emulated_parallel(rank, cp_size, check_batches=0, **options)
     handle = enable(model, chunked_loss=chunked_loss)
+    if tile:
+        tile_modules(model)
     emulated = train(model, full, lambda: cp.step(full))
     handle.undo()
-    lines = (
-        (f"rank {rank} of {cp_size}", emulated, one.seq_len**2 / 2 / cp_size),
-        (f"alone, {local_len} tokens", ideal, local_len**2 / 2),
-    )
+    lines = [(f"rank {rank} of {cp_size}", emulated, one.seq_len**2 / 2 / cp_size)]
+    if ideal is not None:
+        lines.append((f"alone, {local_len} tokens", ideal, local_len**2 / 2))
     for how, spent, pairs in lines:
         rate = local_len / spent.ms * 1e3
         peak = shape.flops(model, local_len, pairs) / spent.ms / 1e9 / PEAK_TFLOPS
+        share = "" if ideal is None else f"{ideal.other_ms / spent.other_ms:.2f}"
         print(
             f"| {one.name} | {how} | {spent.ms:.1f} | {spent.busy_ms:.1f} | {rate:,.0f} "
             f"| {peak:.2f} | {spent.attention_ms:.1f} | {spent.other_ms:.1f} "
-            f"| {ideal.other_ms / spent.other_ms:.2f} | {spent.peak / 2**30:.1f} "
+            f"| {share} | {spent.peak / 2**30:.1f} "
             f"| {spent.loss:.3f} |",
             flush=True,
         )
@@ -254,6 +264,7 @@ def run_one(
             loss=spent.loss,
             options=options,
             chunked_loss=chunked_loss,
+            tile=tile,
         )
 
 
@@ -273,16 +284,27 @@ def run(
     *,
     options: dict[str, Any],
     chunked_loss: ChunkedLoss = "auto",
+    tile: bool = False,
+    alone: bool = True,
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
     records = Records(out, "training_gpu", where)
     print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
-    print(f"{shape}; {options or 'defaults'}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
+    print(f"{shape}; {options}; tile={tile}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
     print(HEADER, flush=True)
     for one in runs:
         try:
-            run_one(one, shape, device, records, options=options, chunked_loss=chunked_loss)
+            run_one(
+                one,
+                shape,
+                device,
+                records,
+                options=options,
+                chunked_loss=chunked_loss,
+                tile=tile,
+                alone=alone,
+            )
         except Exception as error:  # noqa: BLE001  continue with the next run
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             print(f"| {one.name} | failed: {reason} |||||||||", flush=True)
@@ -302,16 +324,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     choices = get_args(ChunkedLoss)
     parser.add_argument("--chunked-loss", default="auto", choices=choices)
     parser.add_argument("--link-gbs", type=float, default=None)
+    parser.add_argument("--keep-attention", default="none", help="none, all, or GiB")
+    parser.add_argument("--tile", action="store_true", help="token-wise modules in tiles")
+    parser.add_argument("--no-alone", dest="alone", action="store_false", help="no reference")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
     args = parser.parse_args(arguments)
+    kept = args.keep_attention
     options = {
         "algorithm": args.algorithm,
         "kernel": args.kernel,
         "link_gbs": args.link_gbs,
+        "keep_attention": kept if kept in ("none", "all") else float(kept),
     }
     runs = [one for one in RUNS if one.name in args.only]
-    common = {"options": options, "chunked_loss": args.chunked_loss}
+    common = {
+        "options": options,
+        "chunked_loss": args.chunked_loss,
+        "tile": args.tile,
+        "alone": args.alone,
+    }
     if args.tiny:
         torch.set_num_threads(1)
         small = Shape(32, 4, 2, 64, 2, 64, torch.float32)
