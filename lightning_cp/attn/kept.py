@@ -2,10 +2,11 @@
 """Attention results that activation checkpointing keeps instead of computing them again.
 
 A region is one call of ``checkpoint(..., use_reentrant=False)``. In forward its attention calls
-store their output and lse; when backward recomputes the region, they take them, and neither compute
-nor communicate. A result is found by its call (the same object for the same mask and shapes in a
-step) and by how often that call ran in the region before. A result that is missing is computed:
-all ranks decide by values that are equal on all ranks, so they do so together.
+store their output and what backward needs besides q, k and v; when backward recomputes the region,
+they take them, and neither compute nor communicate. A result is found by its call (the same object
+for the same mask and shapes in a step) and by how often that call ran in the region before. A
+result that is missing is computed: all ranks decide by values that are equal on all ranks, so they
+do so together.
 
 A region is held by the graph only: its results are freed when backward has passed it, and when the
 graph is dropped.
@@ -13,20 +14,22 @@ graph is dropped.
 
 from collections import Counter
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from lightning_cp.step import Step
 from lightning_cp.torch_private import tensor_version
 
+T = TypeVar("T")
 
-class Result(NamedTuple):
-    """Output and lse of an attention call, and the version of the output when it was stored."""
+
+class Result(NamedTuple, Generic[T]):
+    """Output of an attention call, its version when it was stored, and what backward needs."""
 
     out: Tensor
-    lse: Tensor
     version: int | None
+    rest: T
 
     @property
     def is_unchanged(self) -> bool:
@@ -43,7 +46,7 @@ class Region:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.results: dict[tuple[object, int], Result] = {}
+        self.results: dict[tuple[object, int], Result[object]] = {}
         self.inner: list[Region] = []
 
 
@@ -104,7 +107,7 @@ def region_contexts(
     return _RegionContext(region, reads=reads), _RegionContext(region, reads=True)
 
 
-class Slot:
+class Slot(Generic[T]):
     """Where the result of the attention call that runs now is found or stored.
 
     Args:
@@ -115,25 +118,27 @@ class Slot:
         self._pass = _current
         self._key = None if _current is None else _current.next_key(call)
 
-    def read(self) -> tuple[Tensor, Tensor] | None:
-        """Return output and lse if they were kept; None if they must be computed."""
+    @property
+    def result(self) -> Result[T] | None:
+        """Return the result that was stored in forward, if the region is being recomputed."""
         if self._pass is None or self._key is None or not self._pass.reads:
             return None
-        result = self._pass.region.results.get(self._key)
-        if result is None or not result.is_unchanged:
-            return None
-        # Another tensor object: autograd attaches its node to it.
-        return result.out.detach(), result.lse
+        return self._pass.region.results.get(self._key)  # type: ignore[return-value]
 
-    def store(self, out: Tensor, lse: Tensor) -> None:
-        """Keep a result that was computed in forward, within the memory budget of the step."""
-        if self._pass is None or self._key is None or self._pass.reads:
-            return
+    def reserve(self, num_bytes: int) -> bool:
+        """Return whether a result is to be stored: in forward, within the budget of the step."""
+        if self._pass is None or self._pass.reads:
+            return False
         step = self._pass.region.step
-        limit, num_bytes = step.options.kept_bytes, out.nbytes + lse.nbytes
+        limit = step.options.kept_bytes
         if limit is not None and step.cache.kept_bytes + num_bytes > limit:
-            return
+            return False
         step.cache.kept_bytes += num_bytes
+        return True
+
+    def store(self, out: Tensor, rest: T) -> None:
+        """Keep a result for which memory is reserved."""
+        assert self._pass is not None and self._key is not None  # noqa: PT018, S101  reserved
         # Detached: with its node the output would hold the graph, and the graph the region.
         kept = out.detach()
-        self._pass.region.results[self._key] = Result(kept, lse, tensor_version(kept))
+        self._pass.region.results[self._key] = Result(kept, tensor_version(kept), rest)

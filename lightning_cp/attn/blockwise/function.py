@@ -101,14 +101,16 @@ class _Attend(torch.autograd.Function):
         bias_type: type[Bias] | type[AlibiSlopes],
     ) -> Tensor:
         bias = None if bias_values is None else bias_type(bias_values)
-        slot = Slot(call)
-        kept = slot.read()
-        if kept is None:
+        slot: Slot[Tensor] = Slot(call)
+        kept = slot.result
+        if kept is not None and kept.is_unchanged:
+            # Another tensor object: autograd attaches its node to it.
+            out, lse = kept.out.detach(), kept.rest
+        else:
             with plain_functions(), autocast_off(q.device.type):
                 out, lse = _forward(q, k, v, sinks, bias, call)
-            slot.store(out, lse)
-        else:
-            out, lse = kept
+            if any(ctx.needs_input_grad) and slot.reserve(out.nbytes + lse.nbytes):
+                slot.store(out, lse)
         ctx.call, ctx.bias_type = call, bias_type
         # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which
         # step they were recomputed.

@@ -26,6 +26,7 @@ from lightning_cp.attn.flex.block_mask import (
     all_keys,
     mask_functions,
 )
+from lightning_cp.attn.flex.kept import attend_once
 from lightning_cp.attn.flex.kernel import FlexFunctions, attend_compiled, attend_plain
 from lightning_cp.attn.flex.remote_kv import KVRoute, PendingKV, fetch_kv, gather_kv
 from lightning_cp.attn.plan import QueryShard, Stage, build_plan, key_buffer_len
@@ -109,10 +110,14 @@ class FlexCall:
         if bias is not None:
             shape, fused = (*q.shape[:3], self.keys.seq_len), not self.plain
             functions = add_bias(functions, bias, shape, self.query_shard, self.keys, fused=fused)
-        if self.plain:
-            return attend_plain(q, k, v, functions, scale=self.scale, sinks=sinks).out
-        aux = AuxRequest()
-        return attend_compiled(q, k, v, functions, scale=self.scale, aux=aux, sinks=sinks).out
+
+        def compute(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            if self.plain:
+                return attend_plain(q, k, v, functions, scale=self.scale, sinks=sinks).out
+            aux = AuxRequest()
+            return attend_compiled(q, k, v, functions, scale=self.scale, aux=aux, sinks=sinks).out
+
+        return attend_once(self, compute, q, k, v, sinks, uid=self.route.uid)
 
 
 def build_flex_call(
