@@ -8,30 +8,24 @@ step) and by how often that call ran in the region before. A result that is miss
 all ranks decide by values that are equal on all ranks, so they do so together.
 
 A region is held by the graph only: its results are freed when backward has passed it, and when the
-graph is dropped.
+graph is dropped. With offloading, results and the region's inputs share a `Parcel`.
 """
 
 from collections import Counter
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_cp.memory.offload import Parcel, Saved, store_of
 from lightning_cp.step import Step
-from lightning_cp.torch_private import tensor_version
 
 
 class Result(NamedTuple):
-    """Output and lse of an attention call, and the version of the output when it was stored."""
+    """Output and lse of an attention call."""
 
-    out: Tensor
-    lse: Tensor
-    version: int | None
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Return whether nobody has changed the output in place since."""
-        return tensor_version(self.out) == self.version
+    out: Saved
+    lse: Saved
 
 
 class Region:
@@ -39,10 +33,12 @@ class Region:
 
     Args:
         step: the step that the region belongs to.
+        parcel: takes what the outermost region saves, if that may be offloaded.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, parcel: Parcel | None = None) -> None:
         self.step = step
+        self.parcel = parcel
         self.results: dict[tuple[object, int], Result] = {}
         self.inner: list[Region] = []
 
@@ -65,7 +61,7 @@ class _Pass:
         """Return the next region inside this one, and whether it has its results already."""
         inner = self.region.inner
         if not self.reads:
-            inner.append(Region(self.region.step))
+            inner.append(Region(self.region.step, self.region.parcel))
         self.num_inner += 1
         if self.num_inner > len(inner):  # a recomputation that is unlike its forward
             return Region(self.region.step), False
@@ -79,7 +75,8 @@ _current: _Pass | None = None
 class _RegionContext(AbstractContextManager[None]):
     """Makes a pass through a region the current one; may be entered again (`retain_graph`)."""
 
-    def __init__(self, region: Region, *, reads: bool) -> None:
+    def __init__(self, region: Region, *, reads: bool, inputs: Parcel | None = None) -> None:
+        self.inputs = inputs
         self._region, self._reads = region, reads
         self._previous: list[_Pass | None] = []
 
@@ -99,9 +96,22 @@ def region_contexts(
     """Return the contexts of a region: for its forward, and for its recomputation."""
     if _current is not None and _current.region.step is step:
         region, reads = _current.enter_inner()
+        inputs = None  # the region around it recomputes them
     else:
-        region, reads = Region(step), False
-    return _RegionContext(region, reads=reads), _RegionContext(region, reads=True)
+        store = store_of(step)
+        inputs = None if store is None else Parcel(store)
+        region, reads = Region(step, inputs), False
+    return (
+        _RegionContext(region, reads=reads, inputs=inputs),
+        _RegionContext(region, reads=True),
+    )
+
+
+def saving_inputs(forward: AbstractContextManager[Any]) -> AbstractContextManager[object]:
+    """Return a context in which autograd saves the inputs of a region, given its forward's."""
+    if isinstance(forward, _RegionContext) and forward.inputs is not None:
+        return forward.inputs.saving_inputs()
+    return nullcontext()
 
 
 class Slot:
@@ -120,10 +130,10 @@ class Slot:
         if self._pass is None or self._key is None or not self._pass.reads:
             return None
         result = self._pass.region.results.get(self._key)
-        if result is None or not result.is_unchanged:
+        if result is None or not result.out.is_unchanged:
             return None
         # Another tensor object: autograd attaches its node to it.
-        return result.out.detach(), result.lse
+        return result.out.get().detach(), result.lse.get()
 
     def store(self, out: Tensor, lse: Tensor) -> None:
         """Keep a result that was computed in forward, within the memory budget of the step."""
@@ -134,6 +144,6 @@ class Slot:
         if limit is not None and step.cache.kept_bytes + num_bytes > limit:
             return
         step.cache.kept_bytes += num_bytes
-        # Detached: with its node the output would hold the graph, and the graph the region.
-        kept = out.detach()
-        self._pass.region.results[self._key] = Result(kept, lse, tensor_version(kept))
+        parcel = self._pass.region.parcel
+        save = Saved if parcel is None else parcel.save
+        self._pass.region.results[self._key] = Result(save(out), save(lse))

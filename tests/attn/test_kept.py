@@ -31,9 +31,9 @@ class Watch:
             self.forwards += 1
             return compute(*args)
 
-        def init(region, step):
+        def init(region, *args):
             self.regions.append(weakref.ref(region))
-            build(region, step)
+            build(region, *args)
 
         monkeypatch.setattr(function, "_forward", forward)
         monkeypatch.setattr(kept.Region, "__init__", init)
