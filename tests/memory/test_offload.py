@@ -479,6 +479,7 @@ def train_by_lightning():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "SMALL_BYTES", 0)
         patch.setattr(lightning_job, "build", lambda name, lora: build_llama(lora))
+        patch.setattr(lightning_job, "STEPS", 4)
         copies = Copies(patch)
         runs = [
             lightning_job.train("llama", False, {"keep_attention": "all", "offload": how})
