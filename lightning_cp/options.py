@@ -14,6 +14,9 @@ GradientWire = Literal["float32", "model"]
 KeepAttention = float | Literal["all", "none"]
 """GiB of attention results that a step keeps under activation checkpointing, or all, or none."""
 
+Offload = float | Literal["all", "none"]
+"""GiB of host memory per rank for tensors that activation checkpointing saves, or all, or none."""
+
 SequenceDims = Mapping[str, int | None]
 """Name or path of a tensor of the batch to its sequence dim; None keeps it full."""
 
@@ -31,6 +34,8 @@ class Options:
         attention_memory: GiB that an attention call may allocate on a GPU; None for a default.
         gradient_wire: precision of gradients of keys and values that collectives sum.
         keep_attention: attention results that activation checkpointing keeps.
+        offload: host memory for checkpoints and kept attention.
+        offload_after: GiB of them that stay on the device before others are moved.
         ulysses_size: the number of neighbouring ranks that exchange tokens for heads.
         sequence_dims: the sequence dims of tensors whose names are not known.
         check_batches: for how many batches the ranks compare contents.
@@ -49,6 +54,8 @@ class Options:
     attention_memory: float | None = None
     gradient_wire: GradientWire = "float32"
     keep_attention: KeepAttention = "none"
+    offload: Offload = "none"
+    offload_after: float = 0.0
     ulysses_size: int | None = None
     sequence_dims: SequenceDims = field(default_factory=dict)
     check_batches: int = 8
@@ -78,6 +85,18 @@ class Options:
                 f"keep_attention={self.keep_attention}: give the GiB of attention results that a "
                 "step keeps under activation checkpointing, 0 or more, or 'all' or 'none'."
             )
+        if isinstance(self.offload, str):
+            check_choice("offload", self.offload, ("all", "none", "a number of GiB"))
+        elif not self.offload >= 0:
+            raise ValueError(
+                f"offload={self.offload}: give the GiB of host memory that a rank may take for "
+                "checkpoints and kept attention, 0 or more, or 'all' or 'none'."
+            )
+        if not self.offload_after >= 0:
+            raise ValueError(
+                f"offload_after={self.offload_after}: give the GiB of checkpoints and kept "
+                "attention that stay on the device before others are moved, 0 or more."
+            )
         if self.algorithm == "ulysses" and self.ulysses_size is not None:
             raise ValueError(
                 f"algorithm='ulysses' exchanges tokens for heads among all ranks, but ulysses_size="
@@ -91,6 +110,13 @@ class Options:
         if isinstance(self.keep_attention, str):
             return None if self.keep_attention == "all" else 0
         return int(self.keep_attention * 2**30)
+
+    @property
+    def offload_bytes(self) -> int | None:
+        """Return the host memory that offloading may take, in bytes; None for no limit."""
+        if isinstance(self.offload, str):
+            return None if self.offload == "all" else 0
+        return int(self.offload * 2**30)
 
 
 def check_choice(option: str, value: object, choices: Iterable[str]) -> None:

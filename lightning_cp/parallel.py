@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import active_step, adapters, guards, routing
 from lightning_cp.attn.flex.kernel import MaskMod
 from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
-from lightning_cp.attn.kept import region_contexts
+from lightning_cp.attn.kept import region_contexts, saving_inputs
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.data import outputs
@@ -26,12 +26,15 @@ from lightning_cp.data.step_builder import check_not_sharded, open_step
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.loss import local_targets
+from lightning_cp.memory.budget import resolve_budget
+from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.options import (
     AlgorithmName,
     GradientWire,
     KeepAttention,
     KernelName,
     LayoutName,
+    Offload,
     Options,
     SequenceDims,
     check_choice,
@@ -54,7 +57,7 @@ class reenter(active_step.activate):
 
 
 class _reenter_regions(reenter):
-    """The same for a step that keeps attention results: regions inside the region find theirs."""
+    """The same for a step that keeps or offloads: regions inside the region know of it."""
 
     def __init__(self, step: Step, *, num_unsharded: int) -> None:
         super().__init__(step, num_unsharded=num_unsharded)
@@ -62,7 +65,7 @@ class _reenter_regions(reenter):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._contexts.append(checkpoint_contexts(_recompute))
+        self._contexts.append(checkpoint_contexts(_recompute, saving_inputs))
         self._contexts[-1].__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -84,7 +87,7 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
     num_unsharded = active_step.num_unsharded()
-    if step.options.kept_bytes == 0:
+    if step.options.kept_bytes == 0 and store_of(step) is None:
         return nullcontext(), reenter(step, num_unsharded=num_unsharded)
     forward, recompute = region_contexts(step)
     return forward, Nested(_reenter_regions(step, num_unsharded=num_unsharded), recompute)
@@ -98,7 +101,7 @@ def run_step(step: Step) -> Iterator[None]:
         adapters.guarded(),
         active_step.activate(step),
         routing.enabled(),
-        checkpoint_contexts(_recompute),
+        checkpoint_contexts(_recompute, saving_inputs),
     ):
         yield
 
@@ -150,6 +153,11 @@ class ContextParallel:
             or GiB per step and rank. It takes as much memory as the checkpoints of models with
             H * Dv = hidden size. Calls that FlexAttention computes are computed again. The same on
             all ranks.
+        offload: move what activation checkpointing saves, hidden states and kept attention, to
+            pinned host memory until backward needs it: ``all``, ``none`` or the GiB of host memory
+            that each rank may take; what exceeds them stays on the GPU. The inputs of the last two
+            checkpointed regions stay there anyway. The same on all ranks.
+        offload_after: the GiB that stay on the GPU before anything is moved. The same on all ranks.
         sequence_dims: the sequence dims of tensors of the batch whose names are not known: name or
             path (``text.pixels``, ``0`` for the first of a tuple, ``batch`` for a batch that is a
             tensor) to dim, or None to keep a tensor, or a container, full. Takes precedence over
@@ -178,6 +186,8 @@ class ContextParallel:
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
         keep_attention: KeepAttention = "none",
+        offload: Offload = "none",
+        offload_after: float = 0.0,
         ulysses_size: int | None = None,
         sequence_dims: SequenceDims | None = None,
         balance: Mask | None = None,
@@ -191,6 +201,8 @@ class ContextParallel:
             attention_memory=attention_memory,
             gradient_wire=gradient_wire,
             keep_attention=keep_attention,
+            offload=offload,
+            offload_after=offload_after,
             ulysses_size=ulysses_size,
             sequence_dims=dict(sequence_dims or {}),
             check_batches=check_batches,
@@ -217,6 +229,8 @@ class ContextParallel:
         self._checked_paths: set[str] = set()
         self._sequence_masks = SequenceMaskCache()
         self.checks = BatchChecks(self._groups, options.check_batches)
+        budget = resolve_budget(options, self._groups)
+        self._store = None if budget is None else Store(budget)
 
     @property
     def options(self) -> Options:
@@ -237,6 +251,16 @@ class ContextParallel:
     def cp_rank(self) -> int:
         """Return this rank's index among them."""
         return self._groups.context.rank
+
+    @property
+    def offloaded(self) -> Store | None:
+        """Return where tensors are that were offloaded, and how many bytes; None for nowhere."""
+        return self._store
+
+    def close(self) -> None:
+        """Return the host memory of offloading to the system; a later step takes it again."""
+        if self._store is not None:
+            self._store.close()
 
     @property
     def position_edges(self) -> tuple[int, ...]:
@@ -361,7 +385,7 @@ class ContextParallel:
         if groups is self._alone:
             options = replace(options, kernel="reference")
         is_usual = outer is None and sequence_dims is None
-        return open_step(
+        step, local = open_step(
             batch,
             options,
             groups,
@@ -373,6 +397,8 @@ class ContextParallel:
             is_checked=is_checked,
             is_stock=is_stock,
         )
+        attach(self._store, step)
+        return step, local
 
     def position_ids(self) -> Tensor:
         """Return the position ids of this rank's tokens, [B, L].

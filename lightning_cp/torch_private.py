@@ -494,13 +494,20 @@ def _parameters(fn: Any) -> list[tuple[str, object]]:
     return [(name, parameter.kind) for name, parameter in signature(fn).parameters.items()]
 
 
-ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextFn = Callable[[], Contexts]
 """Returns the contexts that activation checkpointing enters in forward, and when it recomputes."""
 
 
 @contextmanager
-def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
+def checkpoint_contexts(
+    context_fn: ContextFn,
+    saving_inputs: Callable[[AbstractContextManager[Any]], AbstractContextManager[Any]],
+) -> Iterator[None]:
     """Make every ``checkpoint(use_reentrant=False)`` call inside use a context_fn.
+
+    ``saving_inputs`` takes the context of a forward, and returns the one in which the inputs of
+    that forward are saved: hooks that are active there see these, and nothing else.
 
     torch has no setting for callers that pass none (models, wrappers), so the function that all of
     them reach is replaced: `_checkpoint_without_reentrant_generator`, with the same arguments since
@@ -512,24 +519,27 @@ def checkpoint_contexts(context_fn: ContextFn) -> Iterator[None]:
     name = f"{name}_impl" if moved else name
     original = getattr(checkpoint, name)
 
-    def combined(theirs: ContextFn) -> ContextFn:
-        if theirs in (checkpoint.noop_context_fn, context_fn):
-            return context_fn
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            outer, inner = context_fn(), theirs()
-            return Nested(outer[0], inner[0]), Nested(outer[1], inner[1])
+    def combined(ours: Contexts, theirs: ContextFn) -> ContextFn:
+        def contexts() -> Contexts:
+            if theirs in (checkpoint.noop_context_fn, context_fn):
+                return ours
+            inner = theirs()
+            return Nested(ours[0], inner[0]), Nested(ours[1], inner[1])
 
         return contexts
 
     def generator(
         fn: Any, preserve_rng_state: bool, theirs: ContextFn, *args: Any, **kwargs: Any
     ) -> Any:
-        return original(fn, preserve_rng_state, combined(theirs), *args, **kwargs)
+        ours = context_fn()
+        with saving_inputs(ours[0]):
+            yield from original(fn, preserve_rng_state, combined(ours, theirs), *args, **kwargs)
 
     def moved_generator(fn: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         theirs = options.pop("context_fn", checkpoint.noop_context_fn)
-        return original(fn, args, kwargs, context_fn=combined(theirs), **options)
+        ours = context_fn()
+        with saving_inputs(ours[0]):
+            yield from original(fn, args, kwargs, context_fn=combined(ours, theirs), **options)
 
     setattr(checkpoint, name, moved_generator if moved else generator)
     try:

@@ -9,32 +9,26 @@ result that is missing is computed: all ranks decide by values that are equal on
 do so together.
 
 A region is held by the graph only: its results are freed when backward has passed it, and when the
-graph is dropped.
+graph is dropped. With offloading, results and the region's inputs share a `Parcel`.
 """
 
 from collections import Counter
-from contextlib import AbstractContextManager
-from typing import Generic, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from lightning_cp.memory.offload import Parcel, Saved, store_of
 from lightning_cp.step import Step
-from lightning_cp.torch_private import tensor_version
 
 T = TypeVar("T")
 
 
 class Result(NamedTuple, Generic[T]):
-    """Output of an attention call, its version when it was stored, and what backward needs."""
+    """Output of an attention call, and what its backward needs besides the inputs."""
 
-    out: Tensor
-    version: int | None
+    out: Saved
     rest: T
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Return whether nobody has changed the output in place since."""
-        return tensor_version(self.out) == self.version
 
 
 class Region:
@@ -42,10 +36,12 @@ class Region:
 
     Args:
         step: the step that the region belongs to.
+        parcel: takes what the outermost region saves, if that may be offloaded.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, parcel: Parcel | None = None) -> None:
         self.step = step
+        self.parcel = parcel
         self.results: dict[tuple[object, int], Result[object]] = {}
         self.inner: list[Region] = []
 
@@ -68,7 +64,7 @@ class _Pass:
         """Return the next region inside this one, and whether it has its results already."""
         inner = self.region.inner
         if not self.reads:
-            inner.append(Region(self.region.step))
+            inner.append(Region(self.region.step, self.region.parcel))
         self.num_inner += 1
         if self.num_inner > len(inner):  # a recomputation that is unlike its forward
             return Region(self.region.step), False
@@ -82,7 +78,8 @@ _current: _Pass | None = None
 class _RegionContext(AbstractContextManager[None]):
     """Makes a pass through a region the current one; may be entered again (`retain_graph`)."""
 
-    def __init__(self, region: Region, *, reads: bool) -> None:
+    def __init__(self, region: Region, *, reads: bool, inputs: Parcel | None = None) -> None:
+        self.inputs = inputs
         self._region, self._reads = region, reads
         self._previous: list[_Pass | None] = []
 
@@ -102,9 +99,22 @@ def region_contexts(
     """Return the contexts of a region: for its forward, and for its recomputation."""
     if _current is not None and _current.region.step is step:
         region, reads = _current.enter_inner()
+        inputs = None  # the region around it recomputes them
     else:
-        region, reads = Region(step), False
-    return _RegionContext(region, reads=reads), _RegionContext(region, reads=True)
+        store = store_of(step)
+        inputs = None if store is None else Parcel(store)
+        region, reads = Region(step, inputs), False
+    return (
+        _RegionContext(region, reads=reads, inputs=inputs),
+        _RegionContext(region, reads=True),
+    )
+
+
+def saving_inputs(forward: AbstractContextManager[Any]) -> AbstractContextManager[object]:
+    """Return a context in which autograd saves the inputs of a region, given its forward's."""
+    if isinstance(forward, _RegionContext) and forward.inputs is not None:
+        return forward.inputs.saving_inputs()
+    return nullcontext()
 
 
 class Slot(Generic[T]):
@@ -136,9 +146,13 @@ class Slot(Generic[T]):
         step.cache.kept_bytes += num_bytes
         return True
 
-    def store(self, out: Tensor, rest: T) -> None:
+    def save(self, x: Tensor) -> Saved:
+        """Return a tensor as the region saves it: without its graph, to be offloaded if it may."""
+        assert self._pass is not None  # noqa: S101  reserved
+        parcel = self._pass.region.parcel
+        return Saved(x) if parcel is None else parcel.save(x)
+
+    def store(self, out: Saved, rest: T) -> None:
         """Keep a result for which memory is reserved."""
         assert self._pass is not None and self._key is not None  # noqa: PT018, S101  reserved
-        # Detached: with its node the output would hold the graph, and the graph the region.
-        kept = out.detach()
-        self._pass.region.results[self._key] = Result(kept, tensor_version(kept), rest)
+        self._pass.region.results[self._key] = Result(out, rest)

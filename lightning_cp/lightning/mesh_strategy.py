@@ -153,6 +153,8 @@ class MeshStrategy(ModelParallelStrategy):
                 attention_memory=options.attention_memory,
                 gradient_wire=options.gradient_wire,
                 keep_attention=options.keep_attention,
+                offload=options.offload,
+                offload_after=options.offload_after,
                 ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
                 sequence_dims=options.sequence_dims,
                 balance=self._balance,

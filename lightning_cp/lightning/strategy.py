@@ -60,6 +60,7 @@ from lightning_cp.options import (
     KeepAttention,
     KernelName,
     LayoutName,
+    Offload,
     Options,
 )
 from lightning_cp.parallel import reenter
@@ -92,6 +93,9 @@ class ContextParallelStrategy(MeshStrategy):
             or ``model``, half of the bytes for bf16, for slow networks.
         keep_attention: with activation checkpointing, keep attention results instead of computing
             them again in backward: ``all``, ``none`` or GiB per batch and rank; docs/memory.md.
+        offload: with activation checkpointing, move hidden states and kept attention to host memory
+            until backward: ``all``, ``none`` or GiB per rank; the rest stays on the GPU.
+        offload_after: GiB of them that stay on the GPU before others are moved.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
             tensor or all tensors of a container.
@@ -133,6 +137,8 @@ class ContextParallelStrategy(MeshStrategy):
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
         keep_attention: KeepAttention = "none",
+        offload: Offload = "none",
+        offload_after: float = 0.0,
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
@@ -164,6 +170,8 @@ class ContextParallelStrategy(MeshStrategy):
                 attention_memory=attention_memory,
                 gradient_wire=gradient_wire,
                 keep_attention=keep_attention,
+                offload=offload,
+                offload_after=offload_after,
                 sequence_dims=dict(sequence_dims or {}),
                 check_batches=check_batches,
             ),
@@ -487,6 +495,8 @@ class ContextParallelStrategy(MeshStrategy):
             self._undos.pop()()
         if self.lightning_module is not None:  # after an error the root may still be gathered
             reshard(self.lightning_module)
+        if self._context_parallel is not None:
+            self._context_parallel.close()
         super().teardown()
 
     def _trainer(self) -> Trainer:

@@ -35,9 +35,9 @@ class Watch:
 
             return forward
 
-        def init(region, step):
+        def init(region, *args):
             self.regions.append(weakref.ref(region))
-            build(region, step)
+            build(region, *args)
 
         monkeypatch.setattr(function, "_forward", counted(function._forward))
         monkeypatch.setattr(from_mask, "attend_plain", counted(from_mask.attend_plain))

@@ -42,6 +42,7 @@ from lightning_cp.attn.plan import Plan, Stage
 from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.memory.offload import Saved
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.torch_private import plain_functions
@@ -101,16 +102,16 @@ class _Attend(torch.autograd.Function):
         bias_type: type[Bias] | type[AlibiSlopes],
     ) -> Tensor:
         bias = None if bias_values is None else bias_type(bias_values)
-        slot: Slot[Tensor] = Slot(call)
+        slot: Slot[Saved] = Slot(call)
         kept = slot.result
-        if kept is not None and kept.is_unchanged:
+        if kept is not None and kept.out.is_unchanged:
             # Another tensor object: autograd attaches its node to it.
-            out, lse = kept.out.detach(), kept.rest
+            out, lse = kept.out.get().detach(), kept.rest.get()
         else:
             with plain_functions(), autocast_off(q.device.type):
                 out, lse = _forward(q, k, v, sinks, bias, call)
             if any(ctx.needs_input_grad) and slot.reserve(out.nbytes + lse.nbytes):
-                slot.store(out, lse)
+                slot.store(slot.save(out), slot.save(lse))
         ctx.call, ctx.bias_type = call, bias_type
         # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which
         # step they were recomputed.

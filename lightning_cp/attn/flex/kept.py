@@ -11,23 +11,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from lightning_cp.attn.call import backward_of_step
 from lightning_cp.attn.kept import Slot
-from lightning_cp.torch_private import tensor_version
+from lightning_cp.memory.offload import Saved
 
 Compute = Callable[..., Tensor]
 """Computes attention from q, k, v and sinks."""
 
 
 class _Place(NamedTuple):
-    """A part of an input: its number, and the sizes of the part."""
+    """A part of an input, or of the output after them: its number, and the sizes of the part."""
 
     number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class _Held:
+    """A tensor that autograd has saved: its place, or itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x: Tensor | Saved | _Place = (
+            x.detach()
+        )  # an output holds its node, and that its output
 
 
 class _Inputs:
@@ -36,21 +45,40 @@ class _Inputs:
     def __init__(self) -> None:
         self.tensors: tuple[Tensor | None, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
+        self.held: list[_Held] = []
 
-    def pack(self, x: Tensor) -> Tensor | _Place:
-        """Return the place of a tensor in the inputs, or a tensor that is not a part of them."""
+    def pack(self, x: Tensor) -> _Held:
+        """Note the place of a tensor in the inputs, or hold a tensor that is not a part of them."""
+        held = _Held(x)
         for number, given in enumerate(self.tensors):
             if given is not None and _is_part(x, given):
-                offset = int(x.storage_offset()) - int(given.storage_offset())
-                return _Place(number, x.size(), x.stride(), offset)
-        return x.detach()  # an output holds its node, which would hold itself
+                held.x = _place(number, x, given)
+                return held
+        self.held.append(held)
+        return held
 
-    def unpack(self, saved: Tensor | _Place) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        given = self.tensors[saved.number]
+    def unpack(self, held: _Held) -> Tensor:
+        if isinstance(held.x, Saved):
+            return held.x.get()
+        if isinstance(held.x, Tensor):
+            return held.x
+        number, size, stride, offset = held.x
+        given = self.tensors[number]
         assert given is not None  # noqa: S101  it was there when its place was noted
-        return given.as_strided(saved.size, saved.stride, given.storage_offset() + saved.offset)
+        return given.as_strided(size, stride, given.storage_offset() + offset)
+
+    def release(self, out: Tensor, save: Callable[[Tensor], Saved]) -> None:
+        """Forget the inputs; save what is held, the output as a place."""
+        for held in self.held:
+            assert isinstance(held.x, Tensor)  # noqa: S101  places are not listed
+            is_out = _is_part(held.x, out)
+            held.x = _place(len(self.tensors), held.x, out) if is_out else save(held.x)
+        self.held, self.tensors = [], ()
+
+
+def _place(number: int, x: Tensor, whole: Tensor) -> _Place:
+    offset = int(x.storage_offset()) - int(whole.storage_offset())
+    return _Place(number, x.size(), x.stride(), offset)
 
 
 def _is_part(x: Tensor, whole: Tensor) -> bool:
@@ -91,19 +119,21 @@ class _Source(torch.autograd.Function):
 
 
 class KeptGraph:
-    """The graph of one attention call, without its inputs.
+    """The graph of one attention call, without its inputs and without its output.
 
     Args:
         compute: computes attention.
+        save: saves what backward needs besides them.
     """
 
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        # Apart from the graph, which holds it: with its output in it, it would hold itself.
+    def __init__(self, compute: Compute, save: Callable[[Tensor], Saved] = Saved) -> None:
+        self._compute, self._save = compute, save
+        # Apart from the graph, which holds it: with its end in it, it would hold itself.
         self._inputs = _Inputs()
-        self._out: Tensor | None = None
-        self._version: int | None = None
+        self._end: GradientEdge | None = None
         self._strides: list[tuple[int, ...]] = []
+        self.out: Tensor | None = None
+        """The output, from the recomputation to backward."""
 
     def run(self, inputs: Sequence[Tensor | None]) -> Tensor:
         """Compute attention and hold its graph; return the output, detached."""
@@ -115,30 +145,29 @@ class KeptGraph:
             arguments = [
                 next(sources) if x is not None and x.requires_grad else x for x in held.tensors
             ]
-            self._out = self._compute(*arguments)
-        held.tensors = ()
-        self._strides = [() if x is None else x.stride() for x in inputs]
-        self._version = tensor_version(self._out)
-        return self._out.detach()
+            out = self._compute(*arguments)
+        held.release(out, self._save)
+        self._end = get_gradient_edge(out)
+        self._strides = [() if x is None else x.stride() for x in (*inputs, out)]
+        return out.detach()
 
     def gradients(
         self, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], dout: Tensor
     ) -> list[Tensor | None]:
         """Return the gradients of the inputs, and free the graph."""
-        out, self._out = self._out, None
-        if out is None or tensor_version(out) != self._version:
+        out, self.out = self.out, None
+        if self._end is None or out is None:
             # Backward runs again (`retain_graph`), or the output was changed in place.
             with torch.no_grad():
                 inputs = [
                     x if x is None else x.detach().requires_grad_(needs)
                     for x, needs in zip(inputs, needs_grad, strict=True)
                 ]
-            self.run(inputs)
-            out, self._out = self._out, None
-        assert out is not None  # noqa: S101  for the types
-        held = self._inputs
-        held.tensors = tuple(map(_with_strides, inputs, self._strides))
-        torch.autograd.backward(out, dout)
+            out = self.run(inputs)
+        end, self._end, held = self._end, None, self._inputs
+        assert end is not None  # noqa: S101  for the types
+        held.tensors = tuple(map(_with_strides, (*inputs, out), self._strides))
+        torch.autograd.backward(end, dout)
         found, held.tensors, held.gradients = iter(held.gradients), (), ()
         return [next(found) if needs else None for needs in needs_grad]
 
@@ -154,12 +183,14 @@ class _AttendKept(torch.autograd.Function):
     ) -> Tensor:
         kept = slot.result
         if kept is None:
-            graph = KeptGraph(compute)
+            graph = KeptGraph(compute, slot.save)
             out = graph.run(inputs)
-            slot.store(out, graph)
+            slot.store(slot.save(out), graph)
         else:
             graph = kept.rest
-            out = kept.out.detach() if kept.is_unchanged else compute(*inputs)
+            is_unchanged = kept.out.is_unchanged
+            out = kept.out.get().detach() if is_unchanged else compute(*inputs)
+            graph.out = out.detach() if is_unchanged else None
         ctx.graph, ctx.uid = graph, int(mark)
         ctx.save_for_backward(*inputs, mark)
         return out
