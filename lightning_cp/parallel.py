@@ -151,8 +151,7 @@ class ContextParallel:
         keep_attention: under activation checkpointing, keep output and lse of attention calls
             instead of computing them, and sending keys and values, a second time: ``all``, ``none``
             or GiB per step and rank. It takes as much memory as the checkpoints of models with
-            H * Dv = hidden size. Calls that FlexAttention computes are computed again. The same on
-            all ranks.
+            H * Dv = hidden size. The same on all ranks.
         offload: move what activation checkpointing saves, hidden states and kept attention, to
             pinned host memory until backward needs it: ``all``, ``none`` or the GiB of host memory
             that each rank may take; what exceeds them stays on the GPU. The inputs of the last two

@@ -123,11 +123,10 @@ class KeptGraph:
 
     Args:
         compute: computes attention.
-        save: saves what backward needs besides them.
     """
 
-    def __init__(self, compute: Compute, save: Callable[[Tensor], Saved] = Saved) -> None:
-        self._compute, self._save = compute, save
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
         # Apart from the graph, which holds it: with its end in it, it would hold itself.
         self._inputs = _Inputs()
         self._end: GradientEdge | None = None
@@ -135,8 +134,15 @@ class KeptGraph:
         self.out: Tensor | None = None
         """The output, from the recomputation to backward."""
 
-    def run(self, inputs: Sequence[Tensor | None]) -> Tensor:
-        """Compute attention and hold its graph; return the output, detached."""
+    def run(
+        self, inputs: Sequence[Tensor | None], save: Callable[[Tensor], Saved] = Saved
+    ) -> Tensor:
+        """Compute attention and hold its graph; return the output, detached.
+
+        Args:
+            inputs: q, k, v and sinks.
+            save: saves what backward needs besides them; not held, since it knows the region.
+        """
         held = self._inputs
         held.tensors = tuple(inputs)
         anchor = torch.zeros((), requires_grad=True)
@@ -146,7 +152,7 @@ class KeptGraph:
                 next(sources) if x is not None and x.requires_grad else x for x in held.tensors
             ]
             out = self._compute(*arguments)
-        held.release(out, self._save)
+        held.release(out, save)
         self._end = get_gradient_edge(out)
         self._strides = [() if x is None else x.stride() for x in (*inputs, out)]
         return out.detach()
@@ -183,8 +189,8 @@ class _AttendKept(torch.autograd.Function):
     ) -> Tensor:
         kept = slot.result
         if kept is None:
-            graph = KeptGraph(compute, slot.save)
-            out = graph.run(inputs)
+            graph = KeptGraph(compute)
+            out = graph.run(inputs, slot.save)
             slot.store(slot.save(out), graph)
         else:
             graph = kept.rest
