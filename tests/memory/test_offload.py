@@ -231,6 +231,18 @@ def test_the_first_regions_stay_within_offload_after(layers, sent):
     assert store._resident_bytes == 0
 
 
+@pytest.mark.parametrize("how", ["per layer", "pairs of layers"])
+def test_results_of_flex_attention_are_moved_too(how):
+    options = {"kernel": "flex", "offload": "all"}
+    exact = run("plain", kernel="flex")[0]
+    _, copies, alone, _ = run(how, **options)
+    grads, both, used, store = run(how, keep_attention="all", **options)
+    assert identical(grads, exact)
+    assert used > alone
+    assert both.sent > copies.sent
+    assert (both.alive(), store.used_bytes) == (0, 0)
+
+
 def test_no_offload_does_nothing():
     for none in ("none", 0, 0.0):
         _, copies, used, store = run(offload=none)
