@@ -529,7 +529,8 @@ def test_padding_is_looked_up_only_where_it_lies_between_keys():
 def test_functions_of_another_kind_are_told_apart():
     case = make_case("window")
     call, _ = build_call(case, Replay(1, 2))
-    added = call.functions, AlibiSlopes(SLOPES), (), call.query_shard
+    shape = (2, 4, call.query_len, 37)
+    added = call.functions, AlibiSlopes(SLOPES), shape, call.query_shard
     slopes = block_mask.add_bias(*added, call.keys, fused=False)
     whole = block_mask.add_bias(*added, block_mask.all_keys(call.query_shard.layout), fused=False)
     assert len({call.functions.kind, slopes.kind, whole.kind}) == 3
@@ -610,7 +611,7 @@ def test_parity_notices_bounds_that_are_off_by_one(monkeypatch):
 
 
 def test_parity_notices_distances_in_the_buffer(monkeypatch):
-    monkeypatch.setattr(block_mask.BufferedKeys, "is_identity", True)
+    monkeypatch.setattr(block_mask.BufferedKeys, "is_prefix", True)
     assert broken(monkeypatch, make_case("window", bias=SLOPES)) > 1e-3
 
 
