@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation memory: what a training step keeps, and what recomputing one layer takes."""
 
+from lightning_cp.memory.compiled import compile_layers
 from lightning_cp.memory.tiles import tile_modules
 
-__all__ = ["tile_modules"]
+__all__ = ["compile_layers", "tile_modules"]
