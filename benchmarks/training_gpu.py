@@ -22,6 +22,7 @@ from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import Records, busy_time, describe, peak_memory, timed
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
+from lightning_cp.memory import compile_layers
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 rate of an H200 and an H100, per their data sheets."""
@@ -205,10 +206,13 @@ def run_one(
     *,
     options: dict[str, Any],
     chunked_loss: ChunkedLoss,
+    compiled: bool = False,
 ) -> None:
     """Time a run and its reference, and print both."""
     cp_size, rank = 8, 4
     model = shape.build(device)
+    if compiled:
+        compile_layers(model)
     if one.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     local_len = one.seq_len // cp_size
@@ -254,6 +258,7 @@ def run_one(
             loss=spent.loss,
             options=options,
             chunked_loss=chunked_loss,
+            compiled=compiled,
         )
 
 
@@ -273,16 +278,26 @@ def run(
     *,
     options: dict[str, Any],
     chunked_loss: ChunkedLoss = "auto",
+    compiled: bool = False,
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
     records = Records(out, "training_gpu", where)
     print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
-    print(f"{shape}; {options or 'defaults'}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
+    how = "layers compiled" if compiled else "not compiled"
+    print(f"{shape}; {options or 'defaults'}; {how}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
     print(HEADER, flush=True)
     for one in runs:
         try:
-            run_one(one, shape, device, records, options=options, chunked_loss=chunked_loss)
+            run_one(
+                one,
+                shape,
+                device,
+                records,
+                options=options,
+                chunked_loss=chunked_loss,
+                compiled=compiled,
+            )
         except Exception as error:  # noqa: BLE001  continue with the next run
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             print(f"| {one.name} | failed: {reason} |||||||||", flush=True)
@@ -301,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", default="auto")
     choices = get_args(ChunkedLoss)
     parser.add_argument("--chunked-loss", default="auto", choices=choices)
+    parser.add_argument("--compile", action="store_true", help="compile_layers(model)")
     parser.add_argument("--link-gbs", type=float, default=None)
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
@@ -311,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "link_gbs": args.link_gbs,
     }
     runs = [one for one in RUNS if one.name in args.only]
-    common = {"options": options, "chunked_loss": args.chunked_loss}
+    common = {"options": options, "chunked_loss": args.chunked_loss, "compiled": args.compile}
     if args.tiny:
         torch.set_num_threads(1)
         small = Shape(32, 4, 2, 64, 2, 64, torch.float32)
