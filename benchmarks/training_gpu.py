@@ -22,7 +22,7 @@ from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import Records, busy_time, describe, peak_memory, timed
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
-from lightning_cp.memory import tile_modules
+from lightning_cp.memory import compile_layers, tile_modules
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 rate of an H200 and an H100, per their data sheets."""
@@ -213,10 +213,13 @@ def run_one(
     chunked_loss: ChunkedLoss,
     tile: bool,
     alone: bool,
+    compiled: bool = False,
 ) -> None:
     """Time a run and its reference, and print both."""
     cp_size, rank = 8, 4
     model = shape.build(device)
+    if compiled:
+        compile_layers(model)
     if one.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     local_len = one.seq_len // cp_size
@@ -265,6 +268,7 @@ def run_one(
             options=options,
             chunked_loss=chunked_loss,
             tile=tile,
+            compiled=compiled,
         )
 
 
@@ -286,12 +290,14 @@ def run(
     chunked_loss: ChunkedLoss = "auto",
     tile: bool = False,
     alone: bool = True,
+    compiled: bool = False,
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
     records = Records(out, "training_gpu", where)
     print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
-    print(f"{shape}; {options}; tile={tile}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
+    flags = f"{tile=} {compiled=}"
+    print(f"{shape}; {options}; {flags}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
     print(HEADER, flush=True)
     for one in runs:
         try:
@@ -304,12 +310,18 @@ def run(
                 chunked_loss=chunked_loss,
                 tile=tile,
                 alone=alone,
+                compiled=compiled,
             )
         except Exception as error:  # noqa: BLE001  continue with the next run
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             print(f"| {one.name} | failed: {reason} |||||||||", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _amount(value: str) -> float | str:
+    """Return GiB, or a word."""
+    return value if value in ("none", "all") else float(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -323,25 +335,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", default="auto")
     choices = get_args(ChunkedLoss)
     parser.add_argument("--chunked-loss", default="auto", choices=choices)
+    parser.add_argument("--compile", action="store_true", help="compile_layers(model)")
     parser.add_argument("--link-gbs", type=float, default=None)
     parser.add_argument("--keep-attention", default="none", help="none, all, or GiB")
+    parser.add_argument("--offload", default="none", help="none, all, or GiB")
     parser.add_argument("--tile", action="store_true", help="token-wise modules in tiles")
     parser.add_argument("--no-alone", dest="alone", action="store_false", help="no reference")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
     args = parser.parse_args(arguments)
-    kept = args.keep_attention
     options = {
         "algorithm": args.algorithm,
         "kernel": args.kernel,
         "link_gbs": args.link_gbs,
-        "keep_attention": kept if kept in ("none", "all") else float(kept),
+        "keep_attention": _amount(args.keep_attention),
+        "offload": _amount(args.offload),
     }
     runs = [one for one in RUNS if one.name in args.only]
     common = {
         "options": options,
         "chunked_loss": args.chunked_loss,
         "tile": args.tile,
+        "compiled": args.compile,
         "alone": args.alone,
     }
     if args.tiny:

@@ -31,7 +31,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_in_torch_dispatch_mode,
+)
 from torch.utils._triton import has_triton
 
 P = ParamSpec("P")
@@ -376,6 +380,22 @@ def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is one that torch.compile returned, or was compiled in place.
+
+    `OptimizedModule._orig_mod` without importing the compiler, and `Module._compiled_call_impl`.
+    """
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def in_dispatch_mode() -> bool:
+    """Return whether a dispatch mode of a user is active (`torch.utils._python_dispatch`).
+
+    Selective activation checkpointing is one: it must see single operators, not compiled code.
+    """
+    return bool(is_in_torch_dispatch_mode(include_infra_modes=False))
 
 
 def never_compile_alone(fn: Callable[P, T]) -> bool:

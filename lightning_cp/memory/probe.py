@@ -6,6 +6,7 @@ the others must stay as they are, bit for bit; slices and another order must giv
 may be random, routed, remembered, or trained without being a parameter of the module.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from lightning_cp import active_step
+from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
 from lightning_cp.precision import autocast_off
-from lightning_cp.torch_private import RecordedOperators, without_dispatch_modes, without_modes
+from lightning_cp.torch_private import (
+    RecordedOperators,
+    module_hooks,
+    without_dispatch_modes,
+    without_modes,
+)
 
 _LEADING: Final = {2: (5,), 3: (2, 5), 4: (2, 5, 3)}
 """Number of dims of an input to its sizes in the probe, without the width."""
@@ -53,6 +61,33 @@ class Verdict:
     saved: float = 0.0
     mixes: bool = False
     routes: bool = False
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Return whether a forward can be called with one argument."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
+    several = any(p.kind == p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    takes = any(p.kind in (*positional, p.VAR_POSITIONAL) for p in parameters)
+    return len(required) <= 1 and takes and not several
+
+
+def is_pending(module: nn.Module) -> bool:
+    """Return whether a module cannot be called yet: tensors are sharded or on the meta device."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return any(isinstance(x, DTensor) or x.is_meta for x in tensors)
+
+
+def has_units_inside(module: nn.Module) -> bool:
+    """Return whether a module inside this one is an FSDP2 unit."""
+    return any(is_unit(part) for part in module.modules() if part is not module)
+
+
+def has_hooks_inside(module: nn.Module) -> bool:
+    """Return whether hooks are registered on modules inside this one, other than ours."""
+    inside = (part for part in module.modules() if part is not module)
+    return any(not is_gathering_hook(hook) for part in inside for hook in module_hooks(part))
 
 
 def sample_input(

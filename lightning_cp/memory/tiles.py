@@ -6,7 +6,6 @@ module saves its input for backward and nothing else. Backward computes one tile
 forward and gradients, and sums the gradients of the weights in float32 or wider.
 """
 
-import inspect
 import logging
 import math
 import re
@@ -22,11 +21,19 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
 from lightning_cp.fsdp.sharding import find_blocks
-from lightning_cp.memory.probe import Verdict, find_input, probe, sample_input
+from lightning_cp.memory.probe import (
+    Verdict,
+    find_input,
+    has_hooks_inside,
+    has_units_inside,
+    is_pending,
+    probe,
+    sample_input,
+    takes_one_tensor,
+)
 from lightning_cp.precision import accumulation_dtype, autocast_off
-from lightning_cp.torch_private import module_hooks, outside_graphs, without_tensor_hooks
+from lightning_cp.torch_private import outside_graphs, without_tensor_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -198,10 +205,10 @@ class _Finder:
         if not matrices and _has_matrices(module):
             self.visit_children(name, module, matrices=False)
             return
-        if _is_tiled(module):
+        if is_tiled(module):
             self._leave(name, "it is tiled already")
             return
-        if not _takes_one_tensor(module):
+        if not takes_one_tensor(module):
             self._leave(name, "its forward takes more than one tensor")
             self.visit_children(name, module, matrices=False)
             return
@@ -232,16 +239,6 @@ class _Finder:
         self.left_alone.append(ModuleReport(name, False, reason))
 
 
-def _takes_one_tensor(module: nn.Module) -> bool:
-    """Return whether a forward can be called with one argument."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
-    several = any(p.kind == p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
-    takes = any(p.kind in (*positional, p.VAR_POSITIONAL) for p in parameters)
-    return len(required) <= 1 and takes and not several
-
-
 @dataclass(eq=False)
 class _Tiled:
     """A module whose forward is replaced, in the instance.
@@ -269,7 +266,7 @@ class _Tiled:
 
     def uninstall(self) -> None:
         """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
-        if _is_tiled(self.module):
+        if is_tiled(self.module):
             del self.module.forward
             if self.override is not None:
                 self.module.forward = self.override
@@ -288,8 +285,7 @@ class _Tiled:
 
     def is_pending(self) -> bool:
         """Return whether the module cannot be called yet."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return any(isinstance(x, DTensor) or x.is_meta for x in tensors)
+        return is_pending(self.module)
 
     def probe_now(self) -> Verdict:
         """Probe the module before its first call, on an input that its weights suggest."""
@@ -329,10 +325,9 @@ class _Tiled:
 
     def obstacle_inside(self) -> str:
         """Return why tiles would be wrong or slow now, whatever the module computes."""
-        inside = [part for part in self.module.modules() if part is not self.module]
-        if any(is_unit(part) for part in inside):
+        if has_units_inside(self.module):
             return "an FSDP2 unit inside it would be gathered for every tile"
-        if any(not is_gathering_hook(hook) for part in inside for hook in module_hooks(part)):
+        if has_hooks_inside(self.module):
             return "hooks on modules inside it would see tiles instead of whole tensors"
         return ""
 
@@ -358,7 +353,8 @@ class _Tiled:
         return min(num, x.shape[dim])
 
 
-def _is_tiled(module: nn.Module) -> bool:
+def is_tiled(module: nn.Module) -> bool:
+    """Return whether a module is computed in tiles, or may be."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, partial) and forward.func is _forward
 

@@ -110,6 +110,29 @@ def test_the_model_says_what_was_measured():
             assert one.linked == pytest.approx(one.linked_measured, rel=0.16), one
 
 
+def test_lengths_run(tmp_path):
+    from benchmarks import lengths_gpu
+
+    lengths_gpu.main(["--tiny", "--only", "packed", "padded", "--out", str(tmp_path)])
+    written = (tmp_path / "lengths_gpu.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [(line["mask"], line["how"]) for line in lines] == [
+        (mask, how) for mask in ("packed", "padded") for how in ("random", "150")
+    ]
+    assert all(line["us_per_token"] > 0 and len(line["steps"]) == 6 for line in lines)
+
+
+def test_a_slow_step_is_told_from_a_long_sequence():
+    from benchmarks.lengths_gpu import Step, summarize
+
+    steps = [Step(1000 * (1 + at % 3), at < 3, 0.1 * (1 + at % 3)) for at in range(12)]
+    steps[7] = Step(2222, True, 0.42)  # 200 ms more than its tokens take
+    found = summarize(steps)
+    assert (found.num_slow, found.last_slow) == (1, 7)
+    assert 150 < found.worst_new_ms < 250
+    assert abs(found.us_per_token - 100) < 1
+
+
 def test_training_runs(tmp_path):
     from benchmarks import training_gpu
 

@@ -5,6 +5,8 @@ at most twice those of one device in the same precision, written out, and 4 ulp.
 """
 
 import itertools
+import time
+from statistics import median
 
 import pytest
 import torch
@@ -125,6 +127,49 @@ def count_compilations(kind):
 def test_other_documents_are_not_compiled_again(nccl, kind):
     for counts in nccl(2).run(count_compilations, kind, timeout=MINUTES):
         assert counts[0] == counts[-1] == (1 if kind == "mask" else 2), counts
+
+
+def train_lengths(lengths, kind):
+    """Return graphs and seconds after each of several lengths: forward and backward of 2 layers."""
+    inductor_config.compile_threads = 1
+    torch._dynamo.reset()
+    counters.clear()
+    cp = ContextParallel(dist.group.WORLD, kernel="flex")
+    found = []
+    for turn, length in enumerate(lengths):
+        batch = {"inputs_embeds": torch.zeros(2, length, 1, device="cuda")}
+        if kind == "packed":
+            starts = torch.rand(2, length, generator=torch.Generator().manual_seed(turn)) < 0.01
+            batch["document_ids"] = starts.cumsum(1).cuda()
+        if kind == "padded":
+            ends = torch.tensor([[length], [length - 1 - 300 * (turn % 3)]])
+            batch["attention_mask"] = (torch.arange(length) < ends).long().cuda()
+        mask = Mask(causal=True, window=300 if kind == "windowed" else None)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with cp.step(batch):
+            local_len = active_step.current().layout.local_len
+            shape = (2, local_len, 4, 64)
+            leaves = [
+                torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+                for _ in range(3)
+            ]
+            for _ in range(2):
+                out = attention(*(x.requires_grad_() for x in leaves), mask=mask)
+            out.float().square().mean().backward()
+        torch.cuda.synchronize()
+        found.append((counters["stats"]["unique_graphs"], time.perf_counter() - begun))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "windowed"])
+def test_a_length_that_was_never_seen_is_not_compiled_again(nccl, kind):
+    """Shards of 1100 to 2000 tokens have four lengths; then 20 new ones cost next to nothing."""
+    first, later = [2560, 3072, 3584, 4096], [2201 + 89 * n for n in range(20)]
+    for found in nccl(2).run(train_lengths, first + later, kind, timeout=MINUTES):
+        graphs, seconds = zip(*found, strict=True)
+        assert graphs[3] == graphs[-1] == 4, graphs
+        assert median(seconds[4:]) < 0.1, seconds
 
 
 def run_kernels(jobs):

@@ -26,7 +26,7 @@ WAYS = {
     "gather": {"algorithm": "gather"},
     "ring": {"algorithm": "ring"},
     "ulysses": {"algorithm": "ulysses"},
-    "kept and tiled": {"keep_attention": "all"},
+    "kept, offloaded, tiled": {"keep_attention": "all", "offload": "all"},
 }
 TILE_TOKENS = 1000
 _SIZES = {"vocab_size": 32000, "max_position_embeddings": LENGTH, "pad_token_id": 0}

@@ -18,12 +18,28 @@ from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.call import AlibiSlopes, ScoreBias
 from lightning_cp.attn.flex.kernel import FlexFunctions, MaskMod, ScoreMod
 from lightning_cp.attn.plan import QueryShard
+from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range
 
 BLOCK_SIZE = 128
 """Queries and keys of a block: the default of FlexAttention."""
+
+
+def round_up(length: int) -> int:
+    """Return the length that a fused kernel is compiled for; a multiple of `BLOCK_SIZE`.
+
+    From a power of two to the next there are four such lengths, and eight above 4096. Padding takes
+    memory and is copied, but nothing is computed with it.
+
+    Example:
+        >>> [round_up(length) for length in (1, 1024, 1025, 4096, 4097, 6000, 100_000)]
+        [128, 1024, 1280, 4096, 4608, 6144, 106496]
+    """
+    num_steps = 4 if length <= 4096 else 8
+    step = max(BLOCK_SIZE, (1 << (length - 1).bit_length()) // (2 * num_steps))
+    return -(-length // step) * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +61,15 @@ class BufferedKeys:
     _cache: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def is_identity(self) -> bool:
-        """Return whether an index of the buffer is a global position."""
+    def is_prefix(self) -> bool:
+        """Return whether the index of each key in the buffer is its global position."""
         num_keys = len(self.positions)
-        is_prefix = num_keys == 0 or bool(self.positions[-1] == num_keys - 1)
-        return is_prefix and self.buffer_len <= self.seq_len
+        return num_keys == 0 or bool(self.positions[-1] == num_keys - 1)
+
+    @property
+    def is_identity(self) -> bool:
+        """Return whether every index of the buffer is a global position of the sequence."""
+        return self.is_prefix and self.buffer_len <= self.seq_len
 
     def positions_on(self, device: torch.device, *, fused: bool) -> Tensor:
         """Return a valid position for each entry of the buffer, as a tensor."""
@@ -92,23 +112,29 @@ def mask_functions(
     query_shard: QueryShard,
     *,
     keys: BufferedKeys | None = None,
+    query_len: int | None = None,
     batch: int,
     device: torch.device,
     fused: bool,
 ) -> FlexFunctions:
-    """Return a `Mask` as functions of its bounds, whose shapes depend on the batch size only.
+    """Return a `Mask` as functions of its bounds.
+
+    What they captured has shapes that depend on the batch size and on the two lengths only.
 
     Args:
         bounds: the mask.
         scores: its softcap becomes a score_mod; the scale is left to the caller.
         query_shard: the queries.
         keys: the keys in the buffer; None for the full sequence.
+        query_len: queries with padding after the shard, which sees nothing; None for none.
         batch: samples.
         device: of the tensors.
         fused: whether a fused kernel calls the functions.
     """
-    keys = all_keys(query_shard.layout) if keys is None else keys
-    visible_keys = _build_visible_keys(bounds, query_shard, keys)
+    layout = query_shard.layout
+    keys = all_keys(layout) if keys is None else keys
+    query_len = layout.local_len if query_len is None else query_len
+    visible_keys = _build_visible_keys(bounds, query_shard, keys, query_len)
     dtype = torch.int32 if fused else torch.int64
 
     def to_device(x: Any) -> Tensor:
@@ -132,10 +158,11 @@ def mask_functions(
     visible = mask_mod if real is None else mask_mod_of_real
 
     def build_block_mask() -> BlockMask:
-        sizes = [part.size for part in query_shard.layout.ranges(query_shard.rank)]
+        sizes = [part.size for part in layout.ranges(query_shard.rank)]
+        sizes.append(query_len - layout.local_len)
         states = torch.from_numpy(_block_states(visible_keys, sizes))
         states = states.expand(batch, -1, -1).unsqueeze(1).to(device)
-        lengths = query_shard.layout.local_len, keys.buffer_len
+        lengths = query_len, keys.buffer_len
         with torch.inference_mode(False):
             partial, full = _listed(states == 1), _listed(states == 2)
             return block_mask_from_lists(partial, full, visible, lengths, (BLOCK_SIZE, BLOCK_SIZE))
@@ -150,7 +177,7 @@ class _VisibleKeys:
     """The keys of a buffer that a rank's queries see.
 
     Args:
-        first: int64 [R, L], index of the first visible key.
+        first: int64 [R, L], index of the first visible key; L with padding.
         last: int64 [R, L], index after the last visible key.
         real: bool [R, buffer_len], which keys are not padding.
         has_holes: whether some query has padding between its first and last key.
@@ -163,7 +190,7 @@ class _VisibleKeys:
 
 
 def _build_visible_keys(
-    bounds: Bounds, query_shard: QueryShard, keys: BufferedKeys
+    bounds: Bounds, query_shard: QueryShard, keys: BufferedKeys, query_len: int
 ) -> _VisibleKeys:
     queries = query_shard.layout.positions(query_shard.rank).numpy()
     first, last = bounds.first[:, queries], bounds.last[:, queries]
@@ -177,7 +204,10 @@ def _build_visible_keys(
     real[:, : len(keys.positions)] = (np.diff(bounds.real_before) > 0)[:, keys.positions]
     for gap in keys.gaps:
         real[:, slice(*gap)] = False
-    return _VisibleKeys(first_index, last_index, real, bool((num_real != last - first).any()))
+    has_holes = bool((num_real != last - first).any())
+    padding = (0, 0), (0, query_len - len(queries))
+    first_index, last_index = (np.pad(index, padding) for index in (first_index, last_index))
+    return _VisibleKeys(first_index, last_index, real, has_holes)
 
 
 def _block_states(visible_keys: _VisibleKeys, sizes: Sequence[int]) -> Any:
@@ -254,15 +284,18 @@ def add_bias(
     Args:
         functions: mask_mod and score_mod.
         bias: of the heads that are computed here.
-        shape: [B, H, L, S].
+        shape: [B, H, L, S], where L is the number of queries with padding after the shard.
         query_shard: the queries.
         keys: the keys in the buffer.
         fused: whether a fused kernel calls the functions.
     """
     values = bias.values
     if isinstance(bias, AlibiSlopes):
-        return _add_slopes(functions, values, query_shard, keys, fused=fused)
-    numbers = values.expand(shape)
+        return _add_slopes(functions, values, query_shard, keys, shape[2], fused=fused)
+    local_len, query_len = query_shard.layout.local_len, shape[2]
+    numbers = values.expand(*shape[:2], local_len, shape[3])
+    if query_len > local_len:
+        return _add_padded(functions, numbers, keys, query_len, fused=fused)
     if keys.is_identity:
 
         def plus(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -277,16 +310,34 @@ def add_bias(
     return _then(functions, plus_buffered)
 
 
+def _add_padded(
+    functions: FlexFunctions, numbers: Tensor, keys: BufferedKeys, query_len: int, *, fused: bool
+) -> FlexFunctions:
+    """Add a bias that has no entries for the padding after the queries."""
+    k_positions = keys.positions_on(numbers.device, fused=fused)
+    with torch.inference_mode(False):
+        rows = torch.arange(query_len, device=numbers.device, dtype=k_positions.dtype)
+        rows.clamp_(max=numbers.shape[2] - 1)
+
+    def plus_padded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + numbers[b, h, rows[q], k_positions[k]]
+
+    return _then(functions, plus_padded)
+
+
 def _add_slopes(
     functions: FlexFunctions,
     slopes: Tensor,
     query_shard: QueryShard,
     keys: BufferedKeys,
+    query_len: int,
     *,
     fused: bool,
 ) -> FlexFunctions:
     q_positions, _ = query_shard.positions(slopes.device, fused=fused)
-    if keys.is_identity:
+    with torch.inference_mode(False):
+        q_positions = pad_end(q_positions, 0, query_len - len(q_positions))
+    if keys.is_prefix:
 
         def falling(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return score - slopes[h] * (q_positions[q] - k).abs()

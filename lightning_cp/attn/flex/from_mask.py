@@ -3,7 +3,8 @@
 
 Unlike a function, a `Mask` can be planned with: `plan.py` says which keys are sent, and the mask is
 written in indices of the key buffer. Key heads are fetched in groups if the buffers of all would
-exceed the memory budget. Read next: `remote_kv.py` for the exchange, `block_mask.py` for the mask.
+exceed the memory budget. Kernels are compiled for one length each: queries and keys are padded to
+one of a few lengths. Read next: `remote_kv.py` for the exchange, `block_mask.py` for the mask.
 
 Shapes: B batch, H query heads, K key/value heads, L local tokens, S tokens of the sequence.
 """
@@ -25,12 +26,14 @@ from lightning_cp.attn.flex.block_mask import (
     add_bias,
     all_keys,
     mask_functions,
+    round_up,
 )
 from lightning_cp.attn.flex.kept import attend_once
 from lightning_cp.attn.flex.kernel import FlexFunctions, attend_compiled, attend_plain
 from lightning_cp.attn.flex.remote_kv import KVRoute, PendingKV, fetch_kv, gather_kv
 from lightning_cp.attn.plan import QueryShard, Stage, build_plan, key_buffer_len
 from lightning_cp.comm.transport import Transport
+from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range
@@ -39,7 +42,7 @@ from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import without_modes
 
 SHORT_SEQUENCE = 16384
-"""Shorter sequences have one buffer length: compiling for another one takes 10 to 40 s."""
+"""Sequences up to this have one buffer length: compiling for another one takes 6 to 40 s."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class FlexCall:
     Args:
         functions: the mask, and the softcap.
         query_shard: the queries of this rank.
+        query_len: queries of a kernel call, with padding after the shard.
         keys: the keys in the buffer.
         stages: one per head group, with heads counted from 0 in each; empty if keys of full
             sequences are gathered.
@@ -59,6 +63,7 @@ class FlexCall:
 
     functions: FlexFunctions
     query_shard: QueryShard
+    query_len: int
     keys: BufferedKeys
     stages: tuple[Stage, ...]
     route: KVRoute
@@ -106,9 +111,9 @@ class FlexCall:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
     ) -> Tensor:
         """Attend with some heads to the keys in the buffer."""
-        functions = self.functions
+        functions, length = self.functions, q.shape[2]
         if bias is not None:
-            shape, fused = (*q.shape[:3], self.keys.seq_len), not self.plain
+            shape, fused = (*q.shape[:2], self.query_len, self.keys.seq_len), not self.plain
             functions = add_bias(functions, bias, shape, self.query_shard, self.keys, fused=fused)
 
         def compute(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -117,7 +122,12 @@ class FlexCall:
             aux = AuxRequest()
             return attend_compiled(q, k, v, functions, scale=self.scale, aux=aux, sinks=sinks).out
 
-        return attend_once(self, compute, q, k, v, sinks, uid=self.route.uid)
+        padding = 0 if self.plain else self.query_len - length
+        # Tokens before heads, as models have them: `out` is then as the model needs it, and so is
+        # its gradient.
+        q = pad_end(q.transpose(1, 2), 1, padding).transpose(1, 2) if padding else q
+        out = attend_once(self, compute, q, k, v, sinks, uid=self.route.uid)
+        return out.transpose(1, 2).narrow(1, 0, length).transpose(1, 2) if padding else out
 
 
 def build_flex_call(
@@ -150,6 +160,7 @@ def build_flex_call(
         gradient_wire: precision of gradients of keys in reduce-scatters.
     """
     layout = query_shard.layout
+    query_len = layout.local_len if plain else round_up(layout.local_len)
     if all(_is_sorted(layout.ranges(rank)) for rank in range(layout.cp_size)):
         (stage,) = build_plan(
             "gather",
@@ -166,10 +177,17 @@ def build_flex_call(
     else:  # no builder makes such a layout; a shard would not be in the order of the buffer
         keys, stages = all_keys(layout), ()
     functions = mask_functions(
-        bounds, scores, query_shard, keys=keys, batch=batch, device=device, fused=not plain
+        bounds,
+        scores,
+        query_shard,
+        keys=keys,
+        query_len=query_len,
+        batch=batch,
+        device=device,
+        fused=not plain,
     )
     route = KVRoute(layout, transport, uid, gradient_wire)
-    return FlexCall(functions, query_shard, keys, stages, route, scores.scale, plain)
+    return FlexCall(functions, query_shard, query_len, keys, stages, route, scores.scale, plain)
 
 
 def _is_sorted(ranges: tuple[Range, ...]) -> bool:
@@ -201,12 +219,13 @@ def _padded_buffer_len(num_needed: int, layout: Layout, *, plain: bool) -> int:
 
     Fused kernels are compiled for one length. With documents the number of needed keys changes with
     every batch, so buffers have one of a few lengths: the sequence, 3/4, 1/2, 3/8, 1/4 of it, and
-    so on down to the shard of a rank. Empty entries cost memory, but no time.
+    so on down to the shard of a rank. The sequence is as long as the padded queries of all ranks,
+    so that each length of queries has the same few buffers. Empty entries cost memory, but no time.
     """
     if plain:
         return max(1, num_needed)
-    seq_len = layout.seq_len
-    if seq_len < SHORT_SEQUENCE:
+    seq_len = round_up(layout.local_len) * layout.cp_size
+    if seq_len <= SHORT_SEQUENCE:
         return seq_len
     num_needed = max(num_needed, layout.local_len)
     halvings = range(layout.cp_size.bit_length())

@@ -189,10 +189,11 @@ def compiled_flex_attention(kind: object, *tensors: Tensor) -> Callable[..., Any
     return _compiled(fn, (kind, *modes, *kinds), _backend)
 
 
-@lru_cache(maxsize=128)
+# More than the lengths, modes and masks of a training.
+@lru_cache(maxsize=1024)
 def _compiled(fn: Callable[..., Any], kind: object, backend: Any) -> Callable[..., Any]:
     # fullgraph: uncompiled, all scores would be materialized without a warning. Static shapes: with
-    # dynamic lengths torch 2.11 failed to trace.
+    # dynamic lengths torch 2.11 failed to trace. Callers round lengths up to a few instead.
     return torch.compile(
         copy_function(fn), backend=exact_backend(backend), fullgraph=True, dynamic=False
     )

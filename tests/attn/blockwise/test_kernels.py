@@ -226,6 +226,18 @@ def test_cudnn_plans_every_shape_for_itself(other):
     assert num_by_flash(kernel, **shape | other) == 33
 
 
+def test_cudnn_plans_few_lengths_of_chunks_at_once():
+    """Batches of ever new lengths, all multiples of 128: each plan would take 40 to 70 ms."""
+    kernel, most = CudnnKernel(), CudnnKernel.max_trusted
+    chunks = [128 * n for n in range(1, most + 1)]
+    for _ in range(2):
+        assert [num_by_flash(kernel, 256, n, most=1) for n in chunks] == [0] * most
+    assert num_by_flash(kernel, 256, 128 * (most + 1), most=1) == 1
+    assert num_by_flash(kernel, 1024, 7168, most=1000) == 293  # and is planned in the end
+    assert num_by_flash(kernel, 8192, 8192) == 0  # the layers of one step pay for it
+    assert num_by_flash(kernel, 256, 128) == 0
+
+
 def test_cudnn_remembers_the_shapes_that_came_last(monkeypatch):
     monkeypatch.setattr(cudnn, "_MAX_SHAPES", 3)
     kernel = CudnnKernel()

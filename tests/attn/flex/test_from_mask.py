@@ -297,9 +297,32 @@ def test_buffers_of_fused_kernels_have_few_lengths():
         assert buffer_len(length, 128 * k, 8) == length
         assert buffer_len(length - 1, 128 * k, 8) == length
     assert buffer_len(1, 128 * k, 2) == 64 * k  # never less than a rank holds
-    assert buffer_len(1, 16383, 8) == 16383  # nothing to win
+    assert buffer_len(1, 16383, 8) == 16384  # nothing to win
     odd = {buffer_len(n, 100_001, 3) for n in range(100_002)}
-    assert sorted(odd) == [37504, 50048, 75008, 100_001]
+    assert sorted(odd) == [41472, 55296, 82944, 110592]  # of three shards of 36864
+
+
+def test_lengths_of_queries_and_buffers_are_few():
+    """Whatever the length of a sequence: four sizes per doubling, or eight of long shards."""
+    sizes = {block_mask.round_up(length) for length in range(1, 2**17 + 1)}
+    assert {size for size in sizes if size <= 1024} == set(range(128, 1025, 128))
+    for power in range(10, 17):
+        count = 4 if power < 12 else 8
+        assert sum(2**power < size <= 2 ** (power + 1) for size in sizes) == count
+    for length in range(1, 2**17 + 1, 7):
+        size = block_mask.round_up(length)
+        assert length <= size <= max(length + 127, length * (1.25 if length < 4096 else 1.125))
+        assert block_mask.round_up(size) == size
+    for cp_size in (2, 3, 8):
+        pairs = set()
+        for seq_len in range(20_000, 40_000, 77):
+            layout = build_layout("zigzag", seq_len=seq_len, cp_size=cp_size)
+            queries = block_mask.round_up(layout.local_len)
+            for needed in (1, seq_len // 3, seq_len // 2, seq_len, layout.padded_len):
+                length = from_mask._padded_buffer_len(needed, layout, plain=False)
+                assert length >= max(needed, layout.local_len)
+                pairs.add((queries, length))
+        assert len(pairs) <= 5 * len({queries for queries, _ in pairs})
 
 
 @pytest.fixture
@@ -394,7 +417,8 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     for rank in range(2):
         call, _ = build_call(case, Replay(rank, 2), split=True)
         assert len(call.stages) == 2
-        assert len(call.keys.positions) < call.keys.buffer_len < 520
+        assert call.query_len == 384 > layout.local_len
+        assert len(call.keys.positions) < call.keys.buffer_len < 2 * call.query_len
         places = torch.from_numpy(call.keys.positions)
         heads = itertools.cycle([0, 1])
 
@@ -423,6 +447,53 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     assert max(errors(found, {name: truth[name] for name in found}).values()) < 2e-6
 
 
+def bias_of(kind, length):
+    if kind == "numbers":
+        generator = torch.Generator().manual_seed(2)
+        return torch.randn(2, 1, length, length, generator=generator, dtype=torch.float64)
+    return SLOPES if kind == "slopes" else None
+
+
+@pytest.mark.parametrize("kind", ["none", "slopes", "numbers"])
+def test_padding_of_queries_and_keys_changes_nothing(counter, kind):
+    """Lengths next to the edges of blocks and of lengths that kernels are compiled for."""
+    for length, sinks in [(127, True), (128, False), (129, False), (260, True)]:
+        case = make_case("documents+window", length=length, softcap=2.0, bias=bias_of(kind, length))
+        case.inputs = replace(case.inputs, sinks=case.inputs.sinks if sinks else None)
+        case.layout = build_layout("contiguous", seq_len=length, cp_size=1)
+        found, call, *_ = row_rank(LoneRank(), case)
+        assert call.buffer_len == block_mask.round_up(length)
+        truth = exact(case)
+        # torch keeps lse in float32 where gradients are wanted.
+        assert max(errors(found, {name: truth[name] for name in found}).values()) < 2e-6, length
+
+
+class LoneRank(LoneTransport):
+    numbers_sent = 0
+
+
+def test_a_length_that_was_never_seen_is_not_compiled_again(counter):
+    """Forward and backward of 24 sequences of 12 lengths: as many graphs as rounded lengths."""
+    rounded = set()
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(24):
+        length = 700 + 53 * (turn % 12)
+        case = make_case("causal", length=length, heads="mqa")
+        case.mask = [Mask(causal=True, window=100 + turn), draw_documents(turn, length)][turn % 2]
+        layout = case.layout = build_layout("zigzag", seq_len=length, cp_size=2)
+        call, _ = build_call(case, Replay(turn % 2, 2))
+        leaves = [
+            torch.randn(2, layout.local_len, heads, 16, generator=generator).transpose(1, 2)
+            for heads in (4, 1, 1)
+        ]
+        out = call.run(*(x.requires_grad_() for x in leaves), None, None)
+        assert out.shape == leaves[0].shape
+        assert out.transpose(1, 2)[0].is_contiguous()  # as the model needs it
+        out.sum().backward()
+        rounded.add((call.query_len, call.keys.buffer_len))
+    assert counter.frame_count == len(rounded) <= 7
+
+
 def test_blocks_of_a_trimmed_mask_are_those_of_its_pairs(counter):
     """Full blocks are full, empty ones are empty, in places of the buffer."""
     for name, (layout_name, rank) in itertools.product(
@@ -430,7 +501,7 @@ def test_blocks_of_a_trimmed_mask_are_those_of_its_pairs(counter):
     ):
         case = make_case(name, length=1500, layout=layout_name)
         call, _ = build_call(case, Replay(rank, 3))
-        lengths = case.build_layout(3).local_len, call.keys.buffer_len
+        lengths = call.query_len, call.keys.buffer_len
         table = call.functions.build_block_mask()
         pairs = mods._states(
             torch_flex.create_block_mask(call.functions.mask_mod, 2, 1, *lengths, device="cpu")
@@ -458,7 +529,8 @@ def test_padding_is_looked_up_only_where_it_lies_between_keys():
 def test_functions_of_another_kind_are_told_apart():
     case = make_case("window")
     call, _ = build_call(case, Replay(1, 2))
-    added = call.functions, AlibiSlopes(SLOPES), (), call.query_shard
+    shape = (2, 4, call.query_len, 37)
+    added = call.functions, AlibiSlopes(SLOPES), shape, call.query_shard
     slopes = block_mask.add_bias(*added, call.keys, fused=False)
     whole = block_mask.add_bias(*added, block_mask.all_keys(call.query_shard.layout), fused=False)
     assert len({call.functions.kind, slopes.kind, whole.kind}) == 3
@@ -539,7 +611,7 @@ def test_parity_notices_bounds_that_are_off_by_one(monkeypatch):
 
 
 def test_parity_notices_distances_in_the_buffer(monkeypatch):
-    monkeypatch.setattr(block_mask.BufferedKeys, "is_identity", True)
+    monkeypatch.setattr(block_mask.BufferedKeys, "is_prefix", True)
     assert broken(monkeypatch, make_case("window", bias=SLOPES)) > 1e-3
 
 

@@ -32,11 +32,13 @@ class CudnnKernel(FlashKernel):
 
     With documents, shapes may be new in every batch, and their plans would cost more than they
     save. Shapes of a fixed length repeat with every layer and step: FA2 computes a new shape until
-    it has lost as much time as a plan takes, and cuDNN from the next step on.
+    it has lost as much time as a plan takes, and cuDNN from the next step on. Lengths of chunks
+    are planned at once, as long as they are few.
 
     Args:
         work: multiply-adds that FA2 has computed for each shape; shared with `for_step`.
         planned: shapes that are worth a plan.
+        trusted: shapes of chunks that were planned at once; shared with `for_step`.
     """
 
     name = "cudnn"
@@ -44,6 +46,9 @@ class CudnnKernel(FlashKernel):
     min_capability = 9
     # Lengths that are multiples of this are assumed to be those of chunks, which repeat.
     grain = 128
+    # So many of them, of both directions: 3 s of plans. Where each batch brings other lengths (a
+    # collator that rounds them up to 1024), further ones must be worth it like all others.
+    max_trusted = 64
     # Other tiles are planned at once if they are this large (multiply-adds of one matrix product;
     # 32 heads of 128, 8k by 8k): then the layers of one step pay for the plan.
     large = 2**38
@@ -52,10 +57,14 @@ class CudnnKernel(FlashKernel):
     patience = 2**43
 
     def __init__(
-        self, work: dict[object, int] | None = None, planned: frozenset[object] = frozenset()
+        self,
+        work: dict[object, int] | None = None,
+        planned: frozenset[object] = frozenset(),
+        trusted: set[object] | None = None,
     ) -> None:
         self._work = {} if work is None else work
         self._planned = planned
+        self._trusted = set() if trusted is None else trusted
 
     def for_step(self) -> "CudnnKernel":
         """Return the kernel in its current state, for one step.
@@ -64,7 +73,7 @@ class CudnnKernel(FlashKernel):
         other experts, and checkpointing rejects other shapes.
         """
         planned = (shape for shape, done in self._work.items() if done >= self.patience)
-        return CudnnKernel(self._work, frozenset(planned))
+        return CudnnKernel(self._work, frozenset(planned), self._trusted)
 
     def unsupported_reason(self, request: Request) -> str | None:
         """Exclude what FA2 does not support, an old cuDNN, and deterministic mode."""
@@ -142,9 +151,15 @@ class CudnnKernel(FlashKernel):
         if min(queries, keys) == 1 or q.numel() == 0:
             return False  # torch excludes single keys and single queries from cuDNN
         work = q.numel() * keys
-        if (queries % self.grain == 0 and keys % self.grain == 0) or work >= self.large:
+        if work >= self.large:
             return True
         shape = (kind, q.dtype, q.shape, k.shape)
+        is_chunk = queries % self.grain == 0 and keys % self.grain == 0
+        # Not one that FA2 has begun with: a step computes a shape by one kernel to its end.
+        if is_chunk and len(self._trusted) < self.max_trusted and shape not in self._work:
+            self._trusted.add(shape)
+        if shape in self._trusted:
+            return True
         self._work[shape] = self._work.pop(shape, 0) + work
         if len(self._work) > _MAX_SHAPES:
             del self._work[next(iter(self._work))]

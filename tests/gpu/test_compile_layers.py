@@ -1,0 +1,131 @@
+"""Compiled MLPs and norms on a GPU: as exact as one device in the same precision, and faster."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_patches import enable
+from lightning_cp import ContextParallel
+from lightning_cp.memory import compile_layers, tile_modules
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+MINUTES = 540
+LENGTHS = (512, 700, 1024, 901, 640, 1300, 777, 1111)
+
+
+def build(dtype):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=688,
+        num_hidden_layers=3,
+        vocab_size=512,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).cuda().to(dtype).train()
+
+
+def step(model, cp, length):
+    """Return the loss and the gradients of a step, averaged over ranks."""
+    ids = torch.randint(512, (1, length), generator=torch.Generator().manual_seed(length)).cuda()
+    model.zero_grad()
+    with cp.step({"input_ids": ids, "labels": ids}) as local:
+        loss = model(**local).loss
+        loss.backward()
+    found = {"loss": loss.detach().float().cpu()}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.float()
+        dist.all_reduce(grad)
+        found[name] = (grad / cp.cp_size).cpu()
+    return found
+
+
+def error(found, exact):
+    return max(float((found[n] - exact[n]).norm() / exact[n].norm()) for n in exact)
+
+
+def compare(dtype, tiles):
+    """Return errors of the plain and of the compiled model, graphs and seconds, by length."""
+    inductor_config.compile_threads = 1  # a rank may not have children of its own
+    torch._dynamo.reset()
+    counters.clear()
+    cp = ContextParallel(dist.group.WORLD, kernel="reference")
+    plain = build(dtype)
+    exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
+    for model in (plain, exact, ours):
+        enable(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_layers(ours)
+    if tiles:
+        tile_modules(ours, tile_tokens=128)
+    results = []
+    for length in LENGTHS:
+        truth = step(exact, cp, length)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        found = step(ours, cp, length)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+        graphs = counters["stats"]["unique_graphs"]
+        results.append(
+            (error(step(plain, cp, length), truth), error(found, truth), graphs, seconds)
+        )
+    return results
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compiled_layers_earn_their_tolerance_at_every_length(nccl, dtype, tiles):
+    for results in nccl(2).run(compare, dtype, tiles, timeout=MINUTES):
+        for plain, ours, *_ in results:
+            assert ours <= 2 * plain + 4 * torch.finfo(dtype).eps, results
+        graphs = [each[2] for each in results]
+        # The MLP and the norms; with tiles also what its forward computes without gradients.
+        assert graphs[1] == graphs[-1] <= 6, graphs
+
+
+def time_parts():
+    """Return milliseconds of forward and backward of norms and MLPs, plain and compiled."""
+    inductor_config.compile_threads = 1
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=64, use_cache=False)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).bfloat16().train()
+    layer, x = model.model.layers[0], torch.randn(1, 8192, config.hidden_size, device="cuda")
+    x = x.bfloat16().requires_grad_()
+
+    def run():
+        out = x + layer.mlp(layer.post_attention_layernorm(layer.input_layernorm(x)))
+        out.backward(x.detach())
+
+    def milliseconds():
+        for _ in range(3):
+            run()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            run()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / 10
+
+    before = milliseconds()
+    compile_layers(model)
+    return before, milliseconds()
+
+
+def test_compiled_layers_are_faster(nccl):
+    before, after = nccl(2).run(time_parts, timeout=MINUTES)[0]
+    assert after < before, f"{before:.2f} ms, compiled {after:.2f} ms"
