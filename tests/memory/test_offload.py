@@ -617,7 +617,8 @@ def test_a_block_outlives_its_arena():
     assert block.memory.sum() == 7 * 512
 
 
-def test_sizes_that_no_longer_fit_are_replaced():
+def test_sizes_that_no_longer_fit_are_replaced(monkeypatch):
+    monkeypatch.setattr(arenas, "_MIN_CHUNK", 1024)
     arena = Arena(10 * 1024)
     blocks = [arena.take(1024, pinned=False) for _ in range(10)]
     assert None not in blocks
