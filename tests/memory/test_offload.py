@@ -177,6 +177,11 @@ def test_gradients_keep_every_bit_on_ranks(ranks, cp_size):
         check(rows)
 
 
+def test_inputs_of_a_region_inside_a_region_are_recomputed_not_saved():
+    _, copies, *_ = run("pairs of layers", offload="all")
+    assert len(copies.items) == NUM_LAYERS // 2
+
+
 def test_the_bytes_on_the_host_are_those_of_the_regions_that_left():
     _, _, used, store = run(offload="all")
     assert used == (NUM_LAYERS - 2) * HIDDEN
@@ -370,7 +375,7 @@ def test_an_attention_output_that_was_changed_is_computed_again():
 
     gradients = []
     for how in ("none", "all"):
-        cp, model = ContextParallel(None, offload=how, keep_attention="all"), build_model()
+        cp, model = ContextParallel(None, offload=how, keep_attention=how), build_model()
         with cp.step(make_batch()) as local:
             ids, at = local["input_ids"], cp.position_ids()
             model(ids, at, attend=changed, checkpoint=recompute).sum().backward()
@@ -624,7 +629,8 @@ def test_a_block_outlives_its_arena():
     assert block.memory.sum() == 7 * 512
 
 
-def test_sizes_that_no_longer_fit_are_replaced():
+def test_sizes_that_no_longer_fit_are_replaced(monkeypatch):
+    monkeypatch.setattr(arenas, "_MIN_CHUNK", 1024)
     arena = Arena(10 * 1024)
     blocks = [arena.take(1024, pinned=False) for _ in range(10)]
     assert None not in blocks
