@@ -102,7 +102,7 @@ class Language(LightningModule):
         self.model.set_attn_implementation("sdpa")
         self.model.train()
         if self._shard:
-            assert self.device_mesh is not None
+            assert self.device_mesh is not None  # noqa: S101
             mesh = self.device_mesh["data_parallel"]
             half = self._precision == "bf16-true"
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)

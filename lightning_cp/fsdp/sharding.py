@@ -12,14 +12,16 @@ from typing import Any, Final, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.fsdp.gathering import own_modules
+from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import check_choice
 from lightning_cp.torch_private import (
     apply_to_tensors,
+    hide_from_modes,
     module_tensors,
     reduce_unused_parameters,
 )
@@ -53,21 +55,22 @@ def shard_parameters(
         owner: module whose children are sharded; it is not called itself (a LightningModule), so it
             may hold no parameters of its own.
         mesh: data x context, one axis.
-        sharding: ``full`` shards every parameter; ``none`` replicates all of them.
+        sharding: ``full`` shards every parameter; ``none`` leaves all of them replicated, see
+            `average_gradients`.
         shard_modules: class names or name patterns of the blocks; by default those that the model
             lists in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
         device: device of this rank.
     """
+    if sharding == "none":
+        _materialise(owner, owner, device)
+        _broadcast_weights(owner, device)
+        return
     direct = [name for name, _ in owner.named_parameters(recurse=False)]
     if direct:
         raise ValueError(
             f"{type(owner).__name__} holds the parameter `{direct[0]}` itself, but is never called "
             "as a module, so that it cannot be gathered in time. Put it into a submodule with a "
             "forward(), or shard the model in configure_model()."
-        )
-    if sharding == "none":
-        mesh = init_device_mesh(
-            mesh.device_type, (mesh.size(), 1), mesh_dim_names=("replicate", "shard")
         )
     roots = list(_roots(owner))
     inside = {part for root in roots for part in root.modules() if part is not root}
@@ -115,10 +118,11 @@ def _join_tied(
 
 
 def prepare_reduction(owner: nn.Module) -> None:
-    """Let ranks use different parameters, as with routed experts."""
+    """Let ranks use different parameters, as with routed experts; hide FSDP2 from modes."""
     for part in owner.modules():
         if isinstance(part, FSDPModule):
             reduce_unused_parameters(part)
+            hide_from_modes(part)
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
@@ -285,6 +289,7 @@ def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
 
 def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
     """Set whether backward reduces gradients over the ranks, or accumulates them unsharded."""
+    set_averaging(module, enabled=enabled)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(enabled, recurse=False)

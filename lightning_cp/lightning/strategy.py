@@ -6,7 +6,7 @@ in which Lightning calls the hooks is in docs/lightning.md; hooks stand in that 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, describe_models, enable_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.fsdp.gathering import check_reduced, gather_parts, order_gradients
-from lightning_cp.fsdp.scalars import unsharded_scalars
+from lightning_cp.fsdp.replication import average_gradients, is_replicated
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
@@ -52,6 +52,7 @@ from lightning_cp.lightning.features import (
 )
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
+from lightning_cp.lightning.optimizers import hooks_read_scalars
 from lightning_cp.lightning.steps import StepRunner
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
 from lightning_cp.options import (
@@ -295,6 +296,8 @@ class ContextParallelStrategy(MeshStrategy):
         gather_parts(model)
         self.model_to_device()
         order_gradients(model)
+        if not is_sharded(model):
+            self._undos.append(average_gradients(model, self.shard_mesh))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -364,7 +367,7 @@ class ContextParallelStrategy(MeshStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate a batch that is not the last of its window."""
-        if self._reduce_every_microbatch:
+        if self._reduce_every_microbatch and not is_replicated(self._module()):
             yield
             return
         set_gradient_reduction(self._module(), enabled=False)
@@ -382,15 +385,14 @@ class ContextParallelStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step with the gradient of the mean over all tokens; callbacks and clipping see it too."""
-        with ExitStack() as stack:
 
-            def finished_closure() -> Any:
-                result = closure()
-                if self._module().automatic_optimization:
-                    self._window.finish(self._module().parameters())
-                stack.enter_context(unsharded_scalars())  # for hooks that read gradients
-                return result
+        def finished_closure() -> Any:
+            result = closure()
+            if self._module().automatic_optimization:
+                self._window.finish(self._module().parameters())
+            return result
 
+        with hooks_read_scalars(self.precision_plugin, optimizer):
             return super().optimizer_step(optimizer, finished_closure, model, **kwargs)
 
     @override
