@@ -47,6 +47,7 @@ def shard_parameters(
     *,
     sharding: ParameterSharding = "full",
     shard_modules: Sequence[str] | None = None,
+    compute_dtype: torch.dtype | None = None,
     device: torch.device,
 ) -> None:
     """Shard the parameters over the ranks, with the weights of rank 0.
@@ -59,6 +60,8 @@ def shard_parameters(
             `average_gradients`.
         shard_modules: class names or name patterns of the blocks; by default those that the model
             lists in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
+        compute_dtype: dtype to which parameters are cast when they are gathered, and inputs of
+            blocks; their shards, gradients and gradient sums keep their own.
         device: device of this rank.
     """
     if sharding == "none":
@@ -90,7 +93,8 @@ def shard_parameters(
     for unit in units:
         _materialise(owner, unit, device)
         _broadcast_weights(unit, device)
-        fully_shard(unit, mesh=mesh, mp_policy=_policy(unit), reshard_after_forward=reshard_roots)
+        policy = _policy(unit, compute_dtype)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_roots)
 
 
 def _join_tied(
@@ -175,8 +179,10 @@ def _list_items(module: nn.Module) -> Iterator[nn.Module]:
             yield from _list_items(child)
 
 
-def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
+def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """Return a policy that reduces gradients of half-precision parameters in float32."""
+    if compute_dtype is not None:
+        return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     half = any(p.dtype.itemsize < 4 for p in unit.parameters())
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
