@@ -128,8 +128,8 @@ class Clock(Callback):
         self._shape, self._device = shape, device
         self._marks: list[tuple[str, float]] = []
         self._phases: dict[str, list[float]] = defaultdict(list)
-        self._begun = 0.0
-        self.ms = 0.0
+        self._begun = self._cpu_begun = 0.0
+        self.ms = self.cpu_ms = 0.0
         self.loss = float("nan")
         self.profile: cProfile.Profile | None = None
 
@@ -145,7 +145,7 @@ class Clock(Callback):
         if index == self._shape.warmup:
             self._phases.clear()
             synchronize(self._device)
-            self._begun = time.perf_counter()
+            self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
             if self.profile is not None:
                 self.profile.enable()
         self._marks = [("start", time.perf_counter())]
@@ -170,6 +170,7 @@ class Clock(Callback):
         if index + 1 == self._shape.warmup + self._shape.steps:
             if self.profile is not None:
                 self.profile.disable()
+            self.cpu_ms = 1e3 * (time.process_time() - self._cpu_begun) / self._shape.steps
             synchronize(self._device)
             self.ms = 1e3 * (time.perf_counter() - self._begun) / self._shape.steps
             self.loss = float(outputs["loss"])
@@ -225,7 +226,8 @@ def train(
         stats = pstats.Stats(clock.profile, stream=sys.stderr)
         stats.sort_stats("tottime").print_stats(profile)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"ms": clock.ms, "loss": clock.loss, "peak_bytes": peak, "phases": clock.phases()}
+    times = {"ms": clock.ms, "cpu_ms": clock.cpu_ms, "phases": clock.phases()}
+    return {**times, "loss": clock.loss, "peak_bytes": peak}
 
 
 MARKER: Final = "result: "
@@ -246,8 +248,8 @@ def run_way(way: Way, num_tokens: int, arguments: Sequence[str]) -> dict[str, An
 
 
 HEADER: Final = (
-    "| tokens | way | step, ms | compared with | forward, ms | backward, ms | optimizer, ms "
-    "| between steps, ms | peak, GiB | loss |\n" + "|---" * 10 + "|"
+    "| tokens | way | step, ms | compared with | CPU, ms | forward, ms | backward, ms | optimizer, ms "
+    "| between steps, ms | peak, GiB | loss |\n" + "|---" * 11 + "|"
 )
 PHASES: Final = ("forward", "backward", "optimizer", "between steps")
 
@@ -267,7 +269,8 @@ def run(
     where = describe(device)
     records = Records(out, "host_gpu", where)
     print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
-    print(f"{shape}; {precision}; host time by phase, medians; best of {repeats} runs.\n")
+    print(f"{shape}; {precision}; CPU: time of the process; by phase: host time,")
+    print(f"medians; the fastest of {repeats} runs.\n")
     print(HEADER, flush=True)
     for num_tokens in tokens:
         runs: dict[Way, list[dict[str, Any]]] = defaultdict(list)
@@ -281,7 +284,7 @@ def run(
             against = f"{ratio} of {REFERENCE[way]}" if ratio else ""
             phases = " | ".join(f"{one['phases'].get(name, 0.0):.2f}" for name in PHASES)
             print(
-                f"| {num_tokens:,} | {way} | {one['ms']:.2f} | {against} | {phases} "
+                f"| {num_tokens:,} | {way} | {one['ms']:.2f} | {against} | {one['cpu_ms']:.2f} | {phases} "
                 f"| {one['peak_bytes'] / 2**30:.2f} | {one['loss']:.4f} |",
                 flush=True,
             )
