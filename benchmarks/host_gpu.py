@@ -248,8 +248,8 @@ def run_way(way: Way, num_tokens: int, arguments: Sequence[str]) -> dict[str, An
 
 
 HEADER: Final = (
-    "| tokens | way | step, ms | compared with | CPU, ms | forward, ms | backward, ms | optimizer, ms "
-    "| between steps, ms | peak, GiB | loss |\n" + "|---" * 11 + "|"
+    "| tokens | way | step, ms | compared with | CPU, ms | forward, ms | backward, ms "
+    "| optimizer, ms | between steps, ms | peak, GiB | loss |\n" + "|---" * 11 + "|"
 )
 PHASES: Final = ("forward", "backward", "optimizer", "between steps")
 
@@ -284,8 +284,8 @@ def run(
             against = f"{ratio} of {REFERENCE[way]}" if ratio else ""
             phases = " | ".join(f"{one['phases'].get(name, 0.0):.2f}" for name in PHASES)
             print(
-                f"| {num_tokens:,} | {way} | {one['ms']:.2f} | {against} | {one['cpu_ms']:.2f} | {phases} "
-                f"| {one['peak_bytes'] / 2**30:.2f} | {one['loss']:.4f} |",
+                f"| {num_tokens:,} | {way} | {one['ms']:.2f} | {against} | {one['cpu_ms']:.2f} "
+                f"| {phases} | {one['peak_bytes'] / 2**30:.2f} | {one['loss']:.4f} |",
                 flush=True,
             )
             every = [result["ms"] for result in runs[way]]
