@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, K key/value heads, L local length, S sequence le
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,8 @@ from lightning_cp.attn.api import attention
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.precision import as_autocast
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import Step, StepMask, StepReference
+from lightning_cp.torch_private import outside_graphs, plain_functions
 
 # Arguments of layers that do not change which keys a query sees, or repeat what the mask holds.
 _HARMLESS: Final = {
@@ -92,22 +94,28 @@ def attend(
             **{name: value for name, value in extra.items() if value is not None},
             **others,
         )
-    _check(module, query, key, others, step)
-    mask, bias = _mask(module, attention_mask, step)
-    query = temperature(module, query, step)
-    query, key, value = (as_autocast(x) for x in (query, key, value))
-    out = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        bias=bias,
-        dropout=dropout,
-    )
-    return out.transpose(1, 2).contiguous(), None
+    with_options = partial(attention, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    return _attend_in(step, with_options, module, query, key, value, attention_mask, others), None
+
+
+@outside_graphs  # the compiler breaks the graph around attention() anyway
+def _attend_in(
+    step: Step,
+    with_options: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    others: dict[str, Any],
+) -> Tensor:
+    with plain_functions():  # nothing below is routed
+        _check(module, query, key, others, step)
+        mask, bias = _mask(module, attention_mask, step)
+        query = temperature(module, query, step)
+        query, key, value = (as_autocast(x) for x in (query, key, value))
+        out = with_options(query, key, value, mask=mask, bias=bias)
+        return out.transpose(1, 2).contiguous()
 
 
 def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -157,7 +165,7 @@ def _mask(module: nn.Module, mask: object, step: Step) -> tuple[Mask, Tensor | N
     if mask is None:
         # A layer without a mask sees all tokens, or all up to its own.
         causal = bool(getattr(module, "is_causal", True))
-        return StepMask(causal=causal, step=step), None
+        return StepMask(causal=causal, reference=StepReference(step)), None
     tensor_len, seq_len = step.tensor_len, step.layout.seq_len
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (tensor_len, seq_len):
         what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -172,7 +180,7 @@ def _mask(module: nn.Module, mask: object, step: Step) -> tuple[Mask, Tensor | N
         bias = bias.masked_fill(~mask, NEVER)
     else:
         bias = mask
-    return StepMask(documents=False, padding=False, step=step), bias.detach()
+    return StepMask(documents=False, padding=False, reference=StepReference(step)), bias.detach()
 
 
 for _ours in NAMES.values():

@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.names import active, stock_name
 from lightning_cp.data.sharding import unshard
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import Step, StepMask, StepReference
 
 _LIBRARY: Final = "transformers.masking_utils."
 
@@ -83,7 +83,13 @@ def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepM
     spans = None
     if visible.blocks is not None:
         spans = _spans(visible.blocks, visible.block_left, step, config)
-    return StepMask(causal=causal, window=window, chunk=visible.chunk, spans=spans, step=step)
+    return StepMask(
+        causal=causal,
+        window=window,
+        chunk=visible.chunk,
+        spans=spans,
+        reference=StepReference(step),
+    )
 
 
 def _spans(

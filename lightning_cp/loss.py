@@ -25,6 +25,7 @@ from lightning_cp.chunked_loss import (
     cross_entropy,
     unique_leaves,
 )
+from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import shard, shift_labels, unshard
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
@@ -189,7 +190,7 @@ def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
             f"{step.tensor_len} each. For full sequences, use `with cp.paused():`."
         )
     if not shift:
-        appended = ~layout.is_real(step.cp_rank).to(labels.device)
+        appended = ~to_device(layout.is_real(step.cp_rank), labels.device)
         return labels.masked_fill(appended, IGNORED_LABEL)
     return local_targets(labels, step)
 
@@ -199,7 +200,7 @@ def local_targets(labels: Tensor, step: Step) -> Tensor:
     layout = step.layout
     full = unshard(labels, 1, layout=layout, transport=step.groups.context)
     documents = step.documents
-    ids = None if documents is None else torch.from_numpy(documents).to(labels.device)
+    ids = None if documents is None else to_device(torch.from_numpy(documents), labels.device)
     shifted = shift_labels(full, ids)
     return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 

@@ -40,7 +40,7 @@ from lightning_cp.options import (
     check_choice,
 )
 from lightning_cp.routing import Unsharded
-from lightning_cp.step import Step, StepMask, UnshardedStep
+from lightning_cp.step import Step, StepMask, StepReference, UnshardedStep
 from lightning_cp.torch_private import Nested, checkpoint_contexts
 
 
@@ -421,7 +421,9 @@ class ContextParallel:
         checkpointing with backward outside.
         """
         step = self._active("mask()")
-        return StepMask(causal=causal, window=window, chunk=chunk, spans=spans, step=step)
+        return StepMask(
+            causal=causal, window=window, chunk=chunk, spans=spans, reference=StepReference(step)
+        )
 
     def block_mask(
         self,

@@ -96,6 +96,8 @@ class _Dispatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
+        if kind == "property":
+            return func(*args, **kwargs)
         if kind == "other":
             return call_unsharded(func, args, kwargs)
         if active_step.num_unsharded() > 0 or active_step.opened() is None:
@@ -127,19 +129,37 @@ _kinds: dict[object, str] = {
 }
 
 
+# What a tensor is, not what it holds: they compute nothing, and return no tensor of values.
+_PROPERTIES = {
+    *("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse"),
+    *("itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape", "data_ptr", "dim"),
+    *("element_size", "is_complex", "is_contiguous", "is_floating_point", "numel"),
+    *("register_hook", "size", "stride", "untyped_storage"),
+}
+
+
 @constant_in_graphs
 def _kind(func: Callable[..., Any]) -> str:
     """Return how a torch function is handled, by its name unless `_kinds` lists it."""
-    if func not in _kinds:
-        name = getattr(func, "__name__", "")
-        hides = is_higher_order(func) and name in _HIDING
-        if hides or any(part in name for part in ("attention", "attn", "_encoder_layer_fwd")):
-            _kinds[func] = "unknown attention"
-        elif name in _MIXING:
-            _kinds[func] = "mixing"
-        else:
-            _kinds[func] = "checkpoint" if name == "tag_activation_checkpoint" else "other"
-    return _kinds[func]
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _find_kind(func)
+    return kind
+
+
+def _find_kind(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # of an attribute; each access makes a new object, equal to the others
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return "property" if attribute in _PROPERTIES else "other"
+    if name in _PROPERTIES and func is getattr(Tensor, name):
+        return "property"
+    hides = is_higher_order(func) and name in _HIDING
+    if hides or any(part in name for part in ("attention", "attn", "_encoder_layer_fwd")):
+        return "unknown attention"
+    if name in _MIXING:
+        return "mixing"
+    return "checkpoint" if name == "tag_activation_checkpoint" else "other"
 
 
 # Functions other than attention that carry information from token to token.

@@ -111,8 +111,6 @@ class Step:
     # Token means that were computed in this step. A step without any has a loss of unknown kind.
     losses: list[LossMark] = field(default_factory=list, repr=False)
     # The losses of the step that yielded its batch unsharded, if this one works on a part of it.
-    # Not that step itself: FSDP2 walks what modules return, masks with their steps too, and must
-    # not follow a cycle.
     outer_losses: list[LossMark] | None = field(default=None, repr=False)
 
     @property
@@ -248,8 +246,28 @@ def not_sharded() -> RuntimeError:
     )
 
 
+class StepReference:
+    """Refers to a step, in values that modules take and return.
+
+    Not a dataclass: FSDP2 walks those, and copies them, several times per unit and pass.
+
+    Args:
+        step: the step.
+    """
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
 @dataclass(frozen=True, eq=False)
 class StepMask(Mask):
     """A mask that holds its step: attention with it needs no active step."""
 
-    step: Step | None = None
+    reference: StepReference | None = None
+
+    @property
+    def step(self) -> Step | None:
+        """Return the step."""
+        return None if self.reference is None else self.reference.step

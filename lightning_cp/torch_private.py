@@ -148,6 +148,32 @@ def _with_zero_gradients(group: Any) -> Callable[..., Any]:
     return post_backward
 
 
+_UNIT_METHODS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
+
+
+def hide_from_modes(unit: Any) -> None:
+    """Keep what FSDP2 itself computes for a unit out of torch function modes.
+
+    Half of the functions that a mode sees in a step are FSDP2's own: reads of dtypes and sizes,
+    copies of parameters. `FSDPParamGroup` has no setting for it: its methods are wrapped, on the
+    instances.
+    """
+    for group in _param_groups(unit):
+        if not hasattr(group, "hidden_from_modes"):
+            group.hidden_from_modes = True
+            for name in _UNIT_METHODS:
+                setattr(group, name, _without_functions(getattr(group, name)))
+
+
+def _without_functions(method: Callable[P, T]) -> Callable[P, T]:
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return call
+
+
 def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``__dict__`` of a module without what `fully_shard` added to it.
 
@@ -324,7 +350,25 @@ def swap_contents(a: Tensor, b: Tensor) -> None:
 
 def in_backward() -> bool:
     """Return whether autograd runs a backward pass on this thread, recompute included."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() != -1
+
+
+def backward_id() -> int:
+    """Return a number of the backward pass that runs on this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends (`Variable._execution_engine`).
+
+    On the caller's CUDA streams, after all gradients are accumulated; FSDP2 and DDP end theirs so.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks are called after an update (`Optimizer._optimizer_step_post_hooks`)."""
+    return bool(optimizer._optimizer_step_post_hooks)
 
 
 # torch's own context parallelism, a prototype (`torch.distributed.tensor.experimental`)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data import batch as batches
 from lightning_cp.data.structure import rebuild
+from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
 
@@ -326,9 +327,9 @@ def _averaged(
 def _on_all_ranks(run: Callable[[], Gradients], model: nn.Module, cp: ContextParallel) -> Gradients:
     """Compute on full sequences; if one rank fails, raise on all ranks.
 
-    Not for sharded models, whose ranks wait for each other inside.
+    Not for models whose ranks wait for each other inside.
     """
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if is_replicated(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         return run()
     problem, result = None, None
     try:

@@ -96,6 +96,9 @@ class GroupTransport:
 
     def all_gather(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start an all-gather."""
+        if self.size == 1:
+            out[0].copy_(x)
+            return nothing
         # As bytes: not every backend supports every dtype.
         out_bytes, x_bytes = (t.view(-1).view(torch.uint8) for t in (out, x))
         work = torch_private.all_gather_single(out_bytes, x_bytes, self.group)
@@ -118,6 +121,8 @@ class GroupTransport:
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the group."""
+        if self.size == 1:
+            return
         dist.all_reduce(x, group=self.group)
 
     def first(self, x: T) -> T:
@@ -162,6 +167,16 @@ class LoneTransport:
     def first(self, x: T) -> T:
         """Return ``x``."""
         return x
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, without waiting for what the device still computes.
+
+    A copy from memory that is not pinned waits for the stream.
+    """
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def nothing() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import shard
 from lightning_cp.data.structure import Leaf, flatten, parts_of, rebuild
 from lightning_cp.geometry.layout import Layout
@@ -597,8 +598,10 @@ def build_position_ids(full: FullBatch, device: torch.device) -> Tensor:
     ids = full.metadata.get("position_ids")
     if isinstance(ids, Tensor):
         return ids.expand(full.batch_size, -1) if ids.dim() <= 2 else ids
+    if full.documents is None:
+        return torch.arange(full.seq_len, device=device).expand(full.batch_size, -1)
     positions = count_positions(full.documents, full.seq_len)
-    return torch.from_numpy(positions).to(device).expand(full.batch_size, -1)
+    return to_device(torch.from_numpy(positions), device).expand(full.batch_size, -1)
 
 
 def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:

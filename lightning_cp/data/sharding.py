@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_cp.comm.transport import Transport
+from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
@@ -119,7 +119,7 @@ class _Unshard(torch.autograd.Function):
         local = x.movedim(dim, 0).contiguous()
         gathered = local.new_empty(transport.size, *local.shape)
         transport.all_gather(gathered, local)()
-        order = layout.order.to(x.device)
+        order = to_device(layout.order, x.device)
         return gathered.flatten(0, 1).index_select(0, order).movedim(0, dim).contiguous()
 
     @staticmethod
@@ -130,7 +130,7 @@ class _Unshard(torch.autograd.Function):
         dtype = accumulation_dtype(grad.dtype)
         full = grad.movedim(ctx.dim, 0).to(dtype)
         shards = full.new_zeros(layout.padded_len, *full.shape[1:])
-        shards.index_copy_(0, layout.order.to(grad.device), full)
+        shards.index_copy_(0, to_device(layout.order, grad.device), full)
         shards = shards.view(transport.size, layout.local_len, *full.shape[1:])
         local = torch.empty_like(shards[0])
         transport.reduce_scatter(local, shards)()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.torch_private import (
@@ -25,6 +26,7 @@ from lightning_cp.torch_private import (
     is_idle,
     is_in_forward,
     map_tensors,
+    plain_functions,
     post_forward,
     pre_backward_hook,
     pre_forward,
@@ -33,6 +35,9 @@ from lightning_cp.torch_private import (
 
 _DIRECT_CALLS: Final = "_lightning_cp_parts"
 """Attribute of a unit: its modules that were called directly and have not returned yet."""
+
+_DirectCall = tuple[nn.Module, RemovableHandle | None]
+"""A module that was called directly, and its hook `_close`; None for a call inside that call."""
 
 _USED: Final = "_lightning_cp_used"
 """Attribute of a root: whether its parameters were used outside of its forward."""
@@ -61,9 +66,8 @@ def gather_parts(owner: nn.Module) -> None:
             unit.register_forward_hook(_hook_view_bases, with_kwargs=True, prepend=True)
             for part in own_modules(unit):
                 if part is not unit and any(True for _ in part.parameters()):
-                    opening, closing = partial(_open, root, unit), partial(_close, unit)
+                    opening = partial(_open, root, unit)
                     part.register_forward_pre_hook(opening, with_kwargs=True, prepend=True)
-                    part.register_forward_hook(closing, with_kwargs=True)
             # `_hook_view_bases` handles what the warning is about.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
 
@@ -157,26 +161,33 @@ def _open(
     """Gather a unit, unless its own forward is running and has gathered it."""
     if torch.compiler.is_compiling() or not is_unit(unit):  # a copy of a unit is not a unit
         return None
-    calls: list[tuple[nn.Module, bool]] = unit.__dict__[_DIRECT_CALLS]
+    calls: list[_DirectCall] = unit.__dict__[_DIRECT_CALLS]
     if is_in_forward(unit):
         if calls and calls[-1][0] is part:  # a module that calls itself
-            calls.append((part, False))
+            calls.append((part, None))
         return None
+    while calls:  # calls that have raised
+        _, stale = calls.pop()
+        if stale is not None:
+            stale.remove()
     init_root(root)
     if unit is root:
         _check_use(root)
-    calls.append((part, True))
+    # Not before: a hook costs microseconds for each call of each module.
+    closing = part.register_forward_hook(partial(_close, unit), with_kwargs=True)
+    calls.append((part, closing))
     return pre_forward(unit, part, args, kwargs)
 
 
 def _close(unit: nn.Module, part: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Free what was gathered for this call, as the unit does after its own forward."""
-    calls: list[tuple[nn.Module, bool]] = unit.__dict__[_DIRECT_CALLS]
+    calls: list[_DirectCall] = unit.__dict__[_DIRECT_CALLS]
     if torch.compiler.is_compiling() or not calls or calls[-1][0] is not part:
         return None
-    _, gathered = calls.pop()
-    if not gathered:
+    _, closing = calls.pop()
+    if closing is None:
         return None
+    closing.remove()
     _hook_view_bases(unit, args, kwargs, output)
     return post_forward(unit, part, args, output)
 
@@ -194,18 +205,29 @@ def _hook_view_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
             for parameter in part.parameters(recurse=False):
                 if not isinstance(parameter, DTensor):
                     parameter.__dict__.setdefault(USE_CALLBACK, partial(_note_use, unit))
-    skipped: set[int] = set()  # the inputs, and bases that have the hook
+    with plain_functions():
+        views = _views(output)
+        if not views:
+            return
+        skipped: set[int] = set()  # the inputs, and bases that have the hook
 
-    def skip(x: Tensor) -> Tensor:
-        skipped.update((id(x), id(base_of(x))))
-        return x
+        def skip(x: Tensor) -> Tensor:
+            skipped.update((id(x), id(base_of(x))))
+            return x
 
-    def hook_base(x: Tensor) -> Tensor:
-        base = base_of(x)
-        if base is not None and x.requires_grad and base.requires_grad and id(base) not in skipped:
-            skipped.add(id(base))
-            base.register_hook(pre_backward_hook(unit))  # type: ignore[no-untyped-call]
-        return x
+        map_tensors(skip, (args, kwargs))
+        for base in views:
+            if id(base) not in skipped:
+                skipped.add(id(base))
+                base.register_hook(pre_backward_hook(unit))  # type: ignore[no-untyped-call]
 
-    map_tensors(skip, (args, kwargs))
-    map_tensors(hook_base, output)
+
+def _views(output: Any) -> list[Tensor]:
+    """Return the bases of those tensors of an output that are views, with gradients."""
+    tensors: list[Tensor] = []
+    if isinstance(output, Tensor):
+        tensors.append(output)
+    else:
+        map_tensors(lambda x: tensors.append(x) or x, output)  # type: ignore[func-returns-value]
+    bases = ((x, base_of(x)) for x in tensors if x.requires_grad)
+    return [base for x, base in bases if base is not None and base.requires_grad]

@@ -24,6 +24,7 @@ def call_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     """Call a torch function, and unshard the scalars that it returns."""
     if torch.compiler.is_compiling():
         return func(*args, **kwargs)
+    # On the path of every torch function in a step: the common cases come first.
     try:
         output = func(*args, **kwargs)
     except RuntimeError as error:
@@ -36,14 +37,16 @@ def call_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             "a sum of scalars, one for each: sum(p.pow(2).sum() for p in self.parameters()). "
             "Elsewhere, call p.full_tensor() on every rank."
         ) from error
-    if type(output) is Tensor and output.requires_grad:
-        for x in (*args, *kwargs.values()):
-            if type(x) is nn.Parameter and (callback := x.__dict__.get(USE_CALLBACK)) is not None:
-                callback()
+    kind = type(output)
+    if kind is Tensor:
+        if output.requires_grad:
+            for x in args if not kwargs else (*args, *kwargs.values()):
+                if type(x) is nn.Parameter and (used := x.__dict__.get(USE_CALLBACK)) is not None:
+                    used()
         return output
-    if isinstance(output, DTensor):
+    if kind is DTensor or isinstance(output, DTensor):
         return _unsharded(output)
-    if type(output) in (list, tuple) and output and isinstance(output[0], DTensor):
+    if kind in (list, tuple) and output and isinstance(output[0], DTensor):
         return _all_unsharded(output)
     return output
 

@@ -12,14 +12,16 @@ from typing import Any, Final, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.fsdp.gathering import own_modules
+from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import check_choice
 from lightning_cp.torch_private import (
     apply_to_tensors,
+    hide_from_modes,
     module_tensors,
     reduce_unused_parameters,
 )
@@ -45,6 +47,7 @@ def shard_parameters(
     *,
     sharding: ParameterSharding = "full",
     shard_modules: Sequence[str] | None = None,
+    compute_dtype: torch.dtype | None = None,
     device: torch.device,
 ) -> None:
     """Shard the parameters over the ranks, with the weights of rank 0.
@@ -53,21 +56,24 @@ def shard_parameters(
         owner: module whose children are sharded; it is not called itself (a LightningModule), so it
             may hold no parameters of its own.
         mesh: data x context, one axis.
-        sharding: ``full`` shards every parameter; ``none`` replicates all of them.
+        sharding: ``full`` shards every parameter; ``none`` leaves all of them replicated, see
+            `average_gradients`.
         shard_modules: class names or name patterns of the blocks; by default those that the model
             lists in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
+        compute_dtype: dtype to which parameters are cast when they are gathered, and inputs of
+            blocks; their shards, gradients and gradient sums keep their own.
         device: device of this rank.
     """
+    if sharding == "none":
+        _materialise(owner, owner, device)
+        _broadcast_weights(owner, device)
+        return
     direct = [name for name, _ in owner.named_parameters(recurse=False)]
     if direct:
         raise ValueError(
             f"{type(owner).__name__} holds the parameter `{direct[0]}` itself, but is never called "
             "as a module, so that it cannot be gathered in time. Put it into a submodule with a "
             "forward(), or shard the model in configure_model()."
-        )
-    if sharding == "none":
-        mesh = init_device_mesh(
-            mesh.device_type, (mesh.size(), 1), mesh_dim_names=("replicate", "shard")
         )
     roots = list(_roots(owner))
     inside = {part for root in roots for part in root.modules() if part is not root}
@@ -87,7 +93,8 @@ def shard_parameters(
     for unit in units:
         _materialise(owner, unit, device)
         _broadcast_weights(unit, device)
-        fully_shard(unit, mesh=mesh, mp_policy=_policy(unit), reshard_after_forward=reshard_roots)
+        policy = _policy(unit, compute_dtype)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_roots)
 
 
 def _join_tied(
@@ -115,10 +122,11 @@ def _join_tied(
 
 
 def prepare_reduction(owner: nn.Module) -> None:
-    """Let ranks use different parameters, as with routed experts."""
+    """Let ranks use different parameters, as with routed experts; hide FSDP2 from modes."""
     for part in owner.modules():
         if isinstance(part, FSDPModule):
             reduce_unused_parameters(part)
+            hide_from_modes(part)
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
@@ -171,8 +179,10 @@ def _list_items(module: nn.Module) -> Iterator[nn.Module]:
             yield from _list_items(child)
 
 
-def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
+def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """Return a policy that reduces gradients of half-precision parameters in float32."""
+    if compute_dtype is not None:
+        return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     half = any(p.dtype.itemsize < 4 for p in unit.parameters())
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
@@ -285,6 +295,7 @@ def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
 
 def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
     """Set whether backward reduces gradients over the ranks, or accumulates them unsharded."""
+    set_averaging(module, enabled=enabled)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(enabled, recurse=False)

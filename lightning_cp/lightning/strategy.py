@@ -6,7 +6,7 @@ in which Lightning calls the hooks is in docs/lightning.md; hooks stand in that 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,18 +28,13 @@ from lightning_cp import checkpoint as checkpoints
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, describe_models, enable_models
 from lightning_cp.comm.mesh import ContextSize
-from lightning_cp.fsdp.gathering import check_reduced, gather_parts, order_gradients
-from lightning_cp.fsdp.scalars import unsharded_scalars
+from lightning_cp.fsdp.gathering import check_reduced
+from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     check_parameter_sharding,
-    check_sharding,
-    fill_sharded,
-    is_sharded,
-    prepare_reduction,
     reshard,
     set_gradient_reduction,
-    shard_parameters,
 )
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, checkpointing, loaders
@@ -52,6 +47,13 @@ from lightning_cp.lightning.features import (
 )
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
+from lightning_cp.lightning.mixed_precision import (
+    MixedPrecision,
+    check_mixed_precision,
+    resolve_plugin,
+)
+from lightning_cp.lightning.model_setup import place_model
+from lightning_cp.lightning.optimizers import hooks_read_scalars
 from lightning_cp.lightning.steps import StepRunner
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
 from lightning_cp.options import (
@@ -103,6 +105,8 @@ class ContextParallelStrategy(MeshStrategy):
             most layers have one. By default none. Used by ``balanced`` and ``auto``.
         parameter_sharding: ``full`` shards parameters over data x context, ``none`` replicates
             them. A model that ``configure_model()`` has sharded stays as it is.
+        mixed_precision: how ``Trainer(precision="bf16-mixed")`` is carried out: ``autocast``, or
+            ``fsdp``: bfloat16 activations, half of the memory of checkpoints; docs/memory.md.
         shard_modules: class names or name patterns of the blocks that FSDP2 gathers together. By
             default, those of Hugging Face models and of ModuleLists.
         loss: ``auto`` requires losses from token_mean(), global_mean() or an enabled model.
@@ -142,6 +146,7 @@ class ContextParallelStrategy(MeshStrategy):
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
+        mixed_precision: MixedPrecision = "autocast",
         shard_modules: list[str] | None = None,
         loss: LossName = "auto",
         verify_steps: bool = True,
@@ -181,6 +186,7 @@ class ContextParallelStrategy(MeshStrategy):
             timeout=timeout,
         )
         self._parameter_sharding = parameter_sharding
+        self._mixed_precision: MixedPrecision = mixed_precision
         self._shard_modules = shard_modules
         self._loss: LossName = loss
         self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
@@ -195,6 +201,7 @@ class ContextParallelStrategy(MeshStrategy):
     def _check_options(self) -> None:
         """Raise before processes are launched, not when `ContextParallel` is built."""
         check_parameter_sharding(self._parameter_sharding)
+        check_mixed_precision(self._mixed_precision, self._parameter_sharding)
         check_loss_name(self._loss)
         if self._verify_max_len < 2:
             raise ValueError(
@@ -250,6 +257,7 @@ class ContextParallelStrategy(MeshStrategy):
     @override
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
+        self.precision_plugin = resolve_plugin(self._mixed_precision, self.precision_plugin)
         super().setup_environment()
         self._undos.append(averaging.allow_copies(self._module()))  # setup() of callbacks is next
 
@@ -266,7 +274,16 @@ class ContextParallelStrategy(MeshStrategy):
         self._undos.append(disable_inference_mode(trainer))
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(module)
-        self._shard_model(self.model)
+        stop = place_model(
+            self.model,
+            self.shard_mesh,
+            sharding=self._parameter_sharding,
+            shard_modules=self._shard_modules,
+            mixed_precision=self._mixed_precision,
+            device=self.root_device,
+            to_device=self.model_to_device,
+        )
+        self._undos += [stop] if stop is not None else []
         self._undos += averaging.shard_averages(trainer, module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -286,23 +303,6 @@ class ContextParallelStrategy(MeshStrategy):
             lockstep=self._parameter_sharding == "full" or self.data_parallel_size == 1,
             stock=bool(self._handles),
         )
-
-    def _shard_model(self, model: nn.Module) -> None:
-        if is_sharded(model):
-            check_sharding(model, self.shard_mesh)
-            fill_sharded(model, self.root_device)
-        else:
-            shard_parameters(
-                model,
-                self.shard_mesh,
-                sharding=self._parameter_sharding,
-                shard_modules=self._shard_modules,
-                device=self.root_device,
-            )
-        prepare_reduction(model)
-        gather_parts(model)
-        self.model_to_device()
-        order_gradients(model)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -372,7 +372,7 @@ class ContextParallelStrategy(MeshStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate a batch that is not the last of its window."""
-        if self._reduce_every_microbatch:
+        if self._reduce_every_microbatch and not is_replicated(self._module()):
             yield
             return
         set_gradient_reduction(self._module(), enabled=False)
@@ -390,15 +390,14 @@ class ContextParallelStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step with the gradient of the mean over all tokens; callbacks and clipping see it too."""
-        with ExitStack() as stack:
 
-            def finished_closure() -> Any:
-                result = closure()
-                if self._module().automatic_optimization:
-                    self._window.finish(self._module().parameters())
-                stack.enter_context(unsharded_scalars())  # for hooks that read gradients
-                return result
+        def finished_closure() -> Any:
+            result = closure()
+            if self._module().automatic_optimization:
+                self._window.finish(self._module().parameters())
+            return result
 
+        with hooks_read_scalars(self.precision_plugin, optimizer):
             return super().optimizer_step(optimizer, finished_closure, model, **kwargs)
 
     @override

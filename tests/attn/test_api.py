@@ -23,7 +23,7 @@ from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.options import Options
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import Step, StepMask, StepReference
 from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
 
@@ -81,7 +81,7 @@ def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(al
         nothing = torch.zeros(2, layout.tensor_len(transport.rank))
         step = Step(layout, groups, Options(algorithm=algorithm), 2, None, None, nothing, True)
         leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        mask = StepMask(causal=True, step=step)
+        mask = StepMask(causal=True, reference=StepReference(step))
         out = attention(*leaves, mask=mask, bias=cut(bias))
         grads = torch.autograd.grad(out, leaves, cut(inputs.dout))
         return [unshard(x, 2, layout=layout, transport=transport) for x in (out.detach(), *grads)]
@@ -292,7 +292,7 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
             arguments = _FlexArguments(None, None, None, AuxRequest(), None)
             out = _attend_in_step(step, q, k, v, arguments).out
         else:
-            out = attention(q, k, v, mask=StepMask(causal=True, step=step))
+            out = attention(q, k, v, mask=StepMask(causal=True, reference=StepReference(step)))
         torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
         return set(transport.dtypes_reduced)
 

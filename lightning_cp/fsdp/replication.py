@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicated parameters: every rank holds all of them, and gradients are averaged as by DDP.
+
+At the end of each backward pass, whoever calls it, gradients are summed over data x context in
+buckets; half-precision ones in float32, as FSDP2 does here. Nothing is gathered in forward.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_cp.precision import accumulation_dtype
+from lightning_cp.torch_private import after_backward, backward_id, plain_functions
+
+_BUCKET_BYTES: Final = 1 << 27
+"""Bytes that are summed together. A larger gradient has a bucket of its own."""
+
+_REPLICAS: Final = "_lightning_cp_replicas"
+"""Attribute of a module: the `_Replicas` of its parameters."""
+
+
+def average_gradients(owner: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+    """Average gradients over the ranks in each backward from now on; return what ends it.
+
+    Args:
+        owner: the module whose parameters are replicated, with equal values on all ranks.
+        mesh: data x context, one axis.
+    """
+    replicas = _Replicas(owner, mesh)
+    owner.__dict__[_REPLICAS] = replicas
+
+    def stop() -> None:
+        replicas.stop()
+        owner.__dict__.pop(_REPLICAS, None)
+
+    return stop
+
+
+def is_replicated(owner: nn.Module) -> bool:
+    """Return whether backward averages the gradients of a module over the ranks."""
+    return _REPLICAS in owner.__dict__
+
+
+def set_averaging(owner: nn.Module, *, enabled: bool) -> None:
+    """Set whether backward averages gradients, or accumulates those of this rank."""
+    if is_replicated(owner):
+        owner.__dict__[_REPLICAS].enabled = enabled
+
+
+class _Replicas:
+    """The parameters of a module that every rank holds."""
+
+    def __init__(self, owner: nn.Module, mesh: DeviceMesh) -> None:
+        self.enabled = True
+        self._group, self._size = mesh.get_group(), mesh.size()
+        self._parameters = dict(owner.named_parameters())
+        self._backward = -1
+        # Frozen ones too: a callback may unfreeze them later.
+        self._handles = [
+            handle for p in self._parameters.values() if (handle := self._hook(p)) is not None
+        ]
+
+    def _hook(self, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle | None:
+        if self._size == 1 or not parameter.is_floating_point():
+            return None
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        handle = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(is_trained)
+        return handle  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, _: Tensor) -> None:
+        """Average at the end of this backward pass; called with the first gradient, and others."""
+        backward = backward_id()
+        if self.enabled and backward != self._backward:  # the one before may have raised
+            self._backward = backward
+            after_backward(self._average)
+
+    def _average(self) -> None:
+        with torch.no_grad(), plain_functions():
+            for bucket in self._buckets():
+                self._average_bucket(bucket)
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """Yield trained parameters of one dtype and device, the same ones on all ranks."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise TypeError(
+                        f"`{name}` has a sparse gradient, which cannot be averaged over the ranks. "
+                        "Use nn.Embedding(sparse=False)."
+                    )
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for (dtype, _), parameters in kinds.items():
+            itemsize = accumulation_dtype(dtype).itemsize
+            bucket: list[nn.Parameter] = []
+            num_bytes = 0
+            for parameter in parameters:
+                if bucket and num_bytes + parameter.numel() * itemsize > _BUCKET_BYTES:
+                    yield bucket
+                    bucket, num_bytes = [], 0
+                bucket.append(parameter)
+                num_bytes += parameter.numel() * itemsize
+            yield bucket
+
+    def _average_bucket(self, bucket: Sequence[nn.Parameter]) -> None:
+        dtype = accumulation_dtype(bucket[0].dtype)
+        device = bucket[0].device
+        # Which parameters this rank has used: routed experts differ between ranks.
+        used = torch.tensor([float(p.grad is not None) for p in bucket], dtype=dtype)
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        parts = [zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
+        flat = torch.cat([*(x.to(dtype) for x in parts), used.to(device, non_blocking=True)])
+        dist.all_reduce(flat, group=self._group)
+        flat.div_(self._size)
+        *means, used = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
+        for index, (parameter, mean) in enumerate(zip(bucket, means, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean.view_as(parameter))
+            elif used[index] > 0:
+                parameter.grad = mean.view_as(parameter).to(parameter.dtype, copy=True)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs between backward and the update of the weights: hooks that read gradients, clipping.
+
+They see scalars of sharded gradients as one device would. The update itself runs as torch wrote it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from lightning.pytorch.plugins import Precision
+from torch import optim
+from torch.optim import Optimizer
+
+from lightning_cp.fsdp.scalars import unsharded_scalars
+from lightning_cp.torch_private import has_step_hooks
+
+# They update each element from its own gradient and state, and compute no scalar of a tensor.
+_ELEMENTWISE: Final = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+
+
+@contextmanager
+def hooks_read_scalars(plugin: Precision, optimizer: Optimizer) -> Iterator[None]:
+    """Unshard scalars that hooks and clipping compute; in other optimizers, also in their update.
+
+    Lightning calls the hooks inside `Optimizer.step`, after the closure: `Precision._after_closure`
+    is replaced on the instance. A mode costs microseconds for each of the update's functions.
+
+    Args:
+        plugin: the Trainer's precision plugin.
+        optimizer: the optimizer that steps.
+    """
+    original = plugin._after_closure
+    with ExitStack() as stack:
+
+        def after_closure(*args: Any, **kwargs: Any) -> None:
+            if type(optimizer) in _ELEMENTWISE and not has_step_hooks(optimizer):
+                with unsharded_scalars():
+                    return original(*args, **kwargs)
+            stack.enter_context(unsharded_scalars())
+            return original(*args, **kwargs)
+
+        vars(plugin)["_after_closure"] = after_closure
+        try:
+            yield
+        finally:
+            del vars(plugin)["_after_closure"]
