@@ -109,10 +109,10 @@ def _attend_in(
     attention_mask: object,
     others: dict[str, Any],
 ) -> Tensor:
+    _check(module, query, key, others, step)
+    query = temperature(module, query, step)
     with plain_functions():  # nothing below is routed
-        _check(module, query, key, others, step)
         mask, bias = _mask(module, attention_mask, step)
-        query = temperature(module, query, step)
         query, key, value = (as_autocast(x) for x in (query, key, value))
         out = with_options(query, key, value, mask=mask, bias=bias)
         return out.transpose(1, 2).contiguous()

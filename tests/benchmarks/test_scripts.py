@@ -141,3 +141,15 @@ def test_training_runs(tmp_path):
     lines = [json.loads(line) for line in written.splitlines()]
     assert len(lines) == 2 * len(training_gpu.RUNS)
     assert all(line["ms"] > 0 and line["loss"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_host_time_is_measured_for_two_ways(tmp_path):
+    from benchmarks import host_gpu
+
+    arguments = ["--only", "plain", "ours-none", "--steps", "3", "--repeats", "1"]
+    host_gpu.main(["--tiny", *arguments, "--out", str(tmp_path)])
+    lines = [json.loads(x) for x in (tmp_path / "host_gpu.jsonl").read_text().splitlines()]
+    assert [line["way"] for line in lines] == ["plain", "ours-none"]
+    assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], rel=1e-2)
+    assert all(set(host_gpu.PHASES) <= line["phases"].keys() for line in lines)
