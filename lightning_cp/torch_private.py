@@ -475,11 +475,15 @@ def plain_functions() -> AbstractContextManager[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Remove the active torch function modes (`overrides._pop_mode`); those entered inside work."""
+    """Remove the active torch function modes (`overrides._pop_mode`); those entered inside work.
+
+    Also inside `plain_functions` (`_C._EnableTorchFunction`): FlexAttention traces with a mode.
+    """
     depth = torch._C._len_torch_function_stack()
     modes = [overrides._pop_mode() for _ in range(depth)]  # type: ignore[no-untyped-call]
     try:
-        yield
+        with torch._C._EnableTorchFunction():
+            yield
     finally:
         for mode in reversed(modes):
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]

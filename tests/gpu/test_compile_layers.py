@@ -90,10 +90,10 @@ def compare(dtype, tiles):
 def test_compiled_layers_earn_their_tolerance_at_every_length(nccl, dtype, tiles):
     for results in nccl(2).run(compare, dtype, tiles, timeout=MINUTES):
         for plain, ours, *_ in results:
-            assert ours <= 2 * plain + 4 * torch.finfo(dtype).eps, results
+            assert ours <= 2 * plain + 16 * torch.finfo(dtype).eps, results
         graphs = [each[2] for each in results]
         # The MLP and the norms; with tiles also what its forward computes without gradients.
-        assert graphs[1] == graphs[-1] <= 6, graphs
+        assert graphs[1] == graphs[-1] <= 8, graphs
 
 
 def time_parts():
