@@ -12,6 +12,15 @@ from lightning_cp import checkpoint as checkpoints
 from lightning_cp.lightning import averaging
 
 
+def check_storage_options(storage_options: object, strategy: str) -> None:
+    """Raise for options of a CheckpointIO."""
+    if storage_options is not None:
+        raise TypeError(
+            f"`{strategy}.save_checkpoint(..., storage_options=...)` is not supported: distributed "
+            "checkpoints are not written by a CheckpointIO."
+        )
+
+
 def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
     """Save a checkpoint as a folder, into which every rank writes its shards. Collective."""
     state = {"state_dict": checkpoint.pop("state_dict")}

@@ -21,6 +21,15 @@ def check_precision(precision: object, strategy: str) -> None:
         )
 
 
+def check_tensor_parallel_size(size: object) -> None:
+    """Raise for tensor parallelism."""
+    if size not in (1, "auto"):
+        raise ValueError(
+            f"tensor_parallel_size={size}: tensor parallelism with context parallelism is not "
+            "supported yet. Leave it out, and use more context ranks: context_parallel_size."
+        )
+
+
 def check_session(strategy: str) -> None:
     """Raise in a notebook or an interactive session, from which processes cannot be launched."""
     if _is_interactive():

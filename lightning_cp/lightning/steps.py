@@ -25,6 +25,15 @@ from lightning_cp.step import Step
 from lightning_cp.verification import TOLERANCES, Report, verify
 
 
+def check_verify_max_len(max_len: int) -> None:
+    """Raise if steps would be verified on sequences that are too short."""
+    if max_len < 2:
+        raise ValueError(
+            f"verify_max_len={max_len}: the sequences on which steps are verified have at least 2 "
+            "tokens. Use 2 or more, or verify_steps=False."
+        )
+
+
 class StepRunner:
     """Runs the steps of a module on this rank's tokens.
 

@@ -38,6 +38,7 @@ from lightning_cp.fsdp.sharding import (
 )
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, checkpointing, loaders
+from lightning_cp.lightning.activations import Activations, CompileName
 from lightning_cp.lightning.features import (
     check_features,
     check_hooks,
@@ -45,6 +46,7 @@ from lightning_cp.lightning.features import (
     check_optimizers,
     disable_inference_mode,
 )
+from lightning_cp.lightning.launch import check_tensor_parallel_size
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
 from lightning_cp.lightning.mixed_precision import (
@@ -54,7 +56,7 @@ from lightning_cp.lightning.mixed_precision import (
 )
 from lightning_cp.lightning.model_setup import place_model
 from lightning_cp.lightning.optimizers import hooks_read_scalars
-from lightning_cp.lightning.steps import StepRunner
+from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
 from lightning_cp.options import (
     AlgorithmName,
@@ -85,19 +87,21 @@ class ContextParallelStrategy(MeshStrategy):
             remaining ranks.
         tensor_parallel_size: 1; other sizes are not supported yet.
         layout: which rank owns which tokens: ``zigzag``, ``balanced``, ``contiguous`` or ``auto``.
-        algorithm: how keys and values reach the queries: ``gather``, ``ring``, ``ulysses`` or
-            ``auto``.
+        algorithm: how keys reach the queries: ``gather``, ``ring``, ``ulysses`` or ``auto``.
         kernel: what computes attention; ``auto`` selects the fastest that supports the call.
-        attention_memory: GiB that one attention call may allocate on a GPU beyond its inputs and
-            its output. By default six times the local queries, at least 0.78, and more if that
-            saves time.
+        attention_memory: GiB that one attention call may allocate on a GPU. By default six times
+            the local queries, at least 0.78, and more if that saves time.
         gradient_wire: precision in which collectives sum gradients of keys and values: ``float32``,
             or ``model``, half of the bytes for bf16, for slow networks.
+        activation_checkpointing: recompute layers in backward, of any model. Models that checkpoint
+            by themselves need no flag. This and the next five: docs/memory.md.
         keep_attention: with activation checkpointing, keep attention results instead of computing
-            them again in backward: ``all``, ``none`` or GiB per batch and rank; docs/memory.md.
+            them again in backward: ``all``, ``none`` or GiB per batch and rank.
         offload: with activation checkpointing, move hidden states and kept attention to host memory
             until backward: ``all``, ``none`` or GiB per rank; the rest stays on the GPU.
         offload_after: GiB of them that stay on the GPU before others are moved.
+        tile: compute MLPs and norms in tiles of tokens: True, or the tokens of a tile.
+        compile: ``layers`` compiles MLPs and norms.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
             tensor or all tensors of a container.
@@ -120,8 +124,7 @@ class ContextParallelStrategy(MeshStrategy):
         check_batches: number of batches whose contents ranks compare; shapes are always compared.
         save_distributed_checkpoint: save a folder into which every rank writes; else one file.
         process_group_backend: torch's default for the device if None.
-        timeout: timeout of all process groups, also while they start: below about ten seconds,
-            ranks may fail to connect.
+        timeout: of all process groups; below about ten seconds, ranks may fail to connect.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -140,9 +143,12 @@ class ContextParallelStrategy(MeshStrategy):
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
+        activation_checkpointing: bool = False,
         keep_attention: KeepAttention = "none",
         offload: Offload = "none",
         offload_after: float = 0.0,
+        tile: bool | int = False,
+        compile: CompileName | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
@@ -158,12 +164,7 @@ class ContextParallelStrategy(MeshStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        if tensor_parallel_size not in (1, "auto"):
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size}: tensor parallelism with context "
-                "parallelism is not supported yet. Leave it out, and use more context ranks: "
-                "context_parallel_size."
-            )
+        check_tensor_parallel_size(tensor_parallel_size)
         ignore_known_warnings()
         super().__init__(
             context_parallel_size,
@@ -187,27 +188,22 @@ class ContextParallelStrategy(MeshStrategy):
         )
         self._parameter_sharding = parameter_sharding
         self._mixed_precision: MixedPrecision = mixed_precision
+        self._activations = Activations(activation_checkpointing, tile, compile)
         self._shard_modules = shard_modules
         self._loss: LossName = loss
         self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
         self._reduce_every_microbatch = reduce_every_microbatch
         self._broadcast_batch = broadcast_batch
-        self._check_options()
+        # Before processes are launched, not when `ContextParallel` is built.
+        check_parameter_sharding(parameter_sharding)
+        check_mixed_precision(mixed_precision, parameter_sharding)
+        self._activations.check(self._options)
+        check_loss_name(loss)
+        check_verify_max_len(verify_max_len)
         self._steps: StepRunner | None = None
         self._handles: list[Handle] = []
         self._undos: list[Callable[[], None]] = []
         self._window = GradientWindow()
-
-    def _check_options(self) -> None:
-        """Raise before processes are launched, not when `ContextParallel` is built."""
-        check_parameter_sharding(self._parameter_sharding)
-        check_mixed_precision(self._mixed_precision, self._parameter_sharding)
-        check_loss_name(self._loss)
-        if self._verify_max_len < 2:
-            raise ValueError(
-                f"verify_max_len={self._verify_max_len}: the sequences on which steps are verified "
-                "have at least 2 tokens. Use 2 or more, or verify_steps=False."
-            )
 
     # ---------------------------------------------------------------- public properties
 
@@ -274,6 +270,8 @@ class ContextParallelStrategy(MeshStrategy):
         self._undos.append(disable_inference_mode(trainer))
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(module)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        self._undos += self._activations.apply(module, self._shard_modules, training=is_training)
         stop = place_model(
             self.model,
             self.shard_mesh,
@@ -286,11 +284,11 @@ class ContextParallelStrategy(MeshStrategy):
         self._undos += [stop] if stop is not None else []
         self._undos += averaging.shard_averages(trainer, module)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_training:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_training:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._window = GradientWindow()
         self._steps = StepRunner(
@@ -354,8 +352,7 @@ class ContextParallelStrategy(MeshStrategy):
         step, module = self.last_step, self._module()
         if step is None:
             raise RuntimeError(
-                "backward() was called without a training step before it. Call "
-                "self.manual_backward(loss) inside training_step()."
+                "backward() needs a training step: call manual_backward() inside training_step()."
             )
         if module.automatic_optimization:  # Lightning has divided by the number of batches
             weight = self._window.weigh(step) * self._trainer().accumulate_grad_batches
@@ -463,11 +460,7 @@ class ContextParallelStrategy(MeshStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Save a folder or a file; a job that is killed meanwhile leaves the previous one."""
-        if storage_options is not None:
-            raise TypeError(
-                f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not "
-                "supported: distributed checkpoints are not written by a CheckpointIO."
-            )
+        checkpointing.check_storage_options(storage_options, type(self).__name__)
         path = Path(self.broadcast(filepath))
         checkpoint |= describe_models(self._module())
         if self._save_distributed_checkpoint:

@@ -95,12 +95,16 @@ def train_alone(name, lora):
 
 
 KEEP = {"keep_attention": "all"}
+MEMORY = {**KEEP, "activation_checkpointing": True, "offload": "all", "tile": 8}
 
 
 @pytest.mark.parametrize(
     ("name", "lora", "options"),
     [
         ("llama", False, {}),
+        ("llama", False, MEMORY),
+        pytest.param("gpt_oss", True, MEMORY, marks=pytest.mark.slow),
+        pytest.param("llama", True, {**MEMORY, "compile": "layers"}, marks=pytest.mark.slow),
         pytest.param("llama", True, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", True, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", False, {}, marks=pytest.mark.slow),

@@ -77,6 +77,14 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
             "kernel='flex' computes full sequences",
         ),
         ({"parameter_sharding": "half"}, "parameter_sharding='half' is unknown"),
+        ({"compile": "all"}, "compile='all' is unknown. Use one of 'layers'"),
+        ({"tile": -3}, "tile=-3: give the tokens of a tile, 1 or more, or True"),
+        (
+            {"activation_checkpointing": "keep"},
+            "activation_checkpointing='keep': use True or False. .*: keep_attention and offload",
+        ),
+        ({"offload": "some"}, "offload='some' is unknown"),
+        ({"offload_after": 2}, "offload_after=2 without offload: nothing is moved"),
         ({"verify_max_len": 1}, "verify_max_len=1: .* Use 2 or more, or verify_steps=False"),
     ],
 )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy's options about activations: checkpointing, tiles, compiled layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from lightning_cp.memory import checkpoint_layers, compile_layers, tile_modules
+from lightning_cp.memory.tiles import TileTokens
+from lightning_cp.options import Options, check_choice
+
+CompileName = Literal["layers"]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What is done to the layers of a model before it is sharded. Checked once, here.
+
+    Args:
+        checkpointing: recompute layers in backward.
+        tile: compute token-wise modules in tiles; the tokens of a tile, or True for a default.
+        compile: what is compiled.
+    """
+
+    checkpointing: bool = False
+    tile: bool | int = False
+    compile: CompileName | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not isinstance(self.checkpointing, bool):
+            raise ValueError(
+                f"activation_checkpointing={self.checkpointing!r}: use True or False. What is kept "
+                "of attention and what goes to the host: keep_attention and offload."
+            )
+        if self.compile is not None:
+            check_choice("compile", self.compile, get_args(CompileName))
+        if not isinstance(self.tile, bool) and self.tile < 1:
+            raise ValueError(
+                f"tile={self.tile}: give the tokens of a tile, 1 or more, or True for a default."
+            )
+
+    def check(self, options: Options) -> None:
+        """Raise for options of attention that need checkpoints, in a run that certainly has none.
+
+        A model may checkpoint its layers by itself: then they are not contradictory.
+        """
+        if options.offload_after and options.offload_bytes == 0:
+            raise ValueError(
+                f"offload_after={options.offload_after} without offload: nothing is moved. Set "
+                "offload='all' or a number of GiB, or leave it out."
+            )
+
+    def apply(
+        self, model: nn.Module, shard_modules: Sequence[str] | None, *, training: bool
+    ) -> list[Callable[[], None]]:
+        """Prepare a model; return what restores it, in the order in which it was prepared."""
+        undos: list[Callable[[], None]] = []
+        if self.checkpointing and training:
+            undos.append(checkpoint_layers(model, shard_modules=shard_modules).remove)
+        if self.compile is not None:
+            undos.append(compile_layers(model, shard_modules=shard_modules).remove)
+        if self.tile and training:  # in the end: tiles call compiled modules, not the reverse
+            tokens: TileTokens = "auto" if self.tile is True else self.tile
+            handle = tile_modules(model, tile_tokens=tokens, shard_modules=shard_modules)
+            undos.append(handle.remove)
+        return undos

@@ -1,0 +1,30 @@
+"""The strategy's options about activations are applied in order, and undone."""
+
+import pytest
+
+from lightning_cp.lightning.activations import Activations
+from tests.tiny import TinyLM
+
+
+def overrides(model):
+    return sorted(n for n, module in model.named_modules() if "forward" in module.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_training", "in_evaluation"),
+    [
+        ({}, 0, 0),
+        ({"checkpointing": True}, 2, 0),
+        ({"tile": 4}, 2, 0),
+        ({"tile": True, "checkpointing": True}, 4, 0),
+    ],
+)
+def test_layers_are_prepared_and_restored(options, in_training, in_evaluation):
+    model = TinyLM(num_layers=2)
+    for training, count in ((True, in_training), (False, in_evaluation)):
+        undos = Activations(**options).apply(model, None, training=training)
+        assert len(overrides(model)) >= count
+        assert bool(overrides(model)) == bool(count)
+        for undo in reversed(undos):
+            undo()
+        assert overrides(model) == []
