@@ -26,7 +26,7 @@ def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
         description=(
             "Compute memory by part, seconds per step and bytes on the wire of a training run, the "
             "longest sequence and the fewest GPUs that fit, and print the config. Needs no GPU, no "
-            "weights and no network. Options marked (planned) are modelled, but not built yet."
+            "weights and no network."
         ),
     )
     command.add_argument(
@@ -48,8 +48,8 @@ def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
     command.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
     command.add_argument("--sharding", choices=("full", "none"), default="full")
     command.add_argument("--checkpointing", choices=get_args(Checkpointing), default="full")
-    command.add_argument("--offload", choices=get_args(Offload), default="none", help="(planned)")
-    command.add_argument("--tiles", type=int, default=0, help="of token-wise parts (planned)")
+    command.add_argument("--offload", choices=get_args(Offload), default="none")
+    command.add_argument("--tiles", type=int, default=0, help="of MLPs and norms (0)")
     command.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights (0)")
     command.add_argument(
         "--document-lengths",

@@ -69,7 +69,7 @@ class Plan:
         longest: tokens of the longest sequence that fits on these GPUs; 0 for none.
         smallest: the smallest power of two of GPUs on which the sequence fits; 0 for none.
         variants: the run with other options.
-        notes: what is extrapolated or planned.
+        notes: what is extrapolated.
     """
 
     model: ModelShape
@@ -205,7 +205,7 @@ def _variants(
         "checkpointing, bf16-true": {"precision": "bf16-true"},
         "keep attention": {"checkpointing": "keep", "precision": policy},
         "keep attention, tiles": {"checkpointing": "keep", "tiles": 16, "precision": policy},
-        "offload, tiles": {"offload": "checkpoints", "tiles": 16, "precision": policy},
+        "offload, tiles": {"offload": "all", "tiles": 16, "precision": policy},
         "keep attention, offload, tiles": {
             "checkpointing": "keep",
             "offload": "all",
@@ -228,8 +228,8 @@ def _variants(
 
 def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
     """Say what is extrapolated: steps were measured on one H200, as one rank of 8 or alone."""
-    if setup.planned:
-        yield f"planned, not built yet: {', '.join(setup.planned)}"
+    if setup.offload != "none" or setup.tiles:
+        yield "offload and tiles: memory by what was counted on small models"
     if chip != "h200":
         yield "speeds of this chip are from public numbers, not measured"
     if setup.num_gpus > 1:

@@ -167,7 +167,6 @@ def _options(plan: Plan) -> list[str]:
     rows = [("with other options", "GB", "host GB", "s", "of peak", "longest", "")]
     for each in plan.variants:
         fits = "" if plan.capacity.fits(each.memory) else "does not fit"
-        planned = "planned" if each.setup.planned else ""
         rows.append(
             (
                 f"  {each.label}",
@@ -176,7 +175,7 @@ def _options(plan: Plan) -> list[str]:
                 _seconds(each.time.step),
                 f"{each.time.share_of_peak:.3f}",
                 format_tokens(each.longest),
-                ", ".join(filter(None, (planned, fits))),
+                fits,
             )
         )
     return _left_last(rows)
@@ -192,13 +191,12 @@ def _left_last(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ending(plan: Plan) -> list[str]:
-    lines = [f"extrapolated: {note}" for note in plan.notes if not note.startswith("planned")]
-    lines += [note for note in plan.notes if note.startswith("planned")]
+    lines = [f"extrapolated: {note}" for note in plan.notes]
     return [*lines, "", "config to paste:", *(f"  {line}" for line in config_lines(plan))]
 
 
 def config_lines(plan: Plan) -> list[str]:
-    """Return the lines for a recipe; options that are not built yet are left out."""
+    """Return the lines for a recipe."""
     setup = plan.setup
     nodes = -(-setup.num_gpus // GPUS_PER_HOST)
     devices = setup.num_gpus // nodes
@@ -237,8 +235,14 @@ def _strategy(setup: Setup) -> Iterable[str]:
         yield f"attention_memory: {setup.attention_memory:g}"
     if setup.gradient_wire != "float32":
         yield f"gradient_wire: {setup.gradient_wire}"
-    if setup.checkpointing == "keep" and not setup.documents:
+    if setup.checkpointing == "keep":
         yield "keep_attention: all"
+    if setup.offload != "none":
+        yield "offload: all"
+    if setup.tiles:
+        yield f"tile: {-(-setup.local_len // setup.tiles)}"
+    if setup.precision == "bf16-policy":
+        yield "mixed_precision: fsdp"
 
 
 def draw_plan(plan: Plan, file: Path) -> None:
@@ -259,9 +263,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
         raise FileNotFoundError(
             f"There is no folder {file.parent} for the picture. Create it first."
         )
-    bars = [("this run", plan.memory)] + [
-        (each.label + (" *" if each.setup.planned else ""), each.memory) for each in plan.variants
-    ]
+    bars = [("this run", plan.memory), *((each.label, each.memory) for each in plan.variants)]
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(bars)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -274,7 +276,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.axvline(USABLE * plan.capacity.gpu / 1e9, color="black", linestyle="--", linewidth=1)
     axes.invert_yaxis()
-    axes.set_xlabel("GB per GPU at the peak; dashed: usable; * planned")
+    axes.set_xlabel("GB per GPU at the peak; dashed: usable")
     axes.set_title(
         f"{plan.model.name}, {format_tokens(plan.setup.seq_len)} tokens, {plan.setup.num_gpus} GPUs"
     )

@@ -9,13 +9,13 @@ from lightning_cp.fsdp.sharding import ParameterSharding
 from lightning_cp.options import check_choice
 
 Precision = Literal["bf16-mixed", "bf16-true", "bf16-policy"]
-"""``bf16-mixed``: autocast. ``bf16-policy``: FSDP2 gathers float32 weights in bf16 (planned)."""
+"""``bf16-mixed``: autocast. ``bf16-policy``: the same with ``mixed_precision="fsdp"``."""
 
 Checkpointing = Literal["none", "full", "keep"]
 """``full``: one hidden state per layer, as Hugging Face does; ``keep``: and attention."""
 
-Offload = Literal["none", "checkpoints", "all"]
-"""What is moved to host memory; ``all``: checkpoints and kept attention (planned)."""
+Offload = Literal["none", "all"]
+"""What is moved to host memory; ``all``: checkpoints and, if it is kept, attention."""
 
 MAX_GPUS: Final = 1024
 
@@ -34,7 +34,7 @@ class Setup:
         sharding: ``parameter_sharding`` of the strategy.
         checkpointing: what is recomputed in backward.
         offload: what is moved to the host.
-        tiles: tiles of the token-wise parts of a layer; 0 for none (planned).
+        tiles: tiles of the token-wise parts of a layer; 0 for none.
         lora_rank: 0 trains all weights.
         documents: lengths of packed documents, repeated until the sequence is full.
         attention_memory: GiB of one attention call, as the strategy's option.
@@ -109,11 +109,6 @@ class Setup:
                 f"offload={self.offload!r} moves checkpoints, and there are none. Give "
                 "checkpointing='full' or 'keep'."
             )
-        if self.offload == "all" and self.checkpointing != "keep":
-            raise ValueError(
-                "offload='all' moves kept attention too, and none is kept. Give "
-                "checkpointing='keep', or offload='checkpoints'."
-            )
 
     @property
     def context_size(self) -> int:
@@ -129,17 +124,3 @@ class Setup:
     def shard_size(self) -> int:
         """Return the ranks over which parameters are sharded."""
         return self.num_gpus if self.sharding == "full" else 1
-
-    @property
-    def planned(self) -> tuple[str, ...]:
-        """Return the options that lightning-cp does not have yet."""
-        names = []
-        if self.precision == "bf16-policy":
-            names.append("precision=bf16-policy")
-        if self.checkpointing == "keep" and self.documents:  # by FlexAttention, which recomputes
-            names.append("checkpointing=keep with documents")
-        if self.offload != "none":
-            names.append(f"offload={self.offload}")
-        if self.tiles:
-            names.append(f"tiles={self.tiles}")
-        return tuple(names)

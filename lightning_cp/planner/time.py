@@ -196,4 +196,4 @@ def _offloaded(layer: LayerShape, hidden: int, setup: Setup) -> float:
     if setup.offload == "none":
         return 0.0
     sizes = token_bytes(layer, hidden, setup)
-    return sizes.checkpoint + (sizes.kept if setup.offload == "all" else 0.0)
+    return sizes.checkpoint + (sizes.kept if setup.checkpointing == "keep" else 0.0)

@@ -55,8 +55,8 @@ def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
         ({"seq_len": 4}, "seq_len=4 is less than the 8 ranks"),
         ({"lora_rank": -1}, "lora_rank=-1: give 0 or more"),
         ({"documents": (4, 0)}, "lengths of documents are integers"),
-        ({"offload": "all"}, "none is kept. Give checkpointing='keep'"),
-        ({"offload": "checkpoints", "checkpointing": "none"}, "there are none. Give"),
+        ({"offload": "checkpoints"}, "offload='checkpoints' is unknown. Use one of 'none', 'all'"),
+        ({"offload": "all", "checkpointing": "none"}, "there are none. Give"),
         ({"precision": "fp8"}, "fp8"),
         ({"gpu_memory": 0}, "gpu_memory=0: give GB"),
         ({"chip": "tpu"}, "tpu"),
@@ -89,7 +89,7 @@ def test_the_config_is_that_of_a_recipe():
     assert config["data"]["init_args"]["seq_len"] == 2**17
 
 
-def test_planned_options_are_marked_and_not_pasted():
+def test_options_about_memory_are_pasted():
     plan = plan_run(
         "llama-8b",
         seq_len=2**17,
@@ -100,12 +100,16 @@ def test_planned_options_are_marked_and_not_pasted():
         precision="bf16-policy",
         compare=False,
     )
-    report = format_plan(plan)
-    assert "planned, not built yet: precision=bf16-policy, offload=all, tiles=16" in report
-    pasted = report.partition("config to paste:")[2]
-    assert "keep_attention: all" in pasted
-    for name in ("offload", "tile", "policy"):
-        assert name not in pasted
+    config = yaml.safe_load(format_plan(plan).partition("config to paste:")[2])
+    assert config["model"]["gradient_checkpointing"] is True
+    assert config["trainer"]["precision"] == "bf16-mixed"
+    assert config["trainer"]["strategy"]["init_args"] == {
+        "context_parallel_size": 8,
+        "keep_attention": "all",
+        "offload": "all",
+        "tile": 1024,
+        "mixed_precision": "fsdp",
+    }
 
 
 def test_the_command_prints_a_plan(capsys):
