@@ -12,6 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_patches.enable import enable, is_enabled
 from hf_patches.guard import guarded
+from hf_patches.model_shape import model_shape
 from lightning_cp.adapters import Handle
 
 
@@ -54,6 +55,27 @@ class HuggingFaceAdapter:
             return {}
         configs: Mapping[str, Any] = module.peft_config  # type: ignore[assignment]
         return {"peft_config": {name: _as_json(config) for name, config in configs.items()}}
+
+    def plan(self, module: nn.Module) -> dict[str, Any]:
+        """Return what a plan needs to know of a model; nothing for models that it cannot count.
+
+        Returns:
+            ``shape``, ``lora_rank`` (0 if all weights are trained), ``is_checkpointed``, and
+            ``is_known``: whether these weights are trained, and no others.
+        """
+        peft = module if hasattr(module, "get_base_model") else None
+        model: Any = module.get_base_model() if peft is not None else module  # type: ignore[operator]
+        try:
+            shape = model_shape(model.config)
+        except ValueError:
+            return {}
+        ranks = [] if peft is None else [getattr(c, "r", 0) for c in peft.peft_config.values()]  # type: ignore[operator]
+        return {
+            "shape": shape,
+            "lora_rank": max(ranks, default=0),
+            "is_checkpointed": bool(getattr(model, "is_gradient_checkpointing", False)),
+            "is_known": bool(ranks) or all(p.requires_grad for p in module.parameters()),
+        }
 
 
 def _as_json(config: Any) -> Any:

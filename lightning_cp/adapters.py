@@ -106,6 +106,26 @@ def enable_models(owner: nn.Module) -> list[Handle]:
     return handles
 
 
+def plan_models(owner: nn.Module) -> list[Mapping[str, Any]]:
+    """Return what the planner needs of the outermost models inside a module; {} for unknown ones.
+
+    ``plan`` is an optional method of an adapter.
+    """
+    adapters = load_adapters()
+    plans: list[Mapping[str, Any]] = []
+
+    def visit(module: nn.Module) -> None:
+        for adapter in adapters:
+            if adapter.matches(module):
+                plans.append(getattr(adapter, "plan", lambda _: {})(module))
+                return
+        for child in module.children():
+            visit(child)
+
+    visit(owner)
+    return plans
+
+
 def describe_models(owner: nn.Module) -> dict[str, Any]:
     """Return the notes of adapters about models, by the models' names in ``owner``.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.distributed.device_mesh import DeviceMesh
@@ -176,6 +176,9 @@ class MeshStrategy(ModelParallelStrategy):
             world_size=world_size,
             ranks_per_node=self.num_processes,
         )
+
+    def _trainer(self) -> Trainer:
+        return self._module().trainer
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # noqa: S101

@@ -17,6 +17,7 @@ from lightning_cp import active_step
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning.logs import Sync, disabled_logs, recorded_logs
 from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
+from lightning_cp.lightning.memory_plan import MemoryCheck
 from lightning_cp.lightning.module_state import restored_metrics
 from lightning_cp.lightning.step_outputs import StepOutputs
 from lightning_cp.lightning.trial_run import StepCall
@@ -47,6 +48,7 @@ class StepRunner:
         lockstep: whether all data ranks take the same number of steps. Loaders may have different
             lengths where parameters are not sharded: a step must not wait for data ranks then.
         stock: whether models of other libraries were enabled, so that `verify` disables them.
+        memory: plans the memory of training steps; None to try them.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class StepRunner:
         verify_max_len: int,
         lockstep: bool,
         stock: bool,
+        memory: MemoryCheck | None = None,
     ) -> None:
         self._module = module
         self._cp = cp
@@ -68,6 +71,7 @@ class StepRunner:
         self._verify_max_len = verify_max_len
         self._lockstep = lockstep
         self._stock = stock
+        self.memory = memory
         self.outputs = StepOutputs(
             cp, verify=verify_steps, max_len=verify_max_len, lockstep=lockstep
         )
@@ -80,6 +84,8 @@ class StepRunner:
         automatic = self._module.automatic_optimization
         with self._cp.step(batch, training=True) as local:
             step = self._begin(local)
+            if self.memory is not None:
+                self.memory.check(step)
             if automatic and self._is_trial_due(step):
                 self._make_trial(call, batch, step)
                 self._begin(local)

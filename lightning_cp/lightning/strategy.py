@@ -8,15 +8,11 @@ in which Lightning calls the hooks is in docs/lightning.md; hooks stand in that 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -24,9 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp import checkpoint as checkpoints
 from lightning_cp.accumulate import GradientWindow
-from lightning_cp.adapters import Handle, describe_models, enable_models
+from lightning_cp.adapters import Handle, enable_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.fsdp.gathering import check_reduced
 from lightning_cp.fsdp.replication import is_replicated
@@ -37,8 +32,9 @@ from lightning_cp.fsdp.sharding import (
     set_gradient_reduction,
 )
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.lightning import averaging, checkpointing, loaders
+from lightning_cp.lightning import averaging, loaders
 from lightning_cp.lightning.activations import Activations, CompileName
+from lightning_cp.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_cp.lightning.features import (
     check_features,
     check_hooks,
@@ -48,7 +44,7 @@ from lightning_cp.lightning.features import (
 )
 from lightning_cp.lightning.launch import check_tensor_parallel_size
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
-from lightning_cp.lightning.mesh_strategy import MeshStrategy
+from lightning_cp.lightning.memory_plan import MemoryCheck, RunSetup
 from lightning_cp.lightning.mixed_precision import (
     MixedPrecision,
     check_mixed_precision,
@@ -68,12 +64,13 @@ from lightning_cp.options import (
     Options,
 )
 from lightning_cp.parallel import reenter
+from lightning_cp.planner.memory import MemoryPlan
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 from lightning_cp.verification import Report
 
 
-class ContextParallelStrategy(MeshStrategy):
+class ContextParallelStrategy(CheckpointStrategy):
     """Trains on sequences that are sharded across ranks, with the results of one device.
 
     Every batch is sharded along its sequence dim, attention sees full sequences, and parameters are
@@ -122,6 +119,7 @@ class ContextParallelStrategy(MeshStrategy):
             takes memory for unsharded gradients.
         broadcast_batch: send the batch of the first context rank to the others.
         check_batches: number of batches whose contents ranks compare; shapes are always compared.
+        check_memory: plan the memory of the first training step, and raise if it cannot fit.
         save_distributed_checkpoint: save a folder into which every rank writes; else one file.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
@@ -160,6 +158,7 @@ class ContextParallelStrategy(MeshStrategy):
         reduce_every_microbatch: bool = True,
         broadcast_batch: bool = False,
         check_batches: int = 8,
+        check_memory: bool = True,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -193,7 +192,7 @@ class ContextParallelStrategy(MeshStrategy):
         self._loss: LossName = loss
         self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
         self._reduce_every_microbatch = reduce_every_microbatch
-        self._broadcast_batch = broadcast_batch
+        self._broadcast_batch, self._check_memory = broadcast_batch, check_memory
         # Before processes are launched, not when `ContextParallel` is built.
         check_parameter_sharding(parameter_sharding)
         check_mixed_precision(mixed_precision, parameter_sharding)
@@ -211,6 +210,12 @@ class ContextParallelStrategy(MeshStrategy):
     def last_step(self) -> Step | None:
         """Return the step of this run that was opened last; None before the first."""
         return None if self._steps is None else self._steps.last_step
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """Return the planned memory of a training step; None before the first, or if unknown."""
+        check = None if self._steps is None else self._steps.memory
+        return None if check is None else check.plan
 
     @property
     def is_verifying(self) -> bool:
@@ -300,7 +305,19 @@ class ContextParallelStrategy(MeshStrategy):
             verify_max_len=self._verify_max_len,
             lockstep=self._parameter_sharding == "full" or self.data_parallel_size == 1,
             stock=bool(self._handles),
+            memory=self._plan_memory() if self._check_memory else None,
         )
+
+    def _plan_memory(self) -> MemoryCheck:
+        run = RunSetup(
+            self._options,
+            self._activations,
+            self.world_size,
+            str(self.precision_plugin.precision),
+            self._mixed_precision,
+            self._parameter_sharding,
+        )
+        return MemoryCheck(self._module(), self.root_device, run)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -441,42 +458,6 @@ class ContextParallelStrategy(MeshStrategy):
         """Reshard the model."""
         reshard(self._module())
 
-    # ---------------------------------------------------------------- checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights: shards for a folder, full weights on rank 0 for a file."""
-        return checkpoints.model_state(self._module(), full=not self._save_distributed_checkpoint)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, as `lightning_module_state_dict` does the weights."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        full = not self._save_distributed_checkpoint
-        return checkpoints.optimizer_state(self._module(), optimizer, full=full)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
-        """Save a folder or a file; a job that is killed meanwhile leaves the previous one."""
-        checkpointing.check_storage_options(storage_options, type(self).__name__)
-        path = Path(self.broadcast(filepath))
-        checkpoint |= describe_models(self._module())
-        if self._save_distributed_checkpoint:
-            checkpointing.save_folder(checkpoint, path)
-        else:
-            save = partial(Strategy.save_checkpoint, self)
-            checkpointing.save_file(checkpoint, path, save, is_global_zero=self.is_global_zero)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load into the sharded model and its optimizers, saved by any number of ranks."""
-        path = Path(self.broadcast(checkpoint_path))
-        return checkpointing.load(self._trainer(), path, weights_only=weights_only)
-
     @override
     def teardown(self) -> None:
         """Restore the model, the Trainer and its callbacks."""
@@ -490,9 +471,6 @@ class ContextParallelStrategy(MeshStrategy):
         if self._context_parallel is not None:
             self._context_parallel.close()
         super().teardown()
-
-    def _trainer(self) -> Trainer:
-        return self._module().trainer
 
     def _step_runner(self) -> StepRunner:
         assert self._steps is not None  # noqa: S101

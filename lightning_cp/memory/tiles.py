@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 TileTokens = int | Literal["auto"]
 
-_MIN_TOKENS: Final = 2048
+MIN_TOKENS: Final = 2048
 """Tokens of a tile, at least, under ``auto``: with fewer, matrix products become slower."""
 
 _MIN_SAVED: Final = 1.0
@@ -335,7 +335,7 @@ class _Tiled:
         """Return the number of tiles for an input; 1 where the module is to be called plainly."""
         dim = _tile_dim(x)
         num_tokens = math.prod({0: x.shape[0], dim: x.shape[dim]}.values())
-        least = _MIN_TOKENS if self.tile_tokens == "auto" else self.tile_tokens
+        least = MIN_TOKENS if self.tile_tokens == "auto" else self.tile_tokens
         if num_tokens <= least:
             return 1
         self.obstacle = self.obstacle_inside()

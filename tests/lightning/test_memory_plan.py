@@ -1,0 +1,110 @@
+"""The strategy plans the memory of the first training step, and refuses what cannot fit."""
+
+import logging
+import re
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from lightning_cp import ContextParallelCallback, ContextParallelStrategy
+from lightning_cp.lightning import memory_plan
+from lightning_cp.lightning.memory_plan import _leaner, _refusal
+from lightning_cp.planner import KNOWN, Setup
+from lightning_cp.planner.memory import plan_memory
+from tests.hf_patches.test_lightning import Batches, build
+from tests.lightning.jobs import build_trainer, elastic_environment
+from tests.tiny import TinyLM
+
+
+class Module(LightningModule):
+    def __init__(self, lora=False):
+        super().__init__()
+        self.model = build("llama", lora)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, **options):
+    """Train two steps on a device of so many bytes; return what was logged, or the error."""
+    lines = Lines()
+    logger = logging.getLogger("lightning_cp")
+    logger.addHandler(lines)
+    level, logger.level = logger.level, logging.INFO
+    with elastic_environment(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "device_bytes", lambda _: total)
+        module = Module(lora)
+        if freeze:
+            module.model.get_input_embeddings().requires_grad_(False)
+        strategy = ContextParallelStrategy(verify_steps=False, **options)
+        trainer = build_trainer(
+            strategy=strategy,
+            precision=precision,
+            max_steps=2,
+            callbacks=[ContextParallelCallback()],
+        )
+        try:
+            trainer.fit(module, DataLoader(Batches(), batch_size=None))
+        except MemoryError as error:
+            return str(error)
+        finally:
+            logger.removeHandler(lines)
+            logger.setLevel(level)
+    return [line for line in lines.lines if line.startswith("memory plan")]
+
+
+def run_all():
+    return {
+        "fits": fit(80e9, keep_attention="all"),
+        "too large": fit(1e6),
+        "too large, gone on": fit(1e6, check_memory=False),
+        "unknown weights": fit(1e6, freeze=True),
+        "unknown precision": fit(1e6, precision="32-true"),
+        "no device": fit(None),
+    }
+
+
+@pytest.mark.ranks
+def test_a_plan_is_logged_compared_and_refused_on_all_ranks(ranks):
+    first, second = ranks(2).run(run_all)
+    start, end = first["fits"]
+    assert re.match(r"memory plan: peak_gb=1\.0 device_gb=80\.0 moment=\S+ other_buffers_gb", start)
+    assert re.match(r"memory plan: peak_gb=\S+ measured_gb=\S+ ratio=\S+", end)
+    for found in (first, second):
+        assert "This training step needs 1 GB on each rank by plan" in found["too large"]
+        assert found["too large"].endswith("go on with check_memory=False.")
+    assert first["too large, gone on"] == first["unknown precision"] == first["no device"] == []
+    assert len(first["unknown weights"]) == 2  # planned, but not refused
+
+
+def test_the_refusal_names_the_options_that_help():
+    model = KNOWN["llama-8b"]
+    for setup, expected in (
+        (Setup(2**17, 8, checkpointing="none"), "With activation_checkpointing=True it needs"),
+        (Setup(5 * 2**18, 8, precision="bf16-true"), "With offload='all' it needs"),
+        (Setup(3 * 2**20, 8, precision="bf16-true"), "With offload='all', tile=True it needs"),
+        (Setup(2**24, 8), "Use more context ranks, shorter sequences, or LoRA"),
+    ):
+        plan = plan_memory(model, setup)
+        assert plan.peak > memory_plan.TOLERANCE * 80e9
+        text = _refusal(model, setup, plan, 80e9)
+        assert expected in text, (text, [plan_memory(model, s).peak for _, s in _leaner(setup)])
+        assert "the device has 80 GB" in text
+
+
+def test_a_model_without_an_adapter_has_no_plan():
+    assert memory_plan.plan_models(TinyLM(num_layers=1)) == []
