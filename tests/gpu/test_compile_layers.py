@@ -94,38 +94,3 @@ def test_compiled_layers_earn_their_tolerance_at_every_length(nccl, dtype, tiles
         graphs = [each[2] for each in results]
         # The MLP and the norms; with tiles also what its forward computes without gradients.
         assert graphs[1] == graphs[-1] <= 8, graphs
-
-
-def time_parts():
-    """Return milliseconds of forward and backward of norms and MLPs, plain and compiled."""
-    inductor_config.compile_threads = 1
-    torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=1, vocab_size=64, use_cache=False)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).bfloat16().train()
-    layer, x = model.model.layers[0], torch.randn(1, 8192, config.hidden_size, device="cuda")
-    x = x.bfloat16().requires_grad_()
-
-    def run():
-        out = x + layer.mlp(layer.post_attention_layernorm(layer.input_layernorm(x)))
-        out.backward(x.detach())
-
-    def milliseconds():
-        for _ in range(3):
-            run()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(10):
-            run()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / 10
-
-    before = milliseconds()
-    compile_layers(model)
-    return before, milliseconds()
-
-
-def test_compiled_layers_are_faster(nccl):
-    before, after = nccl(2).run(time_parts, timeout=MINUTES)[0]
-    assert after < before, f"{before:.2f} ms, compiled {after:.2f} ms"

@@ -1,7 +1,6 @@
 """Offloading on a GPU: side streams and pinned memory change no bit, and memory does not grow."""
 
 import gc
-import time
 from functools import partial
 
 import pytest
@@ -32,7 +31,7 @@ def build_model():
         dim=WIDTH, num_heads=NUM_HEADS, num_kv_heads=2, num_layers=NUM_LAYERS, max_len=LENGTH
     )
     for block in model.blocks:
-        block.mask = Mask(causal=True)  # windows are computed by FlexAttention, and not kept
+        block.mask = Mask(causal=True)  # of windows FlexAttention would keep more than the formula
     return model.to("cuda", torch.bfloat16)
 
 
@@ -215,18 +214,3 @@ def test_host_memory_is_pinned_and_has_no_rounding():
         assert held.memory.is_pinned()
         del held, other
     assert torch.cuda.memory_allocated() == before
-
-
-def test_copies_run_beside_the_computation():
-    """With compute that takes as long as the copies, a step takes hardly longer than without."""
-    seconds = {}
-    for how in ("none", "all"):
-        cp, model = ContextParallel(None, offload=how), build_model()
-        for step in range(12):
-            if step == 4:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-            forward(cp, model, make_batch()).backward()
-        torch.cuda.synchronize()
-        seconds[how] = (time.perf_counter() - start) / 8
-    assert seconds["all"] < 1.5 * seconds["none"]
