@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from lightning_cp.gradients import add_gradients, unlisted_leaf
 from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.torch_private import without_tensor_hooks
@@ -194,37 +195,25 @@ def _add_leaf_grads(
     with autocast_off(losses.device.type):
         computed = torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
     gradients = {id(x): gradient for x, gradient in zip(inputs, computed, strict=True)}
-    for at, leaf in enumerate(leaves):
-        gradient, total = gradients.get(id(leaf)), leaf_grads[at]
-        if is_only_chunk:
-            leaf_grads[at] = gradient
-        elif gradient is not None and total is None:
-            # A copy: autograd may return one tensor for two leaves.
-            leaf_grads[at] = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
-        elif gradient is not None and total is not None:
-            total += gradient
+    found = [gradients.get(id(leaf)) for leaf in leaves]
+    if is_only_chunk:
+        leaf_grads[:] = found
+    else:
+        add_gradients(leaf_grads, found)
     return gradients.get(id(chunk))
 
 
 def _check_listed(logits: Tensor, known: Collection[Tensor]) -> None:
     """Raise if logits depend on a weight whose gradient would not be computed."""
-    listed = {id(x) for x in known}
-    seen, stack = set(), [logits.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-        leaf = None if node.next_functions else getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in listed:
-            raise ValueError(
-                f"chunked_token_mean(): head computes with a tensor of shape {tuple(leaf.shape)} "
-                "that requires a gradient and is not in `parameters`: its gradient would be lost. "
-                "Add it. With FSDP2, call chunked_token_mean() in the forward() of the module that "
-                "is sharded as one unit with the head, and list the parameters there, where they "
-                "are unsharded."
-            )
+    leaf = unlisted_leaf(logits, known)
+    if leaf is not None:
+        raise ValueError(
+            f"chunked_token_mean(): head computes with a tensor of shape {tuple(leaf.shape)} "
+            "that requires a gradient and is not in `parameters`: its gradient would be lost. "
+            "Add it. With FSDP2, call chunked_token_mean() in the forward() of the module that "
+            "is sharded as one unit with the head, and list the parameters there, where they "
+            "are unsharded."
+        )
 
 
 def _detached(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ may be random, routed, remembered, or trained without being a parameter of the m
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp import active_step
 from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
+from lightning_cp.gradients import unlisted_leaf
 from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import (
     RecordedOperators,
@@ -211,7 +212,7 @@ def _saved(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) ->
     with torch.enable_grad(), saved_tensors_hooks(pack, _identity):
         y = forward(x)
     known = [x, *module.parameters(), *module.buffers()]
-    if _has_other_leaves(y, known):
+    if unlisted_leaf(y, known) is not None:
         return Verdict("it computes with trained weights that are not among its parameters")
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     extra = sum(sizes.values()) - sum(
@@ -222,23 +223,6 @@ def _saved(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) ->
 
 def _identity(x: Tensor) -> Tensor:
     return x
-
-
-def _has_other_leaves(y: Tensor, known: Sequence[Tensor]) -> bool:
-    """Return whether a result depends on a leaf that requires a gradient and is not known."""
-    listed = {id(x) for x in known}
-    seen: set[Any] = set()
-    stack: list[Any] = [y.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-        leaf = None if node.next_functions else getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in listed:
-            return True
-    return False
 
 
 @contextmanager

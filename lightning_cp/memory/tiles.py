@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.fsdp.sharding import find_blocks
+from lightning_cp.gradients import add_gradients
 from lightning_cp.memory.probe import (
     Verdict,
     find_input,
@@ -32,7 +33,7 @@ from lightning_cp.memory.probe import (
     sample_input,
     takes_one_tensor,
 )
-from lightning_cp.precision import accumulation_dtype, autocast_off
+from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import outside_graphs, without_tensor_hooks
 
 _logger = logging.getLogger(__name__)
@@ -461,20 +462,9 @@ class _Job:
                     part = dx.narrow(self.dim, start, tile.shape[self.dim])
                     part.zero_() if piece_grad is None else part.copy_(piece_grad)
                 start += tile.shape[self.dim]
-                _add(sums, found)
+                add_gradients(sums, found)
         cast = zip(sums, parameters, strict=True)
         return dx, [None if total is None else total.to(p.dtype) for total, p in cast]
-
-
-def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Add gradients of weights to their sums."""
-    for at, gradient in enumerate(found):
-        total = sums[at]
-        if gradient is not None and total is not None:
-            total += gradient
-        elif gradient is not None:
-            # A copy: autograd may return one tensor for two weights.
-            sums[at] = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
 
 
 @contextmanager
