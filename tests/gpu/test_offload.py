@@ -111,8 +111,8 @@ def is_same(found, exact):
     "how", [{}, {"in_flight": 3}, {"lengths": (LENGTH, 2048, 6000)}], ids=["one", "three", "sizes"]
 )
 def test_losses_and_gradients_keep_every_bit(how):
-    assert is_same(train(6, **how)[1], train(6, **how)[1])  # or nothing can be compared
-    assert compare(6, **how) == [True] * len(CASES)
+    assert is_same(train(3, **how)[1], train(3, **how)[1])  # or nothing can be compared
+    assert compare(3, **how) == [True] * len(CASES)
 
 
 def test_on_ranks_too(nccl):

@@ -225,7 +225,9 @@ def test_a_parity_test_notices_a_lost_tile(model, x, monkeypatch):
 
     exact = gradients(model, x)
     tile_modules(model, tile_tokens=4)
-    monkeypatch.setattr(tiles, "add_gradients", lambda sums, found: sums.__setitem__(slice(None), found))
+    monkeypatch.setattr(
+        tiles, "add_gradients", lambda sums, found: sums.__setitem__(slice(None), found)
+    )
     with pytest.raises(AssertionError):
         assert_equal(gradients(model, x), exact)
 

@@ -112,6 +112,7 @@ class Job:
         lora_rank: 0 for all weights.
         lora_targets: names of linear layers, or ``all-linear``.
         freeze: patterns of parameters that are not trained.
+        keeps_attention: whether attention results are kept for backward.
     """
 
     config: PreTrainedConfig
@@ -123,6 +124,7 @@ class Job:
     lora_rank: int = 0
     lora_targets: Sequence[str] | str = ()
     freeze: Sequence[str] = ()
+    keeps_attention: bool = False
 
 
 def job_of(config: Mapping[str, Any]) -> Job:
@@ -141,6 +143,7 @@ def job_of(config: Mapping[str, Any]) -> Job:
         lora_rank=lora.get("rank", 0),
         lora_targets=lora.get("target_modules", ()),
         freeze=model.get("freeze", ()),
+        keeps_attention=trainer["strategy"]["init_args"].get("keep_attention") == "all",
     )
 
 
@@ -183,6 +186,10 @@ def compute(job: Job) -> dict[str, float]:
         # logits of a piece in float32, a few times
         "the loss": 4 * LARGEST_LOGITS + tokens * width * 2 * residual,
     }
+    if job.keeps_attention:
+        # the output in bfloat16, and lse in float32
+        per_token = 2 * queries + 4 * text.num_attention_heads
+        taken["kept attention"] = layers * tokens * per_token
     if job.ulysses > 1:
         # queries, keys, values and output once more, and their gradients
         taken["tokens swapped for heads"] = tokens * 2 * (queries + keys) * 2 * 2
