@@ -11,7 +11,7 @@ KernelName = Literal["auto", "cpu", "cudnn", "flash", "flex", "reference"]
 GradientWire = Literal["float32", "model"]
 """The precision in which gradients travel that are summed on the way: at least the model's."""
 
-KeepAttention = float | Literal["all", "none"]
+KeepAttention = float | Literal["all", "auto", "none"]
 """GiB of attention results that a step keeps under activation checkpointing, or all, or none."""
 
 Offload = float | Literal["all", "none"]
@@ -79,7 +79,8 @@ class Options:
                 "may allocate, above 0, or None for the default."
             )
         if isinstance(self.keep_attention, str):
-            check_choice("keep_attention", self.keep_attention, ("all", "none", "a number of GiB"))
+            choices = ("all", "auto", "none", "a number of GiB")
+            check_choice("keep_attention", self.keep_attention, choices)
         elif not self.keep_attention >= 0:
             raise ValueError(
                 f"keep_attention={self.keep_attention}: give the GiB of attention results that a "
@@ -106,7 +107,10 @@ class Options:
 
     @property
     def kept_bytes(self) -> int | None:
-        """Return the bytes of attention results that a step may keep; None for no limit."""
+        """Return the bytes of attention results that a step may keep; None for no limit.
+
+        ``auto`` keeps none, until the strategy has planned the step.
+        """
         if isinstance(self.keep_attention, str):
             return None if self.keep_attention == "all" else 0
         return int(self.keep_attention * 2**30)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import active_step, adapters, guards, routing
 from lightning_cp.attn.flex.kernel import MaskMod
 from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
-from lightning_cp.attn.kept import region_contexts, saving_inputs
+from lightning_cp.attn.kept import kept_limit, region_contexts, saving_inputs
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.data import outputs
@@ -87,7 +87,7 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
     num_unsharded = active_step.num_unsharded()
-    if step.options.kept_bytes == 0 and store_of(step) is None:
+    if kept_limit(step) == 0 and store_of(step) is None:
         return nullcontext(), reenter(step, num_unsharded=num_unsharded)
     forward, recompute = region_contexts(step)
     return forward, Nested(_reenter_regions(step, num_unsharded=num_unsharded), recompute)
@@ -151,7 +151,8 @@ class ContextParallel:
         keep_attention: under activation checkpointing, keep output and lse of attention calls
             instead of computing them, and sending keys and values, a second time: ``all``, ``none``
             or GiB per step and rank. It takes as much memory as the checkpoints of models with
-            H * Dv = hidden size. The same on all ranks.
+            H * Dv = hidden size. ``auto``, which the strategy plans, keeps none here. The same on
+            all ranks.
         offload: move what activation checkpointing saves, hidden states and kept attention, to
             pinned host memory until backward needs it: ``all``, ``none`` or the GiB of host memory
             that each rank may take; what exceeds them stays on the GPU. The inputs of the last two

@@ -52,8 +52,10 @@ class StepCache(MutableMapping[object, Any]):
     def __init__(self) -> None:
         # By the key of the mask, which holds ids of tensors: kept alive, so that no id is reused.
         self.bounds: dict[object, tuple[Bounds, object]] = {}
-        # Bytes of attention results that activation checkpointing has kept so far.
+        # Bytes of attention results that activation checkpointing has kept so far, and may keep, if
+        # that differs from the options.
         self.kept_bytes = 0
+        self.kept_limit: float | None = None
         self._values: dict[object, Any] = {}
 
     def __getitem__(self, key: object) -> Any:

@@ -14,6 +14,7 @@ graph is dropped. With offloading, results and the region's inputs share a `Parc
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -93,6 +94,14 @@ class _RegionContext(AbstractContextManager[None]):
         _current = self._previous.pop()
 
 
+def kept_limit(step: Step) -> float:
+    """Return the bytes of attention results that a step may keep."""
+    limit = step.cache.kept_limit
+    if limit is None:
+        limit = step.options.kept_bytes
+    return inf if limit is None else limit
+
+
 def region_contexts(
     step: Step,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -140,8 +149,7 @@ class Slot(Generic[T]):
         if self._pass is None or self._pass.reads:
             return False
         step = self._pass.region.step
-        limit = step.options.kept_bytes
-        if limit is not None and step.cache.kept_bytes + num_bytes > limit:
+        if step.cache.kept_bytes + num_bytes > kept_limit(step):
             return False
         step.cache.kept_bytes += num_bytes
         return True

@@ -7,6 +7,7 @@ Only for one model whose shape an adapter knows, and in the precisions that the 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_cp.adapters import plan_models
 from lightning_cp.comm.collective_errors import any_rank
+from lightning_cp.comm.transport import gather
 from lightning_cp.fsdp.sharding import ParameterSharding
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.mixed_precision import MixedPrecision
@@ -29,6 +31,9 @@ _logger = logging.getLogger("lightning_cp")
 
 TOLERANCE: Final = 1.1
 """How far a plan must exceed the memory of the device to be refused: plans are off by up to 7%."""
+
+MARGIN: Final = 1.05
+"""A plan times this must leave room for attention that ``auto`` keeps."""
 
 
 @dataclass(frozen=True)
@@ -80,36 +85,80 @@ class RunSetup:
 
 
 class MemoryCheck:
-    """Plans the memory of the first training step, logs it, and raises if it cannot fit.
+    """Plans the memory of training steps: logs the first plan, and raises if it cannot fit.
+
+    With ``keep_attention="auto"``, each step may keep what its plan leaves free.
 
     Args:
         module: the LightningModule.
         device: of this rank.
         run: the options of the run.
+        refuse: whether to raise.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, run: RunSetup) -> None:
-        self._module, self._device, self._run = module, device, run
-        self._is_done = False
+    def __init__(
+        self, module: nn.Module, device: torch.device, run: RunSetup, *, refuse: bool
+    ) -> None:
+        self._module, self._device, self._run, self._refuse = module, device, run, refuse
+        self._is_first = True
+        self._num_tokens = 0
+        self._total: float | None = None
+        self._kept = 0.0
         self.plan: MemoryPlan | None = None
-        """The plan of the first training step; None before it, and where there is none."""
+        """The plan of the training step with the most tokens; None before it, or without one."""
 
     def check(self, step: Step) -> None:
-        """Plan the first step. Collective: raises on all ranks of the sequence."""
-        if self._is_done:
+        """Plan a step. The first time collective: raises on all ranks."""
+        is_first, self._is_first = self._is_first, False
+        if is_first:
+            self._total = _smallest(device_bytes(self._device), step)
+        num_tokens = step.batch_size * step.layout.local_len
+        if num_tokens > self._num_tokens:  # less memory is left than was planned
+            self._num_tokens = num_tokens
+            self._plan(step, is_first=is_first)
+        if self._run.options.keep_attention == "auto":
+            step.cache.kept_limit = self._kept
+
+    def _plan(self, step: Step, *, is_first: bool) -> None:
+        total = self._total
+        if total is None:  # main memory: what checkpointing saves is a part of what it takes anyway
+            self._kept = inf
             return
-        self._is_done = True
-        models, total = plan_models(self._module), device_bytes(self._device)
+        models = plan_models(self._module)
         model = models[0] if len(models) == 1 else {}
         setup = self._run.of(model, step) if model else None
-        if total is None or setup is None:
+        if setup is None:
+            self._kept = 0.0
             return
         self.plan = plan_memory(model["shape"], setup)
-        _log(describe_memory(self.plan, total))
-        is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
-        (refused,) = any_rank([is_too_large], step.groups.context)
-        if refused:
-            raise MemoryError(_refusal(model["shape"], setup, self.plan, total))
+        self._kept = _room(model["shape"], setup, self.plan, total)
+        if is_first:
+            kept = "" if self._run.options.keep_attention != "auto" else _kept_text(self._kept)
+            _log(describe_memory(self.plan, total) + kept)
+            is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
+            groups = (step.groups.context, step.groups.data)
+            if self._refuse and any_rank([is_too_large], *groups)[0]:
+                raise MemoryError(_refusal(model["shape"], setup, self.plan, total))
+
+
+def _smallest(total: int | None, step: Step) -> float | None:
+    """Return the least memory of all ranks of the sequence, so that they decide alike."""
+    group = step.groups.context
+    mine = torch.tensor([-1 if total is None else total], device=group.device)
+    least = int(gather(mine, group).min())
+    return None if least < 0 else float(least)
+
+
+def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float) -> float:
+    """Return the bytes that a step may keep of attention, planned without."""
+    if setup.offload == "all" and setup.checkpointing == "full":  # they go to the host
+        kept = plan_memory(shape, replace(setup, checkpointing="keep"))
+        return inf if MARGIN * kept.peak <= USABLE * total else 0.0
+    return max(0.0, USABLE * total - MARGIN * plan.peak)
+
+
+def _kept_text(num_bytes: float) -> str:
+    return f" keep_attention_gb={'all' if num_bytes == inf else f'{num_bytes / 1e9:.1f}'}"
 
 
 def device_bytes(device: torch.device) -> int | None:

@@ -48,7 +48,7 @@ class StepRunner:
         lockstep: whether all data ranks take the same number of steps. Loaders may have different
             lengths where parameters are not sharded: a step must not wait for data ranks then.
         stock: whether models of other libraries were enabled, so that `verify` disables them.
-        memory: plans the memory of training steps; None to try them.
+        memory: plans the memory of training steps; None for no plan.
     """
 
     def __init__(

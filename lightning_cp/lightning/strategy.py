@@ -93,7 +93,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         activation_checkpointing: recompute layers in backward, of any model. Models that checkpoint
             by themselves need no flag. This and the next five: docs/memory.md.
         keep_attention: with activation checkpointing, keep attention results instead of computing
-            them again in backward: ``all``, ``none`` or GiB per batch and rank.
+            them again in backward: ``all``, ``none``, GiB per batch and rank, or ``auto``: what the
+            plan leaves free.
         offload: with activation checkpointing, move hidden states and kept attention to host memory
             until backward: ``all``, ``none`` or GiB per rank; the rest stays on the GPU.
         offload_after: GiB of them that stay on the GPU before others are moved.
@@ -119,7 +120,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             takes memory for unsharded gradients.
         broadcast_batch: send the batch of the first context rank to the others.
         check_batches: number of batches whose contents ranks compare; shapes are always compared.
-        check_memory: plan the memory of the first training step, and raise if it cannot fit.
+        check_memory: raise if the first training step cannot fit into memory, by plan.
         save_distributed_checkpoint: save a folder into which every rank writes; else one file.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
@@ -305,7 +306,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             verify_max_len=self._verify_max_len,
             lockstep=self._parameter_sharding == "full" or self.data_parallel_size == 1,
             stock=bool(self._handles),
-            memory=self._plan_memory() if self._check_memory else None,
+            memory=self._plan_memory(),
         )
 
     def _plan_memory(self) -> MemoryCheck:
@@ -317,7 +318,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             self._mixed_precision,
             self._parameter_sharding,
         )
-        return MemoryCheck(self._module(), self.root_device, run)
+        return MemoryCheck(self._module(), self.root_device, run, refuse=self._check_memory)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -64,7 +64,8 @@ def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, **options):
         finally:
             logger.removeHandler(lines)
             logger.setLevel(level)
-    return [line for line in lines.lines if line.startswith("memory plan")]
+    kept = strategy.last_step.cache.kept_bytes
+    return kept, [line for line in lines.lines if line.startswith("memory plan")]
 
 
 def run_all():
@@ -75,20 +76,32 @@ def run_all():
         "unknown weights": fit(1e6, freeze=True),
         "unknown precision": fit(1e6, precision="32-true"),
         "no device": fit(None),
+        "auto": fit(80e9, keep_attention="auto"),
+        "auto, offload": fit(80e9, keep_attention="auto", offload="all"),
+        "auto, no room": fit(1.05e9, keep_attention="auto"),
+        "auto, unknown precision": fit(80e9, keep_attention="auto", precision="32-true"),
+        "auto, no device": fit(None, keep_attention="auto"),
     }
 
 
 @pytest.mark.ranks
 def test_a_plan_is_logged_compared_and_refused_on_all_ranks(ranks):
     first, second = ranks(2).run(run_all)
-    start, end = first["fits"]
+    all_kept, (start, end) = first["fits"]
     assert re.match(r"memory plan: peak_gb=1\.0 device_gb=80\.0 moment=\S+ other_buffers_gb", start)
     assert re.match(r"memory plan: peak_gb=\S+ measured_gb=\S+ ratio=\S+", end)
     for found in (first, second):
         assert "This training step needs 1 GB on each rank by plan" in found["too large"]
         assert found["too large"].endswith("go on with check_memory=False.")
-    assert first["too large, gone on"] == first["unknown precision"] == first["no device"] == []
-    assert len(first["unknown weights"]) == 2  # planned, but not refused
+    assert first["unknown precision"] == first["no device"] == (0, [])
+    for how in ("too large, gone on", "unknown weights"):
+        assert len(first[how][1]) == 2, how  # planned, but not refused
+    for how in ("auto", "auto, offload", "auto, no device"):
+        assert first[how][0] == second[how][0] == all_kept > 0, how
+    for how in ("auto, no room", "auto, unknown precision"):
+        assert first[how][0] == second[how][0] == 0, how
+    assert first["auto"][1][0].endswith("keep_attention_gb=74.1")
+    assert first["auto, offload"][1][0].endswith("keep_attention_gb=all")
 
 
 def test_the_refusal_names_the_options_that_help():
