@@ -25,7 +25,7 @@ from lightning_cp.options import Options
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import OTHER_BYTES, USABLE, MemoryPlan, plan_memory
 from lightning_cp.planner.shapes import ModelShape
-from lightning_cp.step import Step
+from lightning_cp.step import Step, UnshardedStep
 
 _logger = logging.getLogger("lightning_cp")
 
@@ -109,6 +109,8 @@ class MemoryCheck:
 
     def check(self, step: Step) -> None:
         """Plan a step. The first time collective: raises on all ranks."""
+        if isinstance(step, UnshardedStep):  # the module opens steps for its parts
+            return
         is_first, self._is_first = self._is_first, False
         if is_first:
             self._total = _smallest(device_bytes(self._device), step)
