@@ -7,7 +7,6 @@ of compiled code. Equal layers share what is compiled, for any number of tokens.
 """
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,7 +22,9 @@ from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.memory.probe import (
     Verdict,
     find_input,
+    format_states,
     has_hooks_inside,
+    has_matrices,
     has_units_inside,
     is_pending,
     probe,
@@ -81,12 +82,10 @@ class CompiledLayers:
     def __str__(self) -> str:
         """Return the report as text, layers that are alike in one line."""
         states = {True: "compiled", None: "decided at its first call", False: "left alone"}
-        lines: dict[tuple[str, str], int] = {}
-        for report in self.report():
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", report.name)
-            state = states[report.is_compiled] + (f": {report.reason}" if report.reason else "")
-            lines[name, state] = lines.get((name, state), 0) + 1
-        return "\n".join(f"{name} ({num}): {state}" for (name, state), num in lines.items())
+        return format_states(
+            (each.name, states[each.is_compiled] + (f": {each.reason}" if each.reason else ""))
+            for each in self.report()
+        )
 
 
 def compile_layers(
@@ -143,15 +142,11 @@ def compile_layers(
     for block in find_blocks(model, shard_modules) or [model]:
         finder.visit_children(names[block], block)
     for name, module in model.named_modules():
-        if name and not _has_matrices(module):
+        if name and not has_matrices(module):
             finder.visit(name, module)
     handle = CompiledLayers(finder)
     _logger.info("compiled modules:\n%s", handle)
     return handle
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    return any(p.dim() > 1 or not p.is_floating_point() for p in module.parameters())
 
 
 class _Finder:

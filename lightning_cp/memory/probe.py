@@ -8,7 +8,9 @@ may be random, routed, remembered, or trained without being a parameter of the m
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -89,6 +91,22 @@ def has_hooks_inside(module: nn.Module) -> bool:
     """Return whether hooks are registered on modules inside this one, other than ours."""
     inside = (part for part in module.modules() if part is not module)
     return any(not is_gathering_hook(hook) for part in inside for hook in module_hooks(part))
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Return whether a module holds more than scales and biases; quantized weights are flat."""
+    return any(p.dim() > 1 or not p.is_floating_point() for p in module.parameters())
+
+
+def format_states(states: Iterable[tuple[str, str]]) -> str:
+    """Return the states of modules as text, layers that are alike in one line.
+
+    Example:
+        >>> print(format_states([("layers.0.mlp", "tiled"), ("layers.1.mlp", "tiled")]))
+        layers.*.mlp (2): tiled
+    """
+    lines = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), state) for name, state in states)
+    return "\n".join(f"{name} ({num}): {state}" for (name, state), num in lines.items())
 
 
 def sample_input(

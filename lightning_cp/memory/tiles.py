@@ -8,7 +8,6 @@ forward and gradients, and sums the gradients of the weights in float32 or wider
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,9 @@ from lightning_cp.gradients import add_gradients
 from lightning_cp.memory.probe import (
     Verdict,
     find_input,
+    format_states,
     has_hooks_inside,
+    has_matrices,
     has_units_inside,
     is_pending,
     probe,
@@ -85,12 +86,10 @@ class Handle:
     def __str__(self) -> str:
         """Return the report as text, layers that are alike in one line."""
         states = {True: "tiled", None: "decided at its first call", False: "left alone"}
-        lines: dict[tuple[str, str], int] = {}
-        for report in self.report():
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", report.name)
-            state = states[report.is_tiled] + (f": {report.reason}" if report.reason else "")
-            lines[name, state] = lines.get((name, state), 0) + 1
-        return "\n".join(f"{name} ({num}): {state}" for (name, state), num in lines.items())
+        return format_states(
+            (each.name, states[each.is_tiled] + (f": {each.reason}" if each.reason else ""))
+            for each in self.report()
+        )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -146,7 +145,7 @@ def tile_modules(
     for block in find_blocks(model, shard_modules) or [model]:
         finder.visit_children(names[block], block)
     for name, module in model.named_modules():
-        if name and not _has_matrices(module):
+        if name and not has_matrices(module):
             finder.visit(name, module)
     handle = Handle(finder)
     _logger.info("tiles of %s tokens:\n%s", tile_tokens, handle)
@@ -155,11 +154,6 @@ def tile_modules(
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    """Return whether a module holds more than scales and biases; quantized weights are flat."""
-    return any(p.dim() > 1 or not p.is_floating_point() for p in module.parameters())
 
 
 class _Finder:
@@ -203,7 +197,7 @@ class _Finder:
         if isinstance(module, _CONTAINERS):
             self.visit_children(name, module, matrices=matrices)
             return
-        if not matrices and _has_matrices(module):
+        if not matrices and has_matrices(module):
             self.visit_children(name, module, matrices=False)
             return
         if is_tiled(module):
