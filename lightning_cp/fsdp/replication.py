@@ -8,6 +8,7 @@ buckets; half-precision ones in float32, as FSDP2 does here. Nothing is gathered
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,6 @@ from lightning_cp.torch_private import after_backward, backward_id, plain_functi
 _BUCKET_BYTES: Final = 1 << 27
 """Bytes that are summed together. A larger gradient has a bucket of its own."""
 
-_REPLICAS: Final = "_lightning_cp_replicas"
-"""Attribute of a module: the `_Replicas` of its parameters."""
-
 
 def average_gradients(owner: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     """Average gradients over the ranks in each backward from now on; return what ends it.
@@ -32,24 +30,24 @@ def average_gradients(owner: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
         mesh: data x context, one axis.
     """
     replicas = _Replicas(owner, mesh)
-    owner.__dict__[_REPLICAS] = replicas
+    _replicas[owner] = replicas
 
     def stop() -> None:
         replicas.stop()
-        owner.__dict__.pop(_REPLICAS, None)
+        _replicas.pop(owner, None)
 
     return stop
 
 
 def is_replicated(owner: nn.Module) -> bool:
     """Return whether backward averages the gradients of a module over the ranks."""
-    return _REPLICAS in owner.__dict__
+    return owner in _replicas
 
 
 def set_averaging(owner: nn.Module, *, enabled: bool) -> None:
     """Set whether backward averages gradients, or accumulates those of this rank."""
     if is_replicated(owner):
-        owner.__dict__[_REPLICAS].enabled = enabled
+        _replicas[owner].enabled = enabled
 
 
 class _Replicas:
@@ -130,3 +128,7 @@ class _Replicas:
                 parameter.grad.copy_(mean.view_as(parameter))
             elif used[index] > 0:
                 parameter.grad = mean.view_as(parameter).to(parameter.dtype, copy=True)
+
+
+_replicas: Final[WeakKeyDictionary[nn.Module, _Replicas]] = WeakKeyDictionary()
+"""Those of each module; not an attribute of it: process groups cannot be copied or pickled."""

@@ -1,5 +1,7 @@
 """Replicated parameters: each backward leaves the mean of all ranks' gradients on every rank."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,6 +63,7 @@ def run_averaged():
     rank = dist.get_rank()
     model, stop = build()
     assert is_replicated(model)
+    assert not is_replicated(deepcopy(model))  # an average of weights, say
     model(sample(rank), rank).backward()
     same(grads(model), exact())  # the expert that no rank used has no gradient
     model(sample(rank), rank).backward()  # into gradients that are averaged already
