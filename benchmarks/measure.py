@@ -34,6 +34,8 @@ def timed(call: Callable[[], object], device: torch.device, *, repeats: int = MO
     call()
     synchronize(device)
     once = time.perf_counter() - start
+    if once > 10 * LONGEST:
+        return 1e3 * once
     if once > LONGEST:  # launches take no share of it
         return median(_once(call, device, num_calls=1) for _ in range(2))
     repeats = min(repeats, max(FEWEST, int(LONGEST / max(once * (CALLS_PER_EVENT + 1), 1e-6))))
@@ -100,15 +102,18 @@ def host_time(call: Callable[[], object], device: torch.device, *, repeats: int 
     return median(times)
 
 
-def busy_time(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call's GPU kernels in milliseconds, without gaps; 0 on a CPU."""
+def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, tuple[float, int]]:
+    """Return milliseconds and number of calls of each GPU kernel of a call; empty on a CPU."""
     if device.type != "cuda":
-        return 0.0
+        return {}
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiled:
         call()
         torch.cuda.synchronize(device)
-    return float(sum(event.self_device_time_total for event in profiled.key_averages())) / 1e3
+    return {
+        event.key: (float(event.self_device_time_total) / 1e3, event.count)
+        for event in profiled.key_averages()
+    }
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:

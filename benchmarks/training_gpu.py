@@ -7,6 +7,7 @@ separate sequence of as many tokens as the rank holds: everything but attention 
 """
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.emulate import emulated_parallel
-from benchmarks.measure import Records, busy_time, describe, peak_memory, timed
+from benchmarks.measure import Records, describe, kernel_times, peak_memory, timed
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
 from lightning_cp.memory import compile_layers, tile_modules
@@ -165,18 +166,51 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Spent:
-    """Milliseconds of a step, of its kernels and of its attention, peak bytes, and the loss."""
+    """Milliseconds of a step, of its attention and of each kernel, peak bytes, and the loss."""
 
     ms: float
-    busy_ms: float
     attention_ms: float
     peak: int
     loss: float
+    kernels: dict[str, tuple[float, int]]
 
     @property
     def other_ms(self) -> float:
         """Return the time of everything but attention."""
         return self.ms - self.attention_ms
+
+    @property
+    def busy_ms(self) -> float:
+        """Return the time of all kernels, without gaps."""
+        return sum(ms for ms, _ in self.kernels.values())
+
+
+KERNELS = {
+    "attention, forward": r"sdpa.*fprop|flash_fprop|flash_fwd|triton_tem.*flex(?!.*backward)",
+    "attention, backward": r"sdpa.*bprop|flash_bprop|flash_bwd|triton_tem.*backward",
+    "matrix products": r"gemm|nvjet|xmma|cutlass|splitK",
+    "compiled": r"^triton_",
+    "copies between device and host": r"^Memcpy (DtoH|HtoD)",
+    "copies": r"^Memcpy|^Memset|copy|CatArray",
+    "reductions": r"reduce|softmax|Softmax|norm",
+    "elementwise": r"elementwise",
+}
+"""What a kernel does, by its name: the first pattern that is found."""
+
+
+def print_profile(spent: Spent, *, num_kernels: int = 20) -> None:
+    """Print the time of all kernels by kind, and the longest ones."""
+    kinds = dict.fromkeys((*KERNELS, "other"), 0.0)
+    for name, (ms, _) in spent.kernels.items():
+        kind = next((kind for kind, it in KERNELS.items() if re.search(it, name)), "other")
+        kinds[kind] += ms
+    print("\n| kernels | ms | share |\n|---|---|---|")
+    for kind, ms in kinds.items():
+        print(f"| {kind} | {ms:.1f} | {ms / max(spent.busy_ms, 1e-9):.3f} |")
+    print("\n| kernel | ms | calls |\n|---|---|---|")
+    for name, (ms, count) in sorted(spent.kernels.items(), key=lambda x: -x[1][0])[:num_kernels]:
+        print(f"| {name[:120]} | {ms:.1f} | {count} |")
+    print(flush=True)
 
 
 def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], Any]) -> Spent:
@@ -199,8 +233,8 @@ def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], 
         spent = timed(call, device, repeats=7)
         inside = watch.total()  # of the last step, which the GPU has finished
         peak = peak_memory(call, device)
-        busy = busy_time(call, device)
-    return Spent(spent, busy, inside, peak, float(losses[0]))
+        kernels = kernel_times(call, device)
+    return Spent(spent, inside, peak, float(losses[0]), kernels)
 
 
 def run_one(
@@ -214,6 +248,7 @@ def run_one(
     tile: bool,
     alone: bool,
     compiled: bool = False,
+    profile: bool = False,
 ) -> None:
     """Time a run and its reference, and print both."""
     cp_size, rank = 8, 4
@@ -270,6 +305,8 @@ def run_one(
             tile=tile,
             compiled=compiled,
         )
+    if profile:
+        print_profile(emulated)
 
 
 HEADER = (
@@ -291,6 +328,7 @@ def run(
     tile: bool = False,
     alone: bool = True,
     compiled: bool = False,
+    profile: bool = False,
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
@@ -311,6 +349,7 @@ def run(
                 tile=tile,
                 alone=alone,
                 compiled=compiled,
+                profile=profile,
             )
         except Exception as error:  # noqa: BLE001  continue with the next run
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -341,6 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--offload", default="none", help="none, all, or GiB")
     parser.add_argument("--tile", action="store_true", help="token-wise modules in tiles")
     parser.add_argument("--no-alone", dest="alone", action="store_false", help="no reference")
+    parser.add_argument("--profile", action="store_true", help="kernels by kind, after each run")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
     args = parser.parse_args(arguments)
@@ -358,6 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tile": args.tile,
         "compiled": args.compile,
         "alone": args.alone,
+        "profile": args.profile,
     }
     if args.tiny:
         torch.set_num_threads(1)

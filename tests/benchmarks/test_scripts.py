@@ -1,12 +1,16 @@
 """The scripts that time GPUs, in small on the CPU: they must run when a GPU is there."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import attention_gpu, scaling
 from benchmarks.measure import Records
+from lightning_cp.planner import Setup
+from lightning_cp.planner.memory import plan_memory
+from lightning_cp.planner.shapes import KNOWN
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,27 @@ def test_training_runs(tmp_path):
     lines = [json.loads(line) for line in written.splitlines()]
     assert len(lines) == 2 * len(training_gpu.RUNS)
     assert all(line["ms"] > 0 and line["loss"] > 0 for line in lines)
+
+
+def test_plans_are_compared_with_steps(tmp_path):
+    from benchmarks import plan_gpu
+
+    names = ["llama-8b 256k all", "llama-8b 128k documents", "llama-8b 128k lora"]
+    plan_gpu.main(["--tiny", "--only", *names, "--out", str(tmp_path)])
+    lines = [json.loads(x) for x in (tmp_path / "plan_gpu.jsonl").read_text().splitlines()]
+    assert [line["point"] for line in lines] == names
+    assert all(line["ms"] > 0 and line["planned_bytes"] > 0 for line in lines)
+
+
+def test_weights_that_are_not_sharded_are_planned_in_full():
+    from benchmarks.plan_gpu import unsharded_peak
+
+    setup = Setup(seq_len=131072, num_gpus=8, accumulates=False)
+    alone = replace(setup, num_gpus=1, seq_len=16384)
+    sharded, full = (plan_memory(KNOWN["llama-8b"], one) for one in (setup, alone))
+    held = sum(sharded.parts[name] for name in ("weights", "optimizer"))
+    assert unsharded_peak(sharded, 8) > sharded.peak + 6.9 * held - 1e9
+    assert unsharded_peak(full, 1) == full.peak - full.parts["other buffers"]
 
 
 @pytest.mark.slow
