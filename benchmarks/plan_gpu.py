@@ -9,7 +9,6 @@ points hold 128k, 256k and 512k tokens per rank, with a window, for bytes per to
 
 import argparse
 import gc
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -363,8 +362,8 @@ def one_rank(device: torch.device) -> Iterator[DeviceMesh]:
     """Start a process group of this process, and yield its mesh."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(os.path.join(folder, "store"), 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        where = f"file://{folder}/store"
+        dist.init_process_group(backend, init_method=where, rank=0, world_size=1)
         try:
             yield DeviceMesh(device.type, [0], mesh_dim_names=("shard",))
         finally:
