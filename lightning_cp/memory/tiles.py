@@ -6,7 +6,6 @@ module saves its input for backward and nothing else. Backward computes one tile
 forward and gradients, and sums the gradients of the weights in float32 or wider.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,24 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.gradients import add_gradients
-from lightning_cp.memory.probe import (
-    Verdict,
-    find_input,
-    format_states,
-    has_hooks_inside,
-    has_matrices,
-    has_units_inside,
-    is_pending,
-    probe,
-    sample_input,
-    takes_one_tensor,
-)
+from lightning_cp.memory.probe import Verdict, has_hooks_inside, has_units_inside
+from lightning_cp.memory.replace import Handle, Replacement, is_replaced, replace_modules
 from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import outside_graphs, without_tensor_hooks
-
-_logger = logging.getLogger(__name__)
 
 TileTokens = int | Literal["auto"]
 
@@ -46,54 +32,6 @@ MIN_TOKENS: Final = 2048
 
 _MIN_SAVED: Final = 1.0
 """Bytes saved besides the input, over those of the input, from which on tiles are worth it."""
-
-_CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
-
-
-@dataclass(frozen=True)
-class ModuleReport:
-    """What became of a module.
-
-    Args:
-        name: of the module in the model.
-        is_tiled: whether it is computed in tiles; None if that is decided when it is first called
-            with more tokens than a tile, since its parameters are sharded or on the meta device.
-        reason: why it is left alone; empty if it is not.
-    """
-
-    name: str
-    is_tiled: bool | None
-    reason: str = ""
-
-
-class Handle:
-    """The tiled modules of a model, until `remove()`."""
-
-    def __init__(self, finder: "_Finder") -> None:
-        self._finder = finder
-
-    def remove(self) -> None:
-        """Restore the modules. Graphs that exist already can still be used for backward."""
-        for tiled in self._finder.tiled:
-            tiled.uninstall()
-        self._finder.tiled.clear()
-
-    def report(self) -> tuple[ModuleReport, ...]:
-        """Return which modules are tiled, and which are left alone and why, by name."""
-        found = [tiled.report() for tiled in self._finder.tiled] + self._finder.left_alone
-        return tuple(sorted(found, key=lambda report: _natural(report.name)))
-
-    def __str__(self) -> str:
-        """Return the report as text, layers that are alike in one line."""
-        states = {True: "tiled", None: "decided at its first call", False: "left alone"}
-        return format_states(
-            (each.name, states[each.is_tiled] + (f": {each.reason}" if each.reason else ""))
-            for each in self.report()
-        )
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def tile_modules(
@@ -140,155 +78,64 @@ def tile_modules(
             f"tile_tokens={tile_tokens!r}: give the number of tokens of a tile, 1 or more, or "
             "'auto'."
         )
-    finder = _Finder(tile_tokens)
-    names = {module: name for name, module in model.named_modules()}
-    for block in find_blocks(model, shard_modules) or [model]:
-        finder.visit_children(names[block], block)
-    for name, module in model.named_modules():
-        if name and not has_matrices(module):
-            finder.visit(name, module)
-    handle = Handle(finder)
-    _logger.info("tiles of %s tokens:\n%s", tile_tokens, handle)
-    return handle
+    return replace_modules(model, _Tiled, shard_modules=shard_modules, tile_tokens=tile_tokens)
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
 
 
-class _Finder:
-    """Finds the modules to tile, from the outside in, and remembers what became of each.
-
-    Args:
-        tile_tokens: tokens of a tile.
-    """
-
-    def __init__(self, tile_tokens: TileTokens) -> None:
-        self.tile_tokens = tile_tokens
-        self.tiled: list[_Tiled] = []
-        self.left_alone: list[ModuleReport] = []
-        self._seen: set[nn.Module] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle no modules: a copy of one module holds no others."""
-        return _Finder, (self.tile_tokens,)
-
-    def visit_children(
-        self, name: str, module: nn.Module, *, matrices: bool = True, experts: bool = True
-    ) -> None:
-        """Visit the modules inside one.
-
-        Args:
-            name: of the module.
-            module: the module.
-            matrices: whether modules with matrices may be tiled. Those inside of attention may not:
-                projections save little, and would run a third time.
-            experts: whether lists of modules are visited.
-        """
-        for child_name, child in module.named_children():
-            if experts or not isinstance(child, _CONTAINERS):
-                self.visit(f"{name}.{child_name}" if name else child_name, child, matrices=matrices)
-
-    def visit(self, name: str, module: nn.Module, *, matrices: bool = True) -> None:
-        """Tile a module, or leave it alone and visit the modules inside."""
-        if module in self._seen or not any(True for _ in module.parameters()):
-            return
-        self._seen.add(module)
-        if isinstance(module, _CONTAINERS):
-            self.visit_children(name, module, matrices=matrices)
-            return
-        if not matrices and has_matrices(module):
-            self.visit_children(name, module, matrices=False)
-            return
-        if is_tiled(module):
-            self._leave(name, "it is tiled already")
-            return
-        if not takes_one_tensor(module):
-            self._leave(name, "its forward takes more than one tensor")
-            self.visit_children(name, module, matrices=False)
-            return
-        tiled = _Tiled(module, name, self.tile_tokens, self)
-        self.tiled.append(tiled)
-        tiled.install()
-        if obstacle := tiled.obstacle_inside():
-            self.settle(tiled, Verdict(obstacle))
-        elif not tiled.is_pending():
-            self.settle(tiled, tiled.probe_now())
-        self._seen.update(module.modules() if tiled in self.tiled else ())
-
-    def settle(self, tiled: "_Tiled", verdict: Verdict) -> None:
-        """Keep a module tiled, or leave it alone and visit the modules inside."""
-        if not verdict.obstacle:
-            return
-        tiled.uninstall()
-        if tiled in self.tiled:  # not in a copy of the model
-            self.tiled.remove(tiled)
-        self._leave(tiled.name, verdict.obstacle)
-        inside = set(tiled.module.modules()) - {tiled.module}
-        self._seen -= inside - {other.module for other in self.tiled}
-        self.visit_children(
-            tiled.name, tiled.module, matrices=not verdict.mixes, experts=not verdict.routes
-        )
-
-    def _leave(self, name: str, reason: str) -> None:
-        self.left_alone.append(ModuleReport(name, False, reason))
-
-
 @dataclass(eq=False)
-class _Tiled:
-    """A module whose forward is replaced, in the instance.
+class _Tiled(Replacement):
+    """A module that is computed in tiles.
 
     Args:
-        module: the module.
-        name: of the module in the model.
         tile_tokens: tokens of a tile.
-        finder: visits the modules inside, if the module turns out not to be token-wise.
     """
 
-    module: nn.Module
-    name: str
-    tile_tokens: TileTokens
-    finder: _Finder
-    override: Callable[..., Any] | None = None
+    state = "tiled"
+    # Projections of attention save little, and would run a third time.
+    leaves_projections = True
+
+    tile_tokens: TileTokens = "auto"
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
-    obstacle: str = ""
-    is_settled: bool = False
-    is_active: bool = True
 
-    def install(self) -> None:
-        self.override = self.module.__dict__.get("forward")
-        self.module.forward = partial(_forward, self)
+    @outside_graphs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a module in tiles, where its arguments and its state allow it."""
+        if not self.is_active:  # somebody had wrapped the forward before it was restored
+            return self.call(*args, **kwargs)
+        values = [*args, *kwargs.values()]
+        x = values[0] if len(values) == 1 else None
+        is_plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dim() > 1
+        if not isinstance(x, Tensor) or not is_plain or not x.is_floating_point():
+            self.decide(Verdict("it is called with something else than one tensor"))
+            return self.call(*args, **kwargs)
+        call = self.call if args else partial(_call_by_name, self.call, next(iter(kwargs)))
+        num = self.num_tiles(x, call)
+        if num == 1:
+            return call(x)
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        job = _Job(self.module, call, num, _tile_dim(x), tuple(parameters), x.requires_grad)
+        if not torch.is_grad_enabled() or not (parameters or x.requires_grad):
+            return job.forward(x, grad=False)
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
+        box: list[Any] = []
+        saved = _Input.apply(x, box)  # type: ignore[no-untyped-call]
+        return _InTiles.apply(saved, job, box, *parameters.values())  # type: ignore[no-untyped-call]
 
-    def uninstall(self) -> None:
-        """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
-        if is_tiled(self.module):
-            del self.module.forward
-            if self.override is not None:
-                self.module.forward = self.override
-        self.is_active = False
+    def first_verdict(self) -> Verdict | None:
+        """Probe the module, unless tiles would be wrong or slow whatever it computes."""
+        obstacle = self.obstacle_inside()
+        return Verdict(obstacle) if obstacle else super().first_verdict()
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward that was replaced."""
-        if self.override is not None:
-            return self.override(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def report(self) -> ModuleReport:
-        if self.obstacle:
-            return ModuleReport(self.name, False, self.obstacle)
-        return ModuleReport(self.name, True if self.is_settled else None)
-
-    def is_pending(self) -> bool:
-        """Return whether the module cannot be called yet."""
-        return is_pending(self.module)
-
-    def probe_now(self) -> Verdict:
-        """Probe the module before its first call, on an input that its weights suggest."""
-        self.is_settled = True
-        x = find_input(self.module, self.call)
-        if x is None:
-            return Verdict("no input of one tensor [batch, tokens, width] was found that it takes")
-        return self._checked(x)
+    def check(self, x: Tensor, call: Callable[[Tensor], Any]) -> Verdict:
+        """Probe the module, and whether tiles save memory."""
+        verdict = super().check(x, call)
+        if not verdict.obstacle and verdict.saved < _MIN_SAVED:
+            return Verdict("autograd saves little more than its input: nothing to gain")
+        return verdict
 
     def verdict(self, x: Tensor, call: Callable[[Tensor], Any]) -> Verdict:
         """Return the verdict for inputs like this one; probe the module if there is none yet."""
@@ -299,24 +146,8 @@ class _Tiled:
             tuple((p.dtype, p.requires_grad) for p in parameters),
         )
         if key not in self.verdicts:
-            sample = sample_input(x.dim(), x.shape[-1], dtype=x.dtype, device=x.device)
-            if sample is None:
-                self.verdicts[key] = Verdict(f"its input has {x.dim()} dims")
-            else:
-                self.verdicts[key] = self._checked(sample, call)
+            self.verdicts[key] = self.verdict_like(x, call)
         return self.verdicts[key]
-
-    def decide(self, verdict: Verdict) -> None:
-        """Note what a call has shown; after the first one, modules inside may be tiled instead."""
-        is_first, self.is_settled, self.obstacle = not self.is_settled, True, verdict.obstacle
-        if is_first:
-            self.finder.settle(self, verdict)
-
-    def _checked(self, x: Tensor, call: Callable[[Tensor], Any] | None = None) -> Verdict:
-        verdict = probe(self.module, call or self.call, x)
-        if not verdict.obstacle and verdict.saved < _MIN_SAVED:
-            return Verdict("autograd saves little more than its input: nothing to gain")
-        return verdict
 
     def obstacle_inside(self) -> str:
         """Return why tiles would be wrong or slow now, whatever the module computes."""
@@ -350,40 +181,13 @@ class _Tiled:
 
 def is_tiled(module: nn.Module) -> bool:
     """Return whether a module is computed in tiles, or may be."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return is_replaced(module, _Tiled)
 
 
 def _tile_dim(x: Tensor) -> int:
     """Return the dim that is divided: the tokens; of several dims, as of heads, the longest."""
     dims = range(1 if x.dim() > 2 else 0, x.dim() - 1)
     return max(dims, key=lambda dim: x.shape[dim])
-
-
-@outside_graphs
-def _forward(tiled: _Tiled, *args: Any, **kwargs: Any) -> Any:
-    """Call a module in tiles, where its arguments and its state allow it."""
-    if not tiled.is_active:  # somebody had wrapped the forward before it was restored
-        return tiled.call(*args, **kwargs)
-    values = [*args, *kwargs.values()]
-    x = values[0] if len(values) == 1 else None
-    is_plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dim() > 1
-    if not isinstance(x, Tensor) or not is_plain or not x.is_floating_point():
-        tiled.decide(Verdict("it is called with something else than one tensor"))
-        return tiled.call(*args, **kwargs)
-    call = tiled.call if args else partial(_call_by_name, tiled.call, next(iter(kwargs)))
-    num = tiled.num_tiles(x, call)
-    if num == 1:
-        return call(x)
-    parameters = {n: p for n, p in tiled.module.named_parameters() if p.requires_grad}
-    job = _Job(tiled.module, call, num, _tile_dim(x), tuple(parameters), x.requires_grad)
-    if not torch.is_grad_enabled() or not (parameters or x.requires_grad):
-        return job.forward(x, grad=False)
-    if not x.requires_grad:
-        x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
-    box: list[Any] = []
-    saved = _Input.apply(x, box)  # type: ignore[no-untyped-call]
-    return _InTiles.apply(saved, job, box, *parameters.values())  # type: ignore[no-untyped-call]
 
 
 def _call_by_name(call: Callable[..., Any], name: str, x: Tensor) -> Any:

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,8 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from hf_patches import enable
 from lightning_cp.memory import compile_layers, compiled, tile_modules
+from tests.memory import token_wise
+from tests.memory.token_wise import (
+    EXPECTED,
+    lora,
+    names_in_layers,
+    reasons,
+    replaced_names,
+    train,
+)
 from tests.parity import zoo
-from tests.parity.hf import build_cp, errors
+from tests.parity.hf import build_cp
 
 # Models compute norms in float32, whatever the dtype.
 ROUNDING = 5e-6
@@ -37,48 +45,8 @@ def count_graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def train(model, batch, *, checkpointing=None):
-    """Return the loss and every gradient of a step."""
-    model.train()
-    model.zero_grad()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        if checkpointing:
-            model.enable_input_require_grads()
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
-
-
 def assert_close(found, exact, tolerance=ROUNDING):
-    assert found.keys() == exact.keys()
-    worst = max(errors(found, exact).items(), key=lambda item: item[1])
-    assert worst[1] <= tolerance, worst
-
-
-def compiled_names(handle):
-    return {report.name for report in handle.report() if report.is_compiled}
-
-
-def reasons(handle):
-    return {report.name: report.reason for report in handle.report() if not report.is_compiled}
-
-
-EXPECTED = {
-    "llama": {"input_layernorm", "post_attention_layernorm", "mlp"},
-    "qwen3": {
-        "input_layernorm", "post_attention_layernorm", "mlp", "self_attn.q_norm",
-        "self_attn.k_norm",
-    },
-    "gemma2": {
-        "input_layernorm", "post_attention_layernorm", "mlp", "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    },
-    "qwen3_moe": {
-        "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm",
-    },
-}  # fmt: skip
+    token_wise.assert_close(found, exact, tolerance)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -88,7 +56,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(counter, name):
     batch = zoo.sample_batch(name, rows=2, length=37)
     exact = train(model, batch)
     handle = compile_layers(model)
-    inside = {n.split(".", 3)[3] for n in compiled_names(handle) if n.count(".") > 2}
+    inside = names_in_layers(handle)
     assert inside == EXPECTED[name], str(handle)
     assert_close(train(model, batch), exact)
     graphs = counter.frame_count
@@ -147,14 +115,6 @@ def test_lengths_and_layers_are_not_compiled_again(counter):
     assert counter.frame_count <= 7  # one sample
 
 
-def lora(model):
-    torch.manual_seed(3)
-    config = LoraConfig(
-        r=4, target_modules=["gate_proj", "down_proj", "q_proj"], init_lora_weights=False
-    )
-    return get_peft_model(model, config)
-
-
 @pytest.mark.parametrize("first", ["compiled", "lora"])
 def test_with_lora(counter, first):
     batch = zoo.sample_batch("llama", rows=2, length=19)
@@ -166,7 +126,7 @@ def test_with_lora(counter, first):
     else:
         model = lora(model).double()
         handle = compile_layers(model)
-        assert sum(name.endswith(".mlp") for name in compiled_names(handle)) == 2
+        assert sum(name.endswith(".mlp") for name in replaced_names(handle)) == 2
     assert_close(train(model, batch, checkpointing=False), exact)
     assert counter.frame_count > 0
 
@@ -177,7 +137,7 @@ def test_inside_tiles(counter):
     exact = train(model, batch)
     handle = compile_layers(model)
     tiles = tile_modules(model, tile_tokens=16)
-    assert any(report.is_tiled for report in tiles.report())
+    assert any(report.is_replaced for report in tiles.report())
     for checkpointing in (None, False):
         assert_close(train(model, batch, checkpointing=checkpointing), exact)
     assert counter.frame_count > 0
@@ -225,7 +185,7 @@ def test_what_is_left_alone():
     replaced = Norm(4)
     replaced.forward = lambda x: x
     handle = compile_layers(build_model(Norm(4), Noisy(4), Mixing(4), nn.Linear(4, 4), replaced))
-    assert compiled_names(handle) == {"layers.0.parts.0"}
+    assert replaced_names(handle) == {"layers.0.parts.0"}
     found = reasons(handle)
     assert "random numbers" in found["layers.0.parts.1"]
     assert "mixes tokens" in found["layers.0.parts.2"]
@@ -245,7 +205,7 @@ def test_compiled_models_are_refused():
 
 def test_a_second_call_leaves_compiled_modules_alone():
     model = build_model(Norm(4))
-    assert compiled_names(compile_layers(model)) == {"layers.0.parts"}
+    assert replaced_names(compile_layers(model)) == {"layers.0.parts"}
     assert reasons(compile_layers(model))["layers.0.parts"] == "it is compiled already"
 
 
@@ -332,7 +292,7 @@ def share_on_ranks(name, order, checkpointing, keep):
                     found[key] = grad / 2
             results.append((found, backend.frame_count))
         if order == "sharded first":
-            assert any(report.is_compiled for report in handle.report()), str(handle)
+            assert any(report.is_replaced for report in handle.report()), str(handle)
         return results
 
 

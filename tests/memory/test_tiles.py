@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +27,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from hf_patches import enable
 from lightning_cp.fsdp.gathering import gather_parts
 from lightning_cp.memory import tile_modules
+from tests.memory import token_wise
+from tests.memory.token_wise import (
+    gradients_of,
+    lora,
+    names_in_layers,
+    reasons,
+    replaced_names,
+)
 from tests.parity import zoo
 from tests.parity.hf import build_cp, errors
 
@@ -49,50 +56,17 @@ def double():
 
 def train(model, batch, *, checkpointing=None):
     """Return the loss and every gradient of a step in float64, recompute and tiles included."""
-    model.train()
-    model.zero_grad()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        if checkpointing:
-            model.enable_input_require_grads()
     with double():
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
+        return token_wise.train(model, batch, checkpointing=checkpointing)
 
 
 def assert_equal(found, exact):
-    assert found.keys() == exact.keys()
-    worst = max(errors(found, exact).items(), key=lambda item: item[1])
-    assert worst[1] <= EXACT, worst
-
-
-def tiled_names(handle):
-    return {report.name for report in handle.report() if report.is_tiled}
-
-
-def reasons(handle):
-    return {report.name: report.reason for report in handle.report() if not report.is_tiled}
+    token_wise.assert_close(found, exact, EXACT)
 
 
 # Models of transformers
 
-EXPECTED = {
-    "llama": {"input_layernorm", "post_attention_layernorm", "mlp"},
-    "qwen3": {
-        "input_layernorm", "post_attention_layernorm", "mlp", "self_attn.q_norm",
-        "self_attn.k_norm",
-    },
-    "gemma2": {
-        "input_layernorm", "post_attention_layernorm", "mlp", "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    },
-    "gpt2": {"mlp"},
-    "qwen3_moe": {
-        "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm",
-    },
-}  # fmt: skip
+EXPECTED = {**token_wise.EXPECTED, "gpt2": {"mlp"}}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -101,9 +75,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(name):
     batch = zoo.sample_batch(name, rows=2, length=37)
     exact = train(model, batch)
     handle = tile_modules(model, tile_tokens=7)
-    inside = {n.split(".", 3)[3] for n in tiled_names(handle) if n.count(".") > 2}
-    inside |= {n.split(".", 3)[3] for n in tiled_names(handle) if n.startswith("transformer.h.")}
-    assert inside == EXPECTED[name], str(handle)
+    assert names_in_layers(handle) == EXPECTED[name], str(handle)
     assert_equal(train(model, batch), exact)
     assert_equal(train(model, batch, checkpointing=False), exact)
     handle.remove()
@@ -123,14 +95,6 @@ def test_any_number_of_tokens_and_tiles(rows, length, tile):
     assert_equal(gradients(model, x), exact)
 
 
-def lora(model):
-    torch.manual_seed(3)
-    config = LoraConfig(
-        r=4, target_modules=["gate_proj", "down_proj", "q_proj"], init_lora_weights=False
-    )
-    return get_peft_model(model, config)
-
-
 @pytest.mark.parametrize("first", ["tiles", "lora"])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_with_lora(first, checkpointing):
@@ -144,7 +108,7 @@ def test_with_lora(first, checkpointing):
         model = lora(model).double()
         handle = tile_modules(model, tile_tokens=5)
     assert_equal(train(model, batch, checkpointing=checkpointing), exact)
-    assert len([name for name in tiled_names(handle) if name.endswith(".mlp")]) == 2
+    assert len([name for name in replaced_names(handle) if name.endswith(".mlp")]) == 2
     assert len(exact) == 1 + 2 * 2 * 3
 
 
@@ -154,7 +118,7 @@ def test_experts_are_left_alone_and_said_so():
     routed = [name for name, reason in reasons(handle).items() if "routes tokens" in reason]
     assert routed == ["model.layers.1.mlp", "model.layers.1.mlp.gate"]
     assert "router need whole tensors" in reasons(handle)[routed[0]]
-    assert f"{routed[0]}.shared_experts" in tiled_names(handle)
+    assert f"{routed[0]}.shared_experts" in replaced_names(handle)
     assert "self_attn.kv_a_layernorm" in str(handle)
 
 
@@ -205,8 +169,7 @@ def gradients(model, x, **autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
         loss = model(x).float().pow(2).mean() if autocast else model(x).pow(2).mean()
     loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "x": x.grad, **found}
+    return {"loss": loss.detach(), "x": x.grad, **gradients_of(model)}
 
 
 @pytest.fixture
@@ -238,7 +201,7 @@ def test_checkpointing_runs_a_tiled_module_as_often_as_a_plain_one(x):
     for tile in (None, 4):
         if tile:
             handle = tile_modules(model, tile_tokens=tile)
-            assert tiled_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
+            assert replaced_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
         gradients(model, x)  # the first call may probe
         CALLS.clear()
         model(x.requires_grad_())
@@ -285,15 +248,15 @@ def test_hooks_see_whole_tensors_and_gradients_once(model, x):
     gradients(model, x)
     assert seen[2, 11, 6] == 1
     assert "hooks on modules inside" in reasons(handle)["layers.0.mlp"]
-    assert tiled_names(handle) == {"layers.1.mlp"}
+    assert replaced_names(handle) == {"layers.1.mlp"}
     hook.remove()
     gradients(model, x)
-    assert tiled_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
+    assert replaced_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
 
 
 def test_a_single_block_and_modules_with_hooks_inside(model):
     layer = model.layers[0]
-    assert tiled_names(tile_modules(layer)) == {"mlp"}
+    assert replaced_names(tile_modules(layer)) == {"mlp"}
     layer = model.layers[1]
     layer.mlp.up.register_forward_hook(lambda *_: None)
     assert "hooks on modules inside" in reasons(tile_modules(layer))["mlp"]
@@ -386,7 +349,7 @@ def test_what_is_not_provably_token_wise_is_left_alone(mlp, reason, x):
     random_state = torch.get_rng_state()
     handle = tile_modules(model, tile_tokens=4)
     assert reason in reasons(handle)["layers.0.mlp"]
-    assert not tiled_names(handle)
+    assert not replaced_names(handle)
     assert "forward" not in model.layers[0].mlp.__dict__
     assert "calls" not in model.layers[0].mlp.__dict__
     assert not any(part.training for part in model.modules())
@@ -406,7 +369,7 @@ def test_several_arguments_and_dims_are_left_alone(model, x):
     assert torch.equal(mlp(x, x[..., :1]), Scaled.forward(mlp, x, x[..., :1]))
     assert "something else than one tensor" in reasons(handle)["layers.0.mlp"]
     mlp(x=x)
-    assert tiled_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
+    assert replaced_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
     mlp(x[None, None])
     assert reasons(handle)["layers.0.mlp"] == "its input has 5 dims"
 
@@ -416,7 +379,7 @@ def test_a_model_on_the_meta_device_is_decided_at_its_first_call(x):
         model = Model(Drops, num=1)
         model.layers.append(Layer(MLP()))
     handle = tile_modules(model, tile_tokens=4)
-    assert [report.is_tiled for report in handle.report() if report.name.endswith("mlp")] == [
+    assert [report.is_replaced for report in handle.report() if report.name.endswith("mlp")] == [
         None, None,
     ]  # fmt: skip
     assert "layers.*.mlp (2): decided at its first call" in str(handle)
@@ -425,7 +388,7 @@ def test_a_model_on_the_meta_device_is_decided_at_its_first_call(x):
         nn.init.normal_(parameter)
     model.double()(x)
     assert "dropout" in reasons(handle)["layers.0.mlp"]
-    assert tiled_names(handle) == {"layers.1.mlp"}
+    assert replaced_names(handle) == {"layers.1.mlp"}
 
 
 def test_autocast_is_that_of_forward(x):
@@ -446,7 +409,7 @@ def test_autocast_is_that_of_forward(x):
 
 def test_gradients_of_half_precision_weights_are_summed_in_float32():
     layer = Layer(MLP()).bfloat16()
-    assert tiled_names(tile_modules(layer, tile_tokens=4)) == {"mlp"}
+    assert replaced_names(tile_modules(layer, tile_tokens=4)) == {"mlp"}
     layer.mlp(torch.randn(1, 2048, 6, dtype=torch.bfloat16)).sum().backward()
     # In bfloat16, 1024 + 4 is 1024.
     assert layer.mlp.down.bias.grad.tolist() == [2048] * 6
@@ -510,7 +473,7 @@ def test_compiled_models_break_their_graph_around_tiles(model, x):
         layer.mlp.forward = torch.compile(layer.mlp.forward, backend="eager", dynamic=True)
     handle = tile_modules(model, tile_tokens=4)
     assert_equal(gradients(model, x), exact)
-    assert tiled_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
+    assert replaced_names(handle) == {"layers.0.mlp", "layers.1.mlp"}
 
 
 def test_copies_and_removal(model, x):
@@ -534,7 +497,7 @@ def test_copies_and_removal(model, x):
     CALLS.clear()
     model(x)
     assert CALLS == [11, 11]
-    assert not tiled_names(handle)
+    assert not replaced_names(handle)
     assert "forward" not in model.layers[0].mlp.__dict__
 
 
@@ -579,7 +542,7 @@ def test_heads_are_not_tokens():
     layer = nn.Sequential()
     layer.attention = Attention()
     handle = tile_modules(layer, tile_tokens=8)
-    assert tiled_names(handle) == {"attention.q_norm"}
+    assert replaced_names(handle) == {"attention.q_norm"}
     x = torch.randn(2, 16, 6)
     layer.attention(x, 0)
     CALLS.clear()
@@ -672,7 +635,7 @@ def step_on_ranks(name, *, tile, units, checkpointing, peft=False, gathered=Fals
     with Collectives() as collectives, cp.step(zoo.sample_batch(name, length=45)) as local:
         found = train(model, local, checkpointing=checkpointing)
     found = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in found.items()}
-    return found, dict(collectives.count), handle and (tiled_names(handle), reasons(handle))
+    return found, dict(collectives.count), handle and (replaced_names(handle), reasons(handle))
 
 
 CASES = [
