@@ -515,14 +515,19 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 # Patches of Python functions
 
 
-def copy_function(fn: Any) -> Callable[..., Any]:
+def copy_function(fn: Any, variables: dict[str, Any] | None = None) -> FunctionType:
     """Return a copy of a Python function that later changes of ``fn.__code__`` do not affect.
 
     Its code object is a copy too: torch.compile counts compilations by code object, and gives up
     after 8.
+
+    Args:
+        fn: the function.
+        variables: the globals of the copy; by default those of ``fn``.
     """
+    variables = fn.__globals__ if variables is None else variables
     code = fn.__code__.replace()
-    copied = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copied = FunctionType(code, variables, fn.__name__, fn.__defaults__, fn.__closure__)
     copied.__kwdefaults__ = fn.__kwdefaults__
     return copied
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token-wise modules compiled by torch.compile: MLPs and norms, one fused kernel for many.
+"""Token-wise parts compiled by torch.compile: MLPs, norms, rotary embeddings; fewer kernels.
 
-`compile_layers(model)` finds them by a probe (`probe.py`). What lies between them, attention and
-communication, stays as it is: no graph is broken, and hooks of FSDP2 and checkpointing run outside
-of compiled code. Equal layers share what is compiled, for any number of tokens.
+`compile_layers(model)` finds modules by a probe (`probe.py`), and the functions that apply rotary
+embeddings by their names. What lies between them, attention and communication, stays as it is: no
+graph is broken, and hooks of FSDP2 and checkpointing run outside of compiled code. Equal layers
+share what is compiled, for any number of tokens.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from types import FunctionType
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -31,10 +33,11 @@ _backend: Any = "inductor"
 
 
 def compile_layers(model: nn.Module, *, shard_modules: Sequence[str] | None = None) -> Handle:
-    """Compile the token-wise modules of a model: the MLPs and norms of its layers.
+    """Compile the token-wise parts of a model: the MLPs, norms and rotary embeddings of its layers.
 
     A module is compiled if a probe shows that it computes each token by itself, without random
-    numbers or routing. The loss and all gradients are those of the plain model, but for rounding.
+    numbers or routing; of other modules, such as attention, the functions that apply rotary
+    embeddings. The loss and all gradients are those of the plain model, but for rounding.
     Code is compiled once for all equal layers and all lengths; the first call of each takes
     seconds, or a minute.
 
@@ -77,7 +80,12 @@ def compile_layers(model: nn.Module, *, shard_modules: Sequence[str] | None = No
                 "torch.compile or Module.compile(). Use one of the two: compile_layers on the "
                 "model as it was, or none."
             )
-    return replace_modules(model, _Compiled, shard_modules=shard_modules)
+    handle = replace_modules(model, _Compiled, shard_modules=shard_modules)
+    for name, module in model.named_modules():
+        if functions := _rotary_functions(module):
+            label = f"{name}.{functions[0]}"
+            handle.add(_CompiledRotary(module, label, handle.finder, functions=functions))
+    return handle
 
 
 class _Compiled(Replacement):
@@ -134,19 +142,94 @@ class _Compiled(Replacement):
         return ""
 
 
+def _rotary_functions(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the functions that a forward applies rotary embeddings with.
+
+    Models of transformers call functions with "rotary" in their names, from the file of the model.
+    """
+    fn = type(module).forward
+    if "forward" in module.__dict__ or not isinstance(fn, FunctionType):
+        return ()
+    names = (name for name in fn.__code__.co_names if "rotary" in name)
+    return tuple(name for name in names if isinstance(fn.__globals__.get(name), FunctionType))
+
+
+@dataclass(eq=False)
+class _CompiledRotary(Replacement):
+    """An attention module that applies rotary embeddings by compiled code.
+
+    Args:
+        functions: names of the functions that its forward applies them with.
+    """
+
+    state = "compiled"
+    functions: tuple[str, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the class, in which these functions are compiled."""
+        if torch.compiler.is_compiling() or not self.is_active:
+            return self.call(*args, **kwargs)
+        fn = _with_compiled(type(self.module).forward, self.functions)
+        return fn(self.module, *args, **kwargs)
+
+
+@lru_cache(maxsize=256)
+def _with_compiled(fn: FunctionType, names: tuple[str, ...]) -> FunctionType:
+    """Return a function with other globals, of which these functions are compiled."""
+    replaced = {name: partial(_call_compiled, fn.__globals__[name]) for name in names}
+    return copy_function(fn, _Globals(fn.__globals__, replaced))
+
+
+def _call_compiled(fn: FunctionType, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of tensors by compiled code."""
+    values = [*args, *kwargs.values()]
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    is_plain = all(type(x) is Tensor or type(x) in (int, bool, NoneType) for x in values)
+    if not is_plain or not tensors or in_dispatch_mode():
+        return fn(*args, **kwargs)
+    key = (tuple(_describe(x) for x in values), _modes(tensors[0]))
+    # As for modules: no mode of a step has to see what is computed here.
+    with without_modes():
+        return _compiled(fn, key, tuple(kwargs), _backend)(*args, **kwargs)
+
+
+def _describe(x: Any) -> object:
+    """Return everything of an argument that the compiler would compile again for, but lengths."""
+    if not isinstance(x, Tensor):
+        return x
+    order = sorted(range(x.dim()), key=x.stride)
+    is_one = tuple(size == 1 for size in x.shape)
+    return x.shape[-1], x.dtype, x.device, x.requires_grad, tuple(order), is_one
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function, of which some are replaced."""
+
+    def __init__(self, original: dict[str, Any], replaced: dict[str, Any]) -> None:
+        super().__init__(replaced)
+        self._original = original
+
+    def __missing__(self, name: str) -> Any:
+        return self._original[name]
+
+
 def _key(module: nn.Module, x: Tensor) -> object:
     """Return everything that the compiler would compile again for, but the number of tokens.
 
     It gives up on a code object after 8 compilations; so each has a copy of its own.
     """
-    device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return (
-        (x.dim(), x.shape[-1], x.dtype, x.device, x.requires_grad, autocast),
-        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training),
+        (x.dim(), x.shape[-1], x.dtype, x.device, x.requires_grad, _modes(x)),
+        module.training,
         tuple(type(part) for part in module.modules()),
         tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters()),
     )
+
+
+def _modes(x: Tensor) -> object:
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 @lru_cache(maxsize=256)

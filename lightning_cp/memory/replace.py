@@ -210,23 +210,29 @@ class Handle:
     """The replaced modules of a model, until `remove()`."""
 
     def __init__(self, finder: Finder) -> None:
-        self._finder = finder
+        self.finder = finder
+
+    def add(self, replacement: Replacement) -> None:
+        """Replace the forward of one more module, without a probe."""
+        replacement.is_settled = True
+        replacement.install()
+        self.finder.found.append(replacement)
 
     def remove(self) -> None:
         """Restore the modules. Graphs that exist already can still be used for backward."""
-        for replacement in self._finder.found:
+        for replacement in self.finder.found:
             replacement.uninstall()
-        self._finder.found.clear()
+        self.finder.found.clear()
 
     def report(self) -> tuple[ModuleReport, ...]:
         """Return which modules are replaced, and which are left alone and why, by name."""
-        found = [replacement.report() for replacement in self._finder.found]
-        return tuple(sorted(found + self._finder.left_alone, key=lambda x: _natural(x.name)))
+        found = [replacement.report() for replacement in self.finder.found]
+        return tuple(sorted(found + self.finder.left_alone, key=lambda x: _natural(x.name)))
 
     def __str__(self) -> str:
         """Return the report as text, layers that are alike in one line."""
         states = {
-            True: self._finder.kind.state,
+            True: self.finder.kind.state,
             None: "decided at its first call",
             False: "left alone",
         }

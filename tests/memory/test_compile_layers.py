@@ -57,7 +57,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(counter, name):
     exact = train(model, batch)
     handle = compile_layers(model)
     inside = names_in_layers(handle)
-    assert inside == EXPECTED[name], str(handle)
+    assert inside == {*EXPECTED[name], "self_attn.apply_rotary_pos_emb"}, str(handle)
     assert_close(train(model, batch), exact)
     graphs = counter.frame_count
     assert 0 < graphs <= len({part.split(".")[-1] for part in inside}) + 1
@@ -107,12 +107,49 @@ def test_lengths_and_layers_are_not_compiled_again(counter):
     for length in (37, 64, 50, 128, 33, 99, 20, 130):
         train(model, zoo.sample_batch("llama", rows=2, length=length), checkpointing=False)
         counts.append(counter.frame_count)
-    assert counts == [2] * 8  # the MLP and the norms
+    assert counts == [3] * 8  # the MLP, the norms and the rotary embeddings
     with torch.no_grad():
         model(**zoo.sample_batch("llama", rows=2, length=41))
-    assert 2 < counter.frame_count <= 5  # without gradients other code is compiled
+    assert 3 < counter.frame_count <= 7  # without gradients other code is compiled
     train(model, zoo.sample_batch("llama", rows=1, length=37))
-    assert counter.frame_count <= 7  # one sample
+    assert counter.frame_count <= 10  # one sample
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "llama4_text", "cohere", "gpt_neox"])
+def test_rotary_embeddings(counter, name):
+    """Of partial and interleaved heads, complex ones, and latent attention."""
+    model = zoo.build_model(name, dtype=torch.float64)
+    batch = zoo.sample_batch(name, rows=2, length=37)
+    exact = train(model, batch)
+    handle = compile_layers(model)
+    found = {name.split(".")[-1] for name in replaced_names(handle) if "rotary" in name}
+    assert found, str(handle)
+    compiled_fns = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = compiled._call_compiled
+        patch.setattr(
+            compiled,
+            "_call_compiled",
+            lambda fn, *a, **k: compiled_fns.append(fn) or plain(fn, *a, **k),
+        )
+        compiled._with_compiled.cache_clear()
+        assert_close(train(model, batch), exact)
+    compiled._with_compiled.cache_clear()
+    assert {fn.__name__ for fn in compiled_fns} >= found
+    handle.remove()
+    assert_close(train(model, batch), exact, 0.0)
+
+
+def test_other_models_of_a_class_stay_plain(counter):
+    """The function that applies rotary embeddings is shared by all models of a file."""
+    batch = zoo.sample_batch("llama", rows=2, length=19)
+    plain, model = (zoo.build_model("llama", dtype=torch.float64) for _ in range(2))
+    exact = train(plain, batch)
+    compile_layers(model)
+    train(model, batch)
+    before = counter.frame_count
+    assert_close(train(plain, batch), exact, 0.0)
+    assert counter.frame_count == before > 0
 
 
 @pytest.mark.parametrize("first", ["compiled", "lora"])
