@@ -99,7 +99,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             until backward: ``all``, ``none`` or GiB per rank; the rest stays on the GPU.
         offload_after: GiB of them that stay on the GPU before others are moved.
         tile: compute MLPs and norms in tiles of tokens: True, or the tokens of a tile.
-        compile: ``layers`` compiles MLPs and norms.
+        compile: ``layers`` compiles MLPs, norms and rotary embeddings.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
             tensor or all tensors of a container.
