@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 import hf_patches.attention  # noqa: F401  registers our names
 from hf_patches import forward, positions
-from hf_patches.forward import ChunkedLoss, Enabled, unshard_for_pooler
+from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
+from hf_patches.layers import replace_forwards
 from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.probe import find_mixing
 from hf_patches.saving import add_saving, remove_saving
-from hf_patches.support import Architecture, architecture_of, head_of
+from hf_patches.support import LIBRARIES, Architecture, architecture_of, head_of
 from lightning_cp.options import check_choice
 
 _logger = logging.getLogger(__name__)
@@ -103,11 +104,13 @@ def enable(
         )
     _check_dropout(inner)
     _implement(inner, {key: _our_name(name) for key, name in implementations(inner).items()})
-    hooks = list(positions.add_hooks(inner))
+    hooks: list[Removable] = list(positions.add_hooks(inner))
     for module in inner.modules():
         pooler = getattr(module, "pooler", None)
         if isinstance(module, PreTrainedModel) and isinstance(pooler, nn.Module):
             hooks.append(pooler.register_forward_pre_hook(unshard_for_pooler))
+    if known is not None and not _custom_modules(inner):
+        hooks += replace_forwards(inner)
     override = inner.__dict__.get("forward")
     inner.__dict__[forward.MARK] = Enabled(kind, _base_of(inner), chunked_loss, override, hooks)
     bound = functools.partial(forward.forward, inner)
@@ -205,13 +208,9 @@ def _custom_modules(model: PreTrainedModel) -> list[str]:
     custom = []
     for name, module in model.named_modules():
         library = type(module).__module__.partition(".")[0]
-        if library not in _LIBRARIES:
+        if library not in LIBRARIES:
             custom.append(f"{name or 'the model itself'} ({type(module).__name__})")
     return custom
-
-
-# Their layers, kernels and quantized layers among them, work token by token.
-_LIBRARIES: Final = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "liger_kernel"}
 
 
 def _probe(model: PreTrainedModel) -> str:

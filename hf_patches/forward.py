@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -59,6 +58,13 @@ _NOT_FOR_MODEL: Final = (
 _SEQUENCES: Final = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
 
 
+class Removable(Protocol):
+    """A change to a model, such as a hook."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
 @dataclass
 class Enabled:
     """The state of an enabled model.
@@ -68,14 +74,14 @@ class Enabled:
         base: path of the submodule that computes hidden states; empty for the model itself.
         chunked_loss: as in `enable`.
         forward: the instance's own ``forward`` before `enable`, if it had one.
-        hooks: the hooks that `enable` has registered.
+        hooks: the hooks that `enable` has registered, and other changes to submodules.
     """
 
     head: HeadKind
     base: str
     chunked_loss: ChunkedLoss
     forward: Callable[..., Any] | None
-    hooks: list[RemovableHandle]
+    hooks: list[Removable]
 
 
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,9 @@ from transformers.models.auto import modeling_auto
 
 from hf_patches.forward import HeadKind
 
+LIBRARIES: Final = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "liger_kernel"}
+"""Their layers, kernels and quantized layers among them, work token by token."""
+
 
 @dataclass(frozen=True)
 class Architecture:

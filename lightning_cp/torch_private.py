@@ -489,6 +489,19 @@ def without_modes() -> Iterator[None]:
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def without_mode(mode: overrides.TorchFunctionMode) -> Iterator[None]:
+    """Remove a torch function mode, if it is the innermost one (`overrides._pop_mode`)."""
+    if overrides._get_current_function_mode() is not mode:  # type: ignore[no-untyped-call]
+        yield
+        return
+    overrides._pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
 class RecordedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records the operators that run inside (`torch.utils._python_dispatch`)."""
 

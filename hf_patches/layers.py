@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers of known models run without the torch function mode of a step.
+
+The mode sees every torch function, in order to route attention that is called directly. The layers
+of known models call attention through transformers' interface only; without the mode, the host
+needs some microseconds less for each function.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_patches.support import LIBRARIES
+from lightning_cp.fsdp.gathering import is_gathering_hook
+from lightning_cp.fsdp.scalars import USE_CALLBACK
+from lightning_cp.fsdp.sharding import find_blocks
+from lightning_cp.routing import unrouted
+from lightning_cp.torch_private import module_hooks
+
+
+@dataclass(eq=False)
+class Layer:
+    """A decoder layer whose forward is replaced, in the instance.
+
+    Args:
+        module: the layer.
+        state: of its parts when they were last checked.
+        is_known: the result.
+    """
+
+    module: nn.Module
+    state: list[object] | None = None
+    is_known: bool = False
+
+    def remove(self) -> None:
+        """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
+        forward = self.module.__dict__.get("forward")
+        if isinstance(forward, partial) and self in forward.args:
+            del self.module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the class, without the mode if nothing in it needs the mode."""
+        module = self.module
+        if torch.compiler.is_compiling() or not self.needs_no_routing():
+            return type(module).forward(module, *args, **kwargs)
+        with unrouted():
+            return type(module).forward(module, *args, **kwargs)
+
+    def needs_no_routing(self) -> bool:
+        """Return whether only code of known libraries runs in the layer, as far as it shows."""
+        parts = list(self.module.modules())
+        state: list[object] = [
+            (type(part).forward, *map(_last, (part._forward_pre_hooks, part._forward_hooks)))
+            for part in parts
+        ]
+        state += [part.__dict__.get("forward") for part in parts[1:]]
+        if state != self.state:
+            self.state = state
+            self.is_known = _calls_known(parts[0]) and all(map(_is_known, parts[1:]))
+        # Parameters that are gathered for this call only: the mode notes which of them are used.
+        return self.is_known and not any(
+            x is not None and USE_CALLBACK in x.__dict__
+            for part in parts
+            for x in part._parameters.values()
+        )
+
+
+def _last(hooks: dict[int, Any]) -> int | None:
+    """Return the id of the newest hook: ids are never used again."""
+    return next(reversed(hooks), None)
+
+
+def _calls_known(part: nn.Module) -> bool:
+    """Return whether the forward of a class comes from a known library."""
+    fn = type(part).forward
+    return isinstance(fn, FunctionType) and fn.__module__.partition(".")[0] in LIBRARIES
+
+
+def _is_known(part: nn.Module) -> bool:
+    """Return whether a call of a module runs no code of a user."""
+    override = part.__dict__.get("forward")
+    return (
+        _calls_known(part)
+        and (override is None or _is_ours(override))
+        and all(is_gathering_hook(hook) for hook in module_hooks(part))
+    )
+
+
+def _is_ours(forward: object) -> bool:
+    """Return whether a forward is one of `lightning_cp.memory`."""
+    first = forward.args[:1] if isinstance(forward, partial) else ()
+    return any(type(x).__module__.startswith("lightning_cp.") for x in first)
+
+
+def replace_forwards(model: nn.Module) -> Iterator[Layer]:
+    """Replace the forward of each decoder layer of a known model; yield the layers."""
+    for block in find_blocks(model):
+        if "forward" not in block.__dict__:
+            layer = Layer(block)
+            block.forward = partial(Layer.forward, layer)
+            yield layer

@@ -1,0 +1,148 @@
+"""Decoder layers of known models run without the mode of a step; code of users inside does not."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from transformers.models.llama import modeling_llama
+
+from hf_patches import enable
+from lightning_cp import ContextParallel, routing
+from lightning_cp.memory import checkpoint_layers, tile_modules
+from tests.parity import zoo
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Return the functions that the mode sees."""
+    functions = []
+    inner = routing._Dispatch.__torch_function__
+
+    def spy(self, func, types, args=(), kwargs=None):
+        functions.append(getattr(func, "__name__", str(func)))
+        return inner(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(routing._Dispatch, "__torch_function__", spy)
+    return functions
+
+
+def step(model, name="llama", length=12):
+    batch = zoo.sample_batch(name, rows=2, length=length)
+    with ContextParallel(None).step(batch) as local:
+        loss = model(**local).loss
+        loss.backward()
+    return loss
+
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+def attend(x):
+    heads = x[:, None]
+    return x + functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+
+
+class OwnMLP(nn.Module):
+    def forward(self, x):
+        return attend(x)
+
+
+def hook(model, monkeypatch):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: attend(out))
+
+
+def override(model, monkeypatch):
+    model.model.layers[1].mlp.forward = attend
+
+
+def override_by_partial(model, monkeypatch):
+    model.model.layers[1].mlp.forward = partial(attend)
+
+
+def replaced(model, monkeypatch):
+    model.model.layers[1].mlp = OwnMLP()
+
+
+def patched_class(model, monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: attend(x))
+
+
+def patched_layer(model, monkeypatch):
+    plain = modeling_llama.LlamaDecoderLayer.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaDecoderLayer,
+        "forward",
+        lambda self, x, *args, **kwargs: attend(plain(self, x, *args, **kwargs)),
+    )
+
+
+def test_a_known_layer_runs_without_the_mode(seen):
+    model = zoo.build_model("llama")
+    enable(model)
+    step(model)
+    outside = len(seen)
+    assert "silu" not in seen
+    assert seen.count("linear") == 1  # the head
+    seen.clear()
+    four = zoo.build_model("llama")
+    four.model.layers.extend(copy.deepcopy(four.model.layers))
+    four.config.num_hidden_layers = 4
+    for layer in four.model.layers:
+        layer.self_attn.config = four.config
+    enable(four)
+    step(four)
+    assert 0 < len(seen) <= outside  # none in a layer
+
+
+@pytest.mark.parametrize(
+    "change", [hook, override, override_by_partial, replaced, patched_class, patched_layer]
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before the first step", "later"])
+def test_code_of_users_is_routed(seen, monkeypatch, change, late):
+    model = zoo.build_model("llama")
+    handle = enable(model)
+    if late:
+        step(model)
+        assert ATTENTION not in seen
+    change(model, monkeypatch)
+    step(model)
+    assert ATTENTION in seen
+    handle.undo()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3_moe", "gemma2"])
+def test_undo_restores_the_layers(name):
+    model = zoo.build_model(name, head="masked" if name == "bert" else "causal")
+    handle = enable(model)
+    assert any("forward" in module.__dict__ for module in model.modules() if module is not model)
+    handle.undo()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_with_adapters_tiles_and_checkpoints(seen):
+    model = zoo.build_model("llama")
+    enable(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"]))
+    checkpoint_layers(model)
+    tile_modules(model, tile_tokens=8)
+    step(adapted)
+    assert "silu" not in seen
+
+
+def test_copies_are_independent(seen):
+    model = zoo.build_model("llama")
+    enable(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layer = other.model.layers[0]
+        assert layer.forward.args[0].module is layer
+        layer.mlp = OwnMLP()
+        seen.clear()
+        step(other)
+        assert ATTENTION in seen
+    seen.clear()
+    step(model)
+    assert ATTENTION not in seen
