@@ -20,10 +20,17 @@ from lightning_cp.comm.transport import gather
 from lightning_cp.fsdp.sharding import ParameterSharding
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.mixed_precision import MixedPrecision
+from lightning_cp.memory.offload import store_of
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.options import Options
 from lightning_cp.planner import Setup
-from lightning_cp.planner.memory import OTHER_BYTES, USABLE, MemoryPlan, plan_memory
+from lightning_cp.planner.memory import (
+    GPUS_PER_HOST,
+    OTHER_BYTES,
+    USABLE,
+    MemoryPlan,
+    plan_memory,
+)
 from lightning_cp.planner.shapes import ModelShape
 from lightning_cp.step import Step, UnshardedStep
 
@@ -34,6 +41,9 @@ TOLERANCE: Final = 1.1
 
 MARGIN: Final = 1.05
 """A plan times this must leave room for attention that ``auto`` keeps."""
+
+HOST_MARGIN: Final = 1.25
+"""The same for host memory: its chunks may exceed what is needed by a quarter."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class RunSetup:
             precision=precision,  # type: ignore[arg-type]
             sharding=self.sharding,
             checkpointing=checkpointing,  # type: ignore[arg-type]
-            offload="all" if options.offload_bytes is None and checkpointing != "none" else "none",
+            offload="none" if options.offload_bytes == 0 or checkpointing == "none" else "all",
             lora_rank=model["lora_rank"],
             attention_memory=options.attention_memory,
             gradient_wire=options.gradient_wire,
@@ -132,11 +142,15 @@ class MemoryCheck:
         if setup is None:
             self._kept = 0.0
             return
-        self.plan = plan_memory(model["shape"], setup)
-        self._kept = _room(model["shape"], setup, self.plan, total)
+        self.plan, host = plan_memory(model["shape"], setup), _host_budget(step)
+        is_limited = self._run.options.offload_bytes is not None  # what exceeds it stays here
+        if is_limited and host_bytes(self.plan, setup) > host:
+            setup = replace(setup, offload="none")
+            self.plan = plan_memory(model["shape"], setup)
+        self._kept = _room(model["shape"], setup, self.plan, total, host)
         if is_first:
-            kept = "" if self._run.options.keep_attention != "auto" else _kept_text(self._kept)
-            _log(describe_memory(self.plan, total) + kept)
+            is_auto = setup.checkpointing == "full" and self._run.options.keep_attention == "auto"
+            _log(describe_memory(self.plan, total) + (_kept_text(self._kept) if is_auto else ""))
             is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
             groups = (step.groups.context, step.groups.data)
             if self._refuse and any_rank([is_too_large], *groups)[0]:
@@ -151,16 +165,31 @@ def _smallest(total: int | None, step: Step) -> float | None:
     return None if least < 0 else float(least)
 
 
-def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float) -> float:
-    """Return the bytes that a step may keep of attention, planned without."""
-    if setup.offload == "all" and setup.checkpointing == "full":  # they go to the host
+def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float, host: float) -> float:
+    """Return the bytes that a step may keep of attention, planned without.
+
+    Where checkpoints go to the host, it goes with them: the device holds that of a few layers.
+    """
+    if setup.offload == "all" and setup.checkpointing == "full":
         kept = plan_memory(shape, replace(setup, checkpointing="keep"))
-        return inf if MARGIN * kept.peak <= USABLE * total else 0.0
+        fits = MARGIN * kept.peak <= USABLE * total
+        return max(0.0, host / HOST_MARGIN - host_bytes(plan, setup)) if fits else 0.0
     return max(0.0, USABLE * total - MARGIN * plan.peak)
 
 
 def _kept_text(num_bytes: float) -> str:
-    return f" keep_attention_gb={'all' if num_bytes == inf else f'{num_bytes / 1e9:.1f}'}"
+    return f" keep_attention_gb={num_bytes / 1e9:.1f}"
+
+
+def host_bytes(plan: MemoryPlan, setup: Setup) -> float:
+    """Return the host memory of one rank."""
+    return plan.host / min(GPUS_PER_HOST, setup.num_gpus)
+
+
+def _host_budget(step: Step) -> float:
+    """Return the host memory that a rank may take, the same on all ranks."""
+    store = store_of(step)
+    return 0.0 if store is None else float(store.budget.host_bytes)
 
 
 def device_bytes(device: torch.device) -> int | None:

@@ -94,7 +94,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             by themselves need no flag. This and the next five: docs/memory.md.
         keep_attention: with activation checkpointing, keep attention results instead of computing
             them again in backward: ``all``, ``none``, GiB per batch and rank, or ``auto``: what the
-            plan leaves free.
+            plan of the step leaves free, on the host with ``offload``.
         offload: with activation checkpointing, move hidden states and kept attention to host memory
             until backward: ``all``, ``none`` or GiB per rank; the rest stays on the GPU.
         offload_after: GiB of them that stay on the GPU before others are moved.
@@ -143,7 +143,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
         activation_checkpointing: bool = False,
-        keep_attention: KeepAttention = "none",
+        keep_attention: KeepAttention = "auto",
         offload: Offload = "none",
         offload_after: float = 0.0,
         tile: bool | int = False,
