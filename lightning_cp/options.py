@@ -14,7 +14,7 @@ GradientWire = Literal["float32", "model"]
 KeepAttention = float | Literal["all", "auto", "none"]
 """GiB of attention results that a step keeps under activation checkpointing, or all, or none."""
 
-Offload = float | Literal["all", "none"]
+Offload = float | Literal["all", "auto", "none"]
 """GiB of host memory per rank for tensors that activation checkpointing saves, or all, or none."""
 
 SequenceDims = Mapping[str, int | None]
@@ -87,7 +87,7 @@ class Options:
                 "step keeps under activation checkpointing, 0 or more, or 'all' or 'none'."
             )
         if isinstance(self.offload, str):
-            check_choice("offload", self.offload, ("all", "none", "a number of GiB"))
+            check_choice("offload", self.offload, ("all", "auto", "none", "a number of GiB"))
         elif not self.offload >= 0:
             raise ValueError(
                 f"offload={self.offload}: give the GiB of host memory that a rank may take for "
@@ -117,7 +117,10 @@ class Options:
 
     @property
     def offload_bytes(self) -> int | None:
-        """Return the host memory that offloading may take, in bytes; None for no limit."""
+        """Return the host memory that offloading may take, in bytes; None for no limit.
+
+        ``auto`` takes none, until the strategy has planned the first step.
+        """
         if isinstance(self.offload, str):
             return None if self.offload == "all" else 0
         return int(self.offload * 2**30)

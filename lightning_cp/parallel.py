@@ -156,7 +156,8 @@ class ContextParallel:
         offload: move what activation checkpointing saves, hidden states and kept attention, to
             pinned host memory until backward needs it: ``all``, ``none`` or the GiB of host memory
             that each rank may take; what exceeds them stays on the GPU. The inputs of the last two
-            checkpointed regions stay there anyway. The same on all ranks.
+            checkpointed regions stay there anyway. ``auto``, which the strategy decides, moves
+            nothing here. The same on all ranks.
         offload_after: the GiB that stay on the GPU before anything is moved. The same on all ranks.
         sequence_dims: the sequence dims of tensors of the batch whose names are not known: name or
             path (``text.pixels``, ``0`` for the first of a tuple, ``batch`` for a batch that is a
@@ -256,6 +257,11 @@ class ContextParallel:
     def offloaded(self) -> Store | None:
         """Return where tensors are that were offloaded, and how many bytes; None for nowhere."""
         return self._store
+
+    @offloaded.setter
+    def offloaded(self, store: Store | None) -> None:
+        """Let later steps save into a store."""
+        self._store = store
 
     def close(self) -> None:
         """Return the host memory of offloading to the system; a later step takes it again."""

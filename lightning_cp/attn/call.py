@@ -126,6 +126,7 @@ class CallOptions:
         gradient_wire: precision of gradients of keys and values in reduce-scatters.
         gpu: capability shared by the GPUs of all ranks; None if unknown.
         uid: the step; 0 outside a step.
+        may_keep: whether activation checkpointing may keep the result.
     """
 
     algorithm: str = "gather"
@@ -134,6 +135,7 @@ class CallOptions:
     gradient_wire: GradientWire = "float32"
     gpu: Gpu | None = None
     uid: int = 0
+    may_keep: bool = True
 
     @classmethod
     def of(cls, step: Step) -> Self:

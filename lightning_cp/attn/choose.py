@@ -7,7 +7,7 @@ that ranks agree without a message. The result is a call that is ready to run: `
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -111,7 +111,10 @@ def build_step_call(
     _check_batch(bounds, q)
     groups, swap = step.groups, build_step_swap(step, q, k)
     num_kv_heads = k.shape[1] if swap is None else max(1, swap.num_local_keys(groups.inside.rank))
-    options, sizes = CallOptions.of(step), (step.cp_size, groups.inside.size)
+    # Attention in a window is quick to compute again, and its result is as large as any other.
+    is_cheap = step.options.keep_attention == "auto" and mask.is_windowed(step.layout.seq_len)
+    options = replace(CallOptions.of(step), may_keep=not is_cheap)
+    sizes = (step.cp_size, groups.inside.size)
     shard, tensors = query_shard_of(step, swap), (q, k, v)
     spec = _build_spec(bounds, shard, num_kv_heads, scores, tensors, sizes, options, has_bias)
     call: BlockwiseCall | FlexCall
@@ -289,7 +292,7 @@ def _blockwise_call(
 ) -> BlockwiseCall:
     options, plan = spec.options, _plan(spec, choice)
     scores, wire = spec.request.scores, options.gradient_wire
-    return BlockwiseCall(plan, transport, kernel, scores, options.uid, wire)
+    return BlockwiseCall(plan, transport, kernel, scores, options.uid, wire, options.may_keep)
 
 
 def _plan(spec: CallSpec, choice: ExchangeChoice) -> Plan:
@@ -337,6 +340,7 @@ def _flex_call(spec: CallSpec, transport: Transport) -> FlexCall:
         plain=plain,
         uid=options.uid,
         gradient_wire=options.gradient_wire,
+        may_keep=options.may_keep,
     )
 
 

@@ -79,6 +79,19 @@ class Mask:
         )
         return (self.causal, self.window, self.chunk, *tensors)
 
+    def is_windowed(self, seq_len: int) -> bool:
+        """Return whether a window or chunks hide keys of sequences of that length.
+
+        Example:
+            >>> mask = Mask(causal=True, window=4)
+            >>> mask.is_windowed(5), mask.is_windowed(4)
+            (True, False)
+        """
+        window = self.window
+        if isinstance(window, tuple):
+            window = 1 + (window[0] if self.causal else min(window))
+        return any(size is not None and size < seq_len for size in (window, self.chunk))
+
     def tensors(self) -> tuple[Tensor | Literal[False] | None, ...]:
         """Return documents, spans and padding."""
         return self.documents, self.spans, self.padding

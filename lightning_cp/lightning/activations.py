@@ -2,8 +2,8 @@
 """The strategy's options about activations: checkpointing, tiles, compiled layers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, Self, get_args
 
 from torch import nn
 
@@ -22,24 +22,29 @@ class Activations:
         checkpointing: recompute layers in backward.
         tile: compute token-wise modules in tiles; the tokens of a tile, or True for a default.
         compile: what is compiled.
+
+    ``auto`` is decided later: nothing is done before.
     """
 
-    checkpointing: bool = False
-    tile: bool | int = False
+    checkpointing: bool | Literal["auto"] = False
+    tile: bool | int | Literal["auto"] = False
     compile: CompileName | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if not isinstance(self.checkpointing, bool):
+        if not isinstance(self.checkpointing, bool) and self.checkpointing != "auto":
             raise ValueError(
-                f"activation_checkpointing={self.checkpointing!r}: use True or False. What is kept "
-                "of attention and what goes to the host: keep_attention and offload."
+                f"activation_checkpointing={self.checkpointing!r}: use True, False or 'auto'. What "
+                "is kept of attention and what goes to the host: keep_attention and offload."
             )
         if self.compile is not None:
             check_choice("compile", self.compile, get_args(CompileName))
-        if not isinstance(self.tile, bool) and self.tile < 1:
+        tile: object = self.tile
+        is_number = isinstance(tile, int) and tile >= 1
+        if tile is not False and tile != "auto" and not is_number:
             raise ValueError(
-                f"tile={self.tile}: give the tokens of a tile, 1 or more, or True for a default."
+                f"tile={self.tile!r}: give the tokens of a tile, 1 or more, or True for a default, "
+                "or 'auto'."
             )
 
     def check(self, options: Options) -> None:
@@ -47,22 +52,32 @@ class Activations:
 
         A model may checkpoint its layers by itself: then they are not contradictory.
         """
-        if options.offload_after and options.offload_bytes == 0:
+        if options.offload_after and options.offload_bytes == 0 and options.offload != "auto":
             raise ValueError(
                 f"offload_after={options.offload_after} without offload: nothing is moved. Set "
                 "offload='all' or a number of GiB, or leave it out."
             )
+
+    def without(self, earlier: Self) -> Self:
+        """Return what is to be done besides what was done by other values; nothing compiled."""
+        return replace(
+            self,
+            checkpointing=self.checkpointing if earlier.checkpointing == "auto" else False,
+            tile=self.tile if earlier.tile == "auto" else False,
+            compile=None,
+        )
 
     def apply(
         self, model: nn.Module, shard_modules: Sequence[str] | None, *, training: bool
     ) -> list[Callable[[], None]]:
         """Prepare a model; return what restores it, in the order in which it was prepared."""
         undos: list[Callable[[], None]] = []
-        if self.checkpointing and training:
+        if self.checkpointing is True and training:
             undos.append(checkpoint_layers(model, shard_modules=shard_modules).remove)
         if self.compile is not None:
             undos.append(compile_layers(model, shard_modules=shard_modules).remove)
-        if self.tile and training:  # in the end: tiles call compiled modules, not the reverse
+        # In the end: tiles call compiled modules, not the reverse.
+        if self.tile and self.tile != "auto" and training:
             tokens: TileTokens = "auto" if self.tile is True else self.tile
             handle = tile_modules(model, tile_tokens=tokens, shard_modules=shard_modules)
             undos.append(handle.remove)

@@ -6,7 +6,7 @@ Only for one model whose shape an adapter knows, and in the precisions that the 
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any, Final
 
@@ -17,11 +17,17 @@ from torch import nn
 from lightning_cp.adapters import plan_models
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import gather
-from lightning_cp.fsdp.sharding import ParameterSharding
 from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.mixed_precision import MixedPrecision
-from lightning_cp.memory.tiles import MIN_TOKENS
-from lightning_cp.options import Options
+from lightning_cp.lightning.memory_choice import (
+    HOST_MARGIN,
+    MARGIN,
+    RunSetup,
+    fits,
+    host_bytes,
+)
+from lightning_cp.memory.budget import resolve_budget
+from lightning_cp.memory.offload import Store, attach, store_of
+from lightning_cp.parallel import ContextParallel
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import OTHER_BYTES, USABLE, MemoryPlan, plan_memory
 from lightning_cp.planner.shapes import ModelShape
@@ -32,75 +38,35 @@ _logger = logging.getLogger("lightning_cp")
 TOLERANCE: Final = 1.1
 """How far a plan must exceed the memory of the device to be refused: plans are off by up to 7%."""
 
-MARGIN: Final = 1.05
-"""A plan times this must leave room for attention that ``auto`` keeps."""
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """What of a run the memory of a step depends on, besides the model and the batch.
-
-    Args:
-        options: of attention.
-        activations: of the layers.
-        world_size: all ranks.
-        precision: of the Trainer.
-        mixed_precision: how bf16-mixed is carried out.
-        sharding: of the parameters.
-    """
-
-    options: Options
-    activations: Activations
-    world_size: int
-    precision: str
-    mixed_precision: MixedPrecision
-    sharding: ParameterSharding
-
-    def of(self, model: Mapping[str, Any], step: Step) -> Setup | None:
-        """Return the setup of a step for the planner; None for a precision that it lacks."""
-        precision = "bf16-policy" if self.mixed_precision == "fsdp" else self.precision
-        if precision not in ("bf16-mixed", "bf16-true", "bf16-policy"):
-            return None
-        options, layout = self.options, step.layout
-        checkpointing = "full" if model["is_checkpointed"] else "none"
-        if checkpointing == "full" and options.kept_bytes is None:
-            checkpointing = "keep"
-        setup = Setup(
-            seq_len=max(layout.seq_len, layout.cp_size),
-            num_gpus=self.world_size,
-            cp_size=layout.cp_size,
-            ulysses_size=step.groups.inside.size,
-            batch_size=step.batch_size,
-            precision=precision,  # type: ignore[arg-type]
-            sharding=self.sharding,
-            checkpointing=checkpointing,  # type: ignore[arg-type]
-            offload="all" if options.offload_bytes is None and checkpointing != "none" else "none",
-            lora_rank=model["lora_rank"],
-            attention_memory=options.attention_memory,
-            gradient_wire=options.gradient_wire,
-        )
-        tile = self.activations.tile
-        tokens = MIN_TOKENS if tile is True else tile
-        return replace(setup, tiles=min(16, -(-setup.local_len // tokens)) if tile else 0)
-
 
 class MemoryCheck:
     """Plans the memory of training steps: logs the first plan, and raises if it cannot fit.
 
-    With ``keep_attention="auto"``, each step may keep what its plan leaves free.
+    At the first step, options that are ``auto`` are decided. With ``keep_attention="auto"``, each
+    step may keep what its plan leaves free.
 
     Args:
         module: the LightningModule.
         device: of this rank.
         run: the options of the run.
+        cp: offloads, if that is decided.
+        prepare: prepares the layers of the model, if that is decided.
         refuse: whether to raise.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, run: RunSetup, *, refuse: bool
+        self,
+        module: nn.Module,
+        device: torch.device,
+        run: RunSetup,
+        *,
+        cp: ContextParallel,
+        prepare: Callable[[Activations], None],
+        refuse: bool,
     ) -> None:
         self._module, self._device, self._run, self._refuse = module, device, run, refuse
-        self._is_first = True
+        self._cp, self._prepare = cp, prepare
+        self._is_first, self._has_warned = True, False
         self._num_tokens = 0
         self._total: float | None = None
         self._kept = 0.0
@@ -110,6 +76,7 @@ class MemoryCheck:
     def check(self, step: Step) -> None:
         """Plan a step. The first time collective: raises on all ranks."""
         if isinstance(step, UnshardedStep):  # the module opens steps for its parts
+            self._warn_undecided()
             return
         is_first, self._is_first = self._is_first, False
         if is_first:
@@ -128,19 +95,64 @@ class MemoryCheck:
             return
         models = plan_models(self._module)
         model = models[0] if len(models) == 1 else {}
-        setup = self._run.of(model, step) if model else None
-        if setup is None:
+        if not model or self._run.of(model, step) is None:
             self._kept = 0.0
+            self._warn_undecided()
             return
-        self.plan = plan_memory(model["shape"], setup)
-        self._kept = _room(model["shape"], setup, self.plan, total)
+        decided = self._decide(model, step, total) if is_first and self._run.undecided else ""
+        setup = self._run.of(model, step)
+        assert setup is not None  # noqa: S101  its precision is known
+        self.plan, host = plan_memory(model["shape"], setup), _host_budget(step)
+        is_limited = self._run.options.offload_bytes is not None  # what exceeds it stays here
+        if is_limited and host_bytes(self.plan, setup) > host:
+            setup = replace(setup, offload="none")
+            self.plan = plan_memory(model["shape"], setup)
+        self._kept = _room(model["shape"], setup, self.plan, total, host)
         if is_first:
-            kept = "" if self._run.options.keep_attention != "auto" else _kept_text(self._kept)
-            _log(describe_memory(self.plan, total) + kept)
+            is_auto = setup.checkpointing == "full" and self._run.options.keep_attention == "auto"
+            kept = f" keep_attention_gb={self._kept / 1e9:.1f}" if is_auto else ""
+            _log(describe_memory(self.plan, total) + decided + kept)
             is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
             groups = (step.groups.context, step.groups.data)
             if self._refuse and any_rank([is_too_large], *groups)[0]:
                 raise MemoryError(_refusal(model["shape"], setup, self.plan, total))
+
+    def _decide(self, model: Mapping[str, Any], step: Step, total: float) -> str:
+        """Decide what is ``auto``, alike on all ranks; carry it out, and return it as text."""
+        run, groups = self._run, step.groups
+        budget = None
+        if run.options.offload == "auto":
+            budget = resolve_budget(replace(run.options, offload="all"), groups)
+        host = _host_budget(step) if budget is None else float(budget.host_bytes)
+        choices = list(run.choices(is_checkpointed=model["is_checkpointed"]))
+        exceeds = []
+        for choice in choices:
+            setup = choice.of(model, step)
+            assert setup is not None  # noqa: S101  its precision is known
+            exceeds.append(not fits(model["shape"], setup, device=total, host=host))
+        exceeds = any_rank(exceeds, groups.context, groups.data)
+        # If none fits, the last one takes the least.
+        chosen = choices[exceeds.index(False) if False in exceeds else -1]
+        self._prepare(chosen.activations.without(run.activations))
+        options = replace(chosen.options, keep_attention=run.options.keep_attention)
+        if budget is not None and options.offload == "all":
+            # What exceeds the host's memory stays on the device.
+            options = replace(options, offload=budget.host_bytes / 2**30)
+            self._cp.offloaded = Store(replace(budget, is_complete=False))
+            attach(self._cp.offloaded, step)
+        self._run = replace(chosen, options=options)
+        values = chosen.memory_options
+        return "".join(f" {name}={values[name]}" for name in run.undecided)
+
+    def _warn_undecided(self) -> None:
+        if self._run.undecided and not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(f"{name}='auto'" for name in self._run.undecided)
+            _warn(
+                f"{names}: the memory of this run cannot be planned, and nothing is switched on. "
+                "Plans are for one Hugging Face model in bf16-mixed or bf16-true, whose batches "
+                "are sharded as a whole. Set the values yourself."
+            )
 
 
 def _smallest(total: int | None, step: Step) -> float | None:
@@ -151,16 +163,22 @@ def _smallest(total: int | None, step: Step) -> float | None:
     return None if least < 0 else float(least)
 
 
-def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float) -> float:
-    """Return the bytes that a step may keep of attention, planned without."""
-    if setup.offload == "all" and setup.checkpointing == "full":  # they go to the host
+def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float, host: float) -> float:
+    """Return the bytes that a step may keep of attention, planned without.
+
+    Where checkpoints go to the host, it goes with them: the device holds that of a few layers.
+    """
+    if setup.offload == "all" and setup.checkpointing == "full":
         kept = plan_memory(shape, replace(setup, checkpointing="keep"))
-        return inf if MARGIN * kept.peak <= USABLE * total else 0.0
+        fits = MARGIN * kept.peak <= USABLE * total
+        return max(0.0, host / HOST_MARGIN - host_bytes(plan, setup)) if fits else 0.0
     return max(0.0, USABLE * total - MARGIN * plan.peak)
 
 
-def _kept_text(num_bytes: float) -> str:
-    return f" keep_attention_gb={'all' if num_bytes == inf else f'{num_bytes / 1e9:.1f}'}"
+def _host_budget(step: Step) -> float:
+    """Return the host memory that a rank may take, the same on all ranks."""
+    store = store_of(step)
+    return 0.0 if store is None else float(store.budget.host_bytes)
 
 
 def device_bytes(device: torch.device) -> int | None:
@@ -226,3 +244,4 @@ def _leaner(setup: Setup) -> Iterator[tuple[list[str], Setup]]:
 
 
 _log: Callable[[str], None] = rank_zero_only(_logger.info)
+_warn: Callable[[str], None] = rank_zero_only(_logger.warning)

@@ -44,7 +44,8 @@ from lightning_cp.lightning.features import (
 )
 from lightning_cp.lightning.launch import check_tensor_parallel_size
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
-from lightning_cp.lightning.memory_plan import MemoryCheck, RunSetup
+from lightning_cp.lightning.memory_choice import RunSetup
+from lightning_cp.lightning.memory_plan import MemoryCheck
 from lightning_cp.lightning.mixed_precision import (
     MixedPrecision,
     check_mixed_precision,
@@ -91,14 +92,16 @@ class ContextParallelStrategy(CheckpointStrategy):
         gradient_wire: precision in which collectives sum gradients of keys and values: ``float32``,
             or ``model``, half of the bytes for bf16, for slow networks.
         activation_checkpointing: recompute layers in backward, of any model. Models that checkpoint
-            by themselves need no flag. This and the next five: docs/memory.md.
+            by themselves need no flag. ``auto``, also of ``offload`` and ``tile``: the fastest
+            combination whose plan fits, decided at the first training step. This and the next five:
+            docs/memory.md.
         keep_attention: with activation checkpointing, keep attention results instead of computing
             them again in backward: ``all``, ``none``, GiB per batch and rank, or ``auto``: what the
-            plan leaves free.
+            plan of the step leaves free, on the host with ``offload``.
         offload: with activation checkpointing, move hidden states and kept attention to host memory
-            until backward: ``all``, ``none`` or GiB per rank; the rest stays on the GPU.
+            until backward: ``all``, ``none``, ``auto`` or GiB per rank; the rest stays on the GPU.
         offload_after: GiB of them that stay on the GPU before others are moved.
-        tile: compute MLPs and norms in tiles of tokens: True, or the tokens of a tile.
+        tile: compute MLPs and norms in tiles of tokens: True, ``auto``, or the tokens of a tile.
         compile: ``layers`` compiles MLPs, norms and rotary embeddings.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
@@ -142,11 +145,11 @@ class ContextParallelStrategy(CheckpointStrategy):
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
-        activation_checkpointing: bool = False,
-        keep_attention: KeepAttention = "none",
+        activation_checkpointing: bool | Literal["auto"] = False,
+        keep_attention: KeepAttention = "auto",
         offload: Offload = "none",
         offload_after: float = 0.0,
-        tile: bool | int = False,
+        tile: bool | int | Literal["auto"] = False,
         compile: CompileName | None = None,
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
@@ -277,7 +280,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(module)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        self._undos += self._activations.apply(module, self._shard_modules, training=is_training)
+        self._prepare_layers(self._activations, training=is_training)
         stop = place_model(
             self.model,
             self.shard_mesh,
@@ -310,6 +313,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         )
 
     def _plan_memory(self) -> MemoryCheck:
+        if self._options.offload == "auto":  # an earlier run may have offloaded
+            self.context_parallel.offloaded = None
         run = RunSetup(
             self._options,
             self._activations,
@@ -318,7 +323,18 @@ class ContextParallelStrategy(CheckpointStrategy):
             self._mixed_precision,
             self._parameter_sharding,
         )
-        return MemoryCheck(self._module(), self.root_device, run, refuse=self._check_memory)
+        return MemoryCheck(
+            self._module(),
+            self.root_device,
+            run,
+            cp=self.context_parallel,
+            prepare=self._prepare_layers,
+            refuse=self._check_memory,
+        )
+
+    def _prepare_layers(self, activations: Activations, *, training: bool = True) -> None:
+        module, names = self._module(), self._shard_modules
+        self._undos += activations.apply(module, names, training=training)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

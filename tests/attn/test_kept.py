@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from math import inf
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from hf_patches import enable
-from lightning_cp import ContextParallel, Mask, attention, token_mean
+from lightning_cp import ContextParallel, Mask, active_step, attention, token_mean
 from lightning_cp.attn import kept
 from lightning_cp.attn.blockwise import function
 from lightning_cp.attn.flex import from_mask
@@ -292,6 +293,41 @@ def test_hugging_face_models_keep_theirs(name, monkeypatch):
     assert identical(*gradients)
     assert gradients[0]
     assert forwards[0] == 2 * forwards[1] > 0
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flex"])
+@pytest.mark.parametrize(("keep", "share"), [("none", 1.0), ("auto", 0.5), ("all", 0.0)])
+def test_auto_recomputes_layers_with_a_window(keep, share, kernel, monkeypatch):
+    # Two layers, of which one has a window; it has less to compute, and its result is as large.
+    cp = ContextParallel(None, keep_attention=keep, kernel=kernel)
+    model = zoo.build_model("gpt_oss").train()
+    assert len(model.config.layer_types) == 2 * model.config.layer_types.count("full_attention")
+    enable(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    watch = Watch(monkeypatch)
+    with cp.step(build_batch(Job("gpt_oss", "packed"), zoo.VOCAB_SIZE, 1)) as local:
+        if keep == "auto":  # as the strategy plans it
+            active_step.opened().cache.kept_limit = inf
+        loss = model(**{k: v for k, v in local.items() if v is not None}).loss
+        once = watch.forwards
+    loss.backward()
+    assert watch.forwards == once + share * once
+
+
+@pytest.mark.parametrize(
+    ("mask", "seq_len", "expected"),
+    [
+        (Mask(causal=True), 8, False),
+        (Mask(causal=True, window=8), 8, False),
+        (Mask(causal=True, window=7), 8, True),
+        (Mask(causal=True, window=(7, 0)), 8, False),
+        (Mask(window=(7, 0)), 8, True),
+        (Mask(chunk=7), 8, True),
+        (Mask(chunk=8), 8, False),
+    ],
+)
+def test_a_window_that_reaches_everything_is_none(mask, seq_len, expected):
+    assert mask.is_windowed(seq_len) is expected
 
 
 @pytest.mark.parametrize(

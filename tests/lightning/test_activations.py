@@ -17,6 +17,7 @@ def overrides(model):
         ({"checkpointing": True}, 2, 0),
         ({"tile": 4}, 2, 0),
         ({"tile": True, "checkpointing": True}, 4, 0),
+        ({"tile": "auto", "checkpointing": "auto"}, 0, 0),
     ],
 )
 def test_layers_are_prepared_and_restored(options, in_training, in_evaluation):
@@ -28,3 +29,10 @@ def test_layers_are_prepared_and_restored(options, in_training, in_evaluation):
         for undo in reversed(undos):
             undo()
         assert overrides(model) == []
+
+
+def test_what_is_decided_later_is_added_to_what_was_done():
+    given = Activations("auto", 4, "layers")
+    assert Activations(True, 4, "layers").without(given) == Activations(True, False)
+    given = Activations(True, "auto")
+    assert Activations(True, True).without(given) == Activations(False, True)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.lightning import memory_plan
 from lightning_cp.lightning.memory_plan import _leaner, _refusal
+from lightning_cp.memory import budget
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import plan_memory
 from tests.hf_patches.test_lightning import Batches, build
@@ -39,7 +41,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, **options):
+def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, host=1e12, **options):
     """Train two steps on a device of so many bytes; return what was logged, or the error."""
     lines = Lines()
     logger = logging.getLogger("lightning_cp")
@@ -47,6 +49,7 @@ def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, **options):
     level, logger.level = logger.level, logging.INFO
     with elastic_environment(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_plan, "device_bytes", lambda _: total)
+        patch.setattr(budget, "available_bytes", lambda: int(host))
         module = Module(lora)
         if freeze:
             module.model.get_input_embeddings().requires_grad_(False)
@@ -76,11 +79,12 @@ def run_all():
         "unknown weights": fit(1e6, freeze=True),
         "unknown precision": fit(1e6, precision="32-true"),
         "no device": fit(None),
-        "auto": fit(80e9, keep_attention="auto"),
-        "auto, offload": fit(80e9, keep_attention="auto", offload="all"),
-        "auto, no room": fit(1.05e9, keep_attention="auto"),
-        "auto, unknown precision": fit(80e9, keep_attention="auto", precision="32-true"),
-        "auto, no device": fit(None, keep_attention="auto"),
+        "none": fit(80e9, keep_attention="none"),
+        "auto": fit(80e9),
+        "auto, offload": fit(80e9, offload="all"),
+        "auto, offload, host is full": fit(80e9, offload="all", host=1),
+        "auto, no room": fit(1.05e9),
+        "auto, unknown precision": fit(80e9, precision="32-true"),
     }
 
 
@@ -93,15 +97,23 @@ def test_a_plan_is_logged_compared_and_refused_on_all_ranks(ranks):
     for found in (first, second):
         assert "This training step needs 1 GB on each rank by plan" in found["too large"]
         assert found["too large"].endswith("go on with check_memory=False.")
-    assert first["unknown precision"] == first["no device"] == (0, [])
+    assert first["unknown precision"] == (0, [])
+    assert first["no device"] == (all_kept, [])
     for how in ("too large, gone on", "unknown weights"):
         assert len(first[how][1]) == 2, how  # planned, but not refused
-    for how in ("auto", "auto, offload", "auto, no device"):
+    for how in ("auto", "auto, offload", "no device"):
         assert first[how][0] == second[how][0] == all_kept > 0, how
-    for how in ("auto, no room", "auto, unknown precision"):
+    for how in (
+        "none",
+        "auto, offload, host is full",
+        "auto, no room",
+        "auto, unknown precision",
+    ):
         assert first[how][0] == second[how][0] == 0, how
+    assert "keep_attention" not in start
     assert first["auto"][1][0].endswith("keep_attention_gb=74.1")
-    assert first["auto, offload"][1][0].endswith("keep_attention_gb=all")
+    # Two ranks share 80% of the host, of whose chunks a fifth may be empty.
+    assert first["auto, offload"][1][0].endswith("keep_attention_gb=320.0")
 
 
 def test_the_refusal_names_the_options_that_help():
@@ -117,6 +129,21 @@ def test_the_refusal_names_the_options_that_help():
         text = _refusal(model, setup, plan, 80e9)
         assert expected in text, (text, [plan_memory(model, s).peak for _, s in _leaner(setup)])
         assert "the device has 80 GB" in text
+
+
+def test_attention_is_kept_on_the_host_where_the_device_has_no_room():
+    model, total, host = KNOWN["llama-8b"], 80e9, 180e9
+    setup = Setup(2**20, 8, precision="bf16-true")
+    plan = plan_memory(model, setup)
+    assert memory_plan._room(model, setup, plan, total, host) == 0
+    setup = replace(setup, offload="all")
+    plan = plan_memory(model, setup)
+    room = memory_plan._room(model, setup, plan, total, host)
+    checkpoints = 2**17 * 32 * 4096 * 2
+    assert room == pytest.approx(host / memory_plan.HOST_MARGIN - checkpoints)
+    assert room > 2**17 * 32 * 4096 * 2  # all layers
+    assert memory_plan._room(model, setup, plan, total, checkpoints) == 0  # the host has none
+    assert memory_plan._room(model, setup, plan, 20e9, host) == 0  # of three layers neither
 
 
 def test_a_model_without_an_adapter_has_no_plan():

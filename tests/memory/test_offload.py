@@ -695,7 +695,7 @@ def test_ranks_of_a_host_share_its_memory_and_decide_alike(ranks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload": "some"}, "offload='some' is unknown. Use one of 'all', 'none'"),
+        ({"offload": "some"}, "offload='some' is unknown. Use one of 'all', 'auto', 'none'"),
         ({"offload": -1.0}, "offload=-1.0: give the GiB of host memory"),
         ({"offload": "all", "offload_after": -2}, "offload_after=-2: give the GiB"),
     ],

@@ -59,6 +59,7 @@ class BlockwiseCall:
         scores: scale and softcap.
         uid: the step of the call; 0 outside a step.
         gradient_wire: precision of gradients in reduce-scatters.
+        may_keep: whether activation checkpointing may keep the result.
     """
 
     plan: Plan
@@ -67,6 +68,7 @@ class BlockwiseCall:
     scores: Scores
     uid: int = 0
     gradient_wire: GradientWire = "float32"
+    may_keep: bool = True
 
     @cached_property
     def mark(self) -> Tensor:
@@ -110,7 +112,8 @@ class _Attend(torch.autograd.Function):
         else:
             with plain_functions(), autocast_off(q.device.type):
                 out, lse = _forward(q, k, v, sinks, bias, call)
-            if any(ctx.needs_input_grad) and slot.reserve(out.nbytes + lse.nbytes):
+            keeps = call.may_keep and any(ctx.needs_input_grad)
+            if keeps and slot.reserve(out.nbytes + lse.nbytes):
                 slot.store(slot.save(out), slot.save(lse))
         ctx.call, ctx.bias_type = call, bias_type
         # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which

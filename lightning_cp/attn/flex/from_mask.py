@@ -59,6 +59,7 @@ class FlexCall:
         route: the ranks that exchange keys.
         scale: factor on q.k.
         plain: whether functions are evaluated in plain torch.
+        may_keep: whether activation checkpointing may keep the result.
     """
 
     functions: FlexFunctions
@@ -69,6 +70,7 @@ class FlexCall:
     route: KVRoute
     scale: float
     plain: bool
+    may_keep: bool = True
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
@@ -126,7 +128,10 @@ class FlexCall:
         # Tokens before heads, as models have them: `out` is then as the model needs it, and so is
         # its gradient.
         q = pad_end(q.transpose(1, 2), 1, padding).transpose(1, 2) if padding else q
-        out = attend_once(self, compute, q, k, v, sinks, uid=self.route.uid)
+        if self.may_keep:
+            out = attend_once(self, compute, q, k, v, sinks, uid=self.route.uid)
+        else:
+            out = compute(q, k, v, sinks)
         return out.transpose(1, 2).narrow(1, 0, length).transpose(1, 2) if padding else out
 
 
@@ -143,6 +148,7 @@ def build_flex_call(
     plain: bool = True,
     uid: int = 0,
     gradient_wire: GradientWire = "float32",
+    may_keep: bool = True,
 ) -> FlexCall:
     """Turn a mask into functions, and plan which keys are sent.
 
@@ -158,6 +164,7 @@ def build_flex_call(
         plain: whether functions are evaluated in plain torch.
         uid: the step.
         gradient_wire: precision of gradients of keys in reduce-scatters.
+        may_keep: whether activation checkpointing may keep the result.
     """
     layout = query_shard.layout
     query_len = layout.local_len if plain else round_up(layout.local_len)
@@ -187,7 +194,9 @@ def build_flex_call(
         fused=not plain,
     )
     route = KVRoute(layout, transport, uid, gradient_wire)
-    return FlexCall(functions, query_shard, query_len, keys, stages, route, scores.scale, plain)
+    return FlexCall(
+        functions, query_shard, query_len, keys, stages, route, scores.scale, plain, may_keep
+    )
 
 
 def _is_sorted(ranges: tuple[Range, ...]) -> bool:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``auto`` of activation_checkpointing, offload and tile: the fastest run whose plan fits.
+
+Plain values: `memory_plan` decides with them at the first training step, and carries it out.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Final
+
+from lightning_cp.fsdp.sharding import ParameterSharding
+from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.mixed_precision import MixedPrecision
+from lightning_cp.memory.tiles import MIN_TOKENS
+from lightning_cp.options import Options
+from lightning_cp.planner import Setup
+from lightning_cp.planner.memory import GPUS_PER_HOST, USABLE, MemoryPlan, plan_memory
+from lightning_cp.planner.shapes import ModelShape
+from lightning_cp.step import Step
+
+MARGIN: Final = 1.05
+"""What ``auto`` chooses, and attention that it keeps, must fit beside a plan times this."""
+
+HOST_MARGIN: Final = 1.25
+"""The same for host memory: its chunks may exceed what is needed by a quarter."""
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What of a run the memory of a step depends on, besides the model and the batch.
+
+    Args:
+        options: of attention.
+        activations: of the layers.
+        world_size: all ranks.
+        precision: of the Trainer.
+        mixed_precision: how bf16-mixed is carried out.
+        sharding: of the parameters.
+    """
+
+    options: Options
+    activations: Activations
+    world_size: int
+    precision: str
+    mixed_precision: MixedPrecision
+    sharding: ParameterSharding
+
+    @property
+    def memory_options(self) -> dict[str, object]:
+        """Return the options that may be ``auto`` until the first training step, by name."""
+        return {
+            "activation_checkpointing": self.activations.checkpointing,
+            "offload": self.options.offload,
+            "tile": self.activations.tile,
+        }
+
+    @property
+    def undecided(self) -> list[str]:
+        """Return the names of those that are."""
+        return [name for name, value in self.memory_options.items() if value == "auto"]
+
+    def choices(self, *, is_checkpointed: bool) -> Iterator["RunSetup"]:
+        """Yield the runs that ``auto`` may mean, the fastest first.
+
+        Recomputing layers takes about 20% of a step, and their attention another 10%; tiles 7%,
+        offloading up to 1%. Nothing else without recomputation: there is nothing to move and to
+        keep, and the planner knows tiles only with it.
+
+        Args:
+            is_checkpointed: whether the model recomputes its layers already.
+        """
+        options, activations = self.options, self.activations
+        others = list(
+            product(
+                _values(activations.tile, False, True),
+                _values(options.keep_attention, "all", "auto"),
+                _values(options.offload, "none", "all"),
+            )
+        )
+        recompute = (False,) if is_checkpointed else (False, True)
+        for checkpointing in _values(activations.checkpointing, *recompute):
+            recomputes = checkpointing or is_checkpointed
+            for tile, keep, offload in others if recomputes else others[:1]:
+                yield replace(
+                    self,
+                    options=replace(options, keep_attention=keep, offload=offload),
+                    activations=replace(activations, checkpointing=checkpointing, tile=tile),
+                )
+
+    def of(self, model: Mapping[str, Any], step: Step) -> Setup | None:
+        """Return the setup of a step for the planner; None for a precision that it lacks."""
+        precision = "bf16-policy" if self.mixed_precision == "fsdp" else self.precision
+        if precision not in ("bf16-mixed", "bf16-true", "bf16-policy"):
+            return None
+        options, layout = self.options, step.layout
+        is_checkpointed = model["is_checkpointed"] or self.activations.checkpointing is True
+        checkpointing = "full" if is_checkpointed else "none"
+        if checkpointing == "full" and options.kept_bytes is None:
+            checkpointing = "keep"
+        setup = Setup(
+            seq_len=max(layout.seq_len, layout.cp_size),
+            num_gpus=self.world_size,
+            cp_size=layout.cp_size,
+            ulysses_size=step.groups.inside.size,
+            batch_size=step.batch_size,
+            precision=precision,  # type: ignore[arg-type]
+            sharding=self.sharding,
+            checkpointing=checkpointing,  # type: ignore[arg-type]
+            offload="none" if options.offload_bytes == 0 or checkpointing == "none" else "all",
+            lora_rank=model["lora_rank"],
+            attention_memory=options.attention_memory,
+            gradient_wire=options.gradient_wire,
+        )
+        tile = self.activations.tile
+        if tile is False or tile == "auto":
+            return setup
+        tokens = MIN_TOKENS if tile is True else tile
+        return replace(setup, tiles=min(16, -(-setup.local_len // tokens)))
+
+
+def fits(shape: ModelShape, setup: Setup, *, device: float, host: float) -> bool:
+    """Return whether a step fits, with a margin.
+
+    Args:
+        shape: of the model.
+        setup: of the step.
+        device: bytes of a device.
+        host: bytes of host memory that a rank may take.
+    """
+    plan = plan_memory(shape, setup)
+    is_moved = HOST_MARGIN * host_bytes(plan, setup) <= host
+    return MARGIN * plan.peak <= USABLE * device and is_moved
+
+
+def host_bytes(plan: MemoryPlan, setup: Setup) -> float:
+    """Return the host memory of one rank."""
+    return plan.host / min(GPUS_PER_HOST, setup.num_gpus)
+
+
+def _values(value: Any, *choices: Any) -> tuple[Any, ...]:
+    """Return the values that an option may get."""
+    return choices if value == "auto" else (value,)
