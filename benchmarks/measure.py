@@ -4,6 +4,7 @@
 import datetime
 import json
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -114,6 +115,35 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, 
         event.key: (float(event.self_device_time_total) / 1e3, event.count)
         for event in profiled.key_averages()
     }
+
+
+KERNELS = {
+    "attention, forward": r"sdpa.*fprop|flash_fprop|flash_fwd|triton_tem.*flex(?!.*backward)",
+    "attention, backward": r"sdpa.*bprop|flash_bprop|flash_bwd|triton_tem.*backward",
+    "matrix products": r"gemm|nvjet|xmma|cutlass|splitK",
+    "compiled": r"^triton_",
+    "copies between device and host": r"^Memcpy (DtoH|HtoD)",
+    "copies": r"^Memcpy|^Memset|copy|CatArray",
+    "reductions": r"reduce|softmax|Softmax|norm",
+    "elementwise": r"elementwise",
+}
+"""What a kernel does, by its name: the first pattern that is found."""
+
+
+def print_profile(kernels: dict[str, tuple[float, int]], *, num_kernels: int = 20) -> None:
+    """Print the time of all kernels by kind, and the longest ones."""
+    total = max(sum(ms for ms, _ in kernels.values()), 1e-9)
+    kinds = dict.fromkeys((*KERNELS, "other"), 0.0)
+    for name, (ms, _) in kernels.items():
+        kind = next((kind for kind, it in KERNELS.items() if re.search(it, name)), "other")
+        kinds[kind] += ms
+    print("\n| kernels | ms | share |\n|---|---|---|")
+    for kind, ms in kinds.items():
+        print(f"| {kind} | {ms:.1f} | {ms / total:.3f} |")
+    print("\n| kernel | ms | calls |\n|---|---|---|")
+    for name, (ms, count) in sorted(kernels.items(), key=lambda x: -x[1][0])[:num_kernels]:
+        print(f"| {name[:120]} | {ms:.1f} | {count} |")
+    print(flush=True)
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:

@@ -25,7 +25,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto import AutoConfig
 
 from benchmarks.emulate import emulated_parallel
-from benchmarks.measure import Records, describe, peak_memory, synchronize, timed
+from benchmarks.measure import (
+    Records,
+    describe,
+    kernel_times,
+    peak_memory,
+    print_profile,
+    synchronize,
+    timed,
+)
 from hf_patches import enable, model_shape
 from lightning_cp.attn.hardware import Links
 from lightning_cp.fsdp.sharding import find_blocks, shard_parameters
@@ -259,15 +267,21 @@ def build_batch(point: Point, vocab: int, device: torch.device) -> dict[str, Ten
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds of a step, peak bytes of the process, and bytes of offloaded tensors."""
+    """Milliseconds of a step, peak bytes, bytes of offloaded tensors, and times of kernels."""
 
     ms: float
     peak: int
     host: int
+    kernels: dict[str, tuple[float, int]]
 
 
 def measure(
-    point: Point, config: PreTrainedConfig, mesh: DeviceMesh, device: torch.device
+    point: Point,
+    config: PreTrainedConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    profile: bool = False,
 ) -> Measured:
     """Run the steps of a point."""
     setup = point.setup
@@ -295,11 +309,12 @@ def measure(
     ms = timed(call, device, repeats=3)
     held = _allocated(device)
     peak = held + peak_memory(call, device)
+    kernels = kernel_times(call, device) if profile else {}
     store = parallel.offloaded
     host = 0 if store is None else store.arena.num_bytes
     parallel.close()
     undo()
-    return Measured(ms, peak, host)
+    return Measured(ms, peak, host, kernels)
 
 
 def _allocated(device: torch.device) -> int:
@@ -327,7 +342,13 @@ HEADER = (
 
 
 def run_one(
-    point: Point, records: Records, mesh: DeviceMesh, device: torch.device, *, tiny: bool
+    point: Point,
+    records: Records,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    tiny: bool,
+    profile: bool,
 ) -> None:
     """Measure and plan a point, and print both."""
     config = build_config(point.model, point.num_layers, tiny=tiny)
@@ -337,7 +358,7 @@ def run_one(
     step = plan_time(shape, setup, links=NO_LINKS)
     # The update of all weights, of which a rank of N would have its share.
     planned_ms = 1e3 * (step.step + (setup.shard_size - 1) * step.seconds["optimizer"])
-    found = measure(point, config, mesh, device)
+    found = measure(point, config, mesh, device, profile=profile)
     print(
         f"| {point.name} | {point.num_layers} | {setup.local_len:,} | {found.peak / 1e9:.2f} "
         f"| {memory / 1e9:.2f} | {memory / max(found.peak, 1) - 1:+.1%} | {found.ms:.1f} "
@@ -355,6 +376,8 @@ def run_one(
         planned_ms=planned_ms,
         host_bytes=found.host,
     )
+    if profile:
+        print_profile(found.kernels)
 
 
 @contextmanager
@@ -371,7 +394,12 @@ def one_rank(device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def run(
-    points: Sequence[Point], device: torch.device, out: Path | None, *, tiny: bool = False
+    points: Sequence[Point],
+    device: torch.device,
+    out: Path | None,
+    *,
+    tiny: bool = False,
+    profile: bool = False,
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
@@ -381,7 +409,7 @@ def run(
     with one_rank(device) as mesh:
         for point in points:
             try:
-                run_one(point, records, mesh, device, tiny=tiny)
+                run_one(point, records, mesh, device, tiny=tiny, profile=profile)
             except Exception as error:  # noqa: BLE001  continue with the next point
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 print(f"| {point.name} | failed: {reason} |||||||||", flush=True)
@@ -404,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [point.name for point in POINTS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
+    parser.add_argument("--profile", action="store_true", help="kernels by kind, after each point")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
     args = parser.parse_args(arguments)
     points = [point for point in POINTS if point.name in args.only]
@@ -411,7 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         run([_shrink(point) for point in points], torch.device("cpu"), args.out, tiny=True)
         return
-    run(points, torch.device("cuda", torch.cuda.current_device()), args.out)
+    device = torch.device("cuda", torch.cuda.current_device())
+    run(points, device, args.out, profile=args.profile)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ separate sequence of as many tokens as the rank holds: everything but attention 
 """
 
 import argparse
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.emulate import emulated_parallel
-from benchmarks.measure import Records, describe, kernel_times, peak_memory, timed
+from benchmarks.measure import (
+    Records,
+    describe,
+    kernel_times,
+    peak_memory,
+    print_profile,
+    timed,
+)
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
 from lightning_cp.memory import compile_layers, tile_modules
@@ -185,34 +191,6 @@ class Spent:
         return sum(ms for ms, _ in self.kernels.values())
 
 
-KERNELS = {
-    "attention, forward": r"sdpa.*fprop|flash_fprop|flash_fwd|triton_tem.*flex(?!.*backward)",
-    "attention, backward": r"sdpa.*bprop|flash_bprop|flash_bwd|triton_tem.*backward",
-    "matrix products": r"gemm|nvjet|xmma|cutlass|splitK",
-    "compiled": r"^triton_",
-    "copies between device and host": r"^Memcpy (DtoH|HtoD)",
-    "copies": r"^Memcpy|^Memset|copy|CatArray",
-    "reductions": r"reduce|softmax|Softmax|norm",
-    "elementwise": r"elementwise",
-}
-"""What a kernel does, by its name: the first pattern that is found."""
-
-
-def print_profile(spent: Spent, *, num_kernels: int = 20) -> None:
-    """Print the time of all kernels by kind, and the longest ones."""
-    kinds = dict.fromkeys((*KERNELS, "other"), 0.0)
-    for name, (ms, _) in spent.kernels.items():
-        kind = next((kind for kind, it in KERNELS.items() if re.search(it, name)), "other")
-        kinds[kind] += ms
-    print("\n| kernels | ms | share |\n|---|---|---|")
-    for kind, ms in kinds.items():
-        print(f"| {kind} | {ms:.1f} | {ms / max(spent.busy_ms, 1e-9):.3f} |")
-    print("\n| kernel | ms | calls |\n|---|---|---|")
-    for name, (ms, count) in sorted(spent.kernels.items(), key=lambda x: -x[1][0])[:num_kernels]:
-        print(f"| {name[:120]} | {ms:.1f} | {count} |")
-    print(flush=True)
-
-
 def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], Any]) -> Spent:
     """Time steps of a model; ``step()`` is a context that yields this rank's batch."""
     device = batch["input_ids"].device
@@ -306,7 +284,7 @@ def run_one(
             compiled=compiled,
         )
     if profile:
-        print_profile(emulated)
+        print_profile(emulated.kernels)
 
 
 HEADER = (

@@ -31,6 +31,9 @@ one on its way out and the next one on its way in."""
 
 GPUS_PER_HOST: Final = 8
 
+REPLICATED_BYTES: Final = 3 * 2**27
+"""Buckets of gradients that are averaged where parameters are not sharded (fsdp.replication)."""
+
 # ---- bytes per token of a layer, in bf16; d hidden width, a output and queries, c keys and values,
 # ---- f inner width, H heads
 
@@ -275,11 +278,14 @@ def plan_memory(
     sizes = {layer: token_bytes(layer, hidden, setup) for layer in set(model.layers)}
     stash, host = _stash(model, setup, sizes)
     is_full = setup.lora_rank == 0
-    gathered = states.gathered if is_full else FROZEN
+    is_sharded = setup.sharding == "full"
+    gathered = (states.gathered if is_full else FROZEN) if is_sharded else 0
     in_layer = 2 * gathered  # the current layer and the next
     root = float(gathered)
     if is_full:
-        in_layer += states.cast + states.full_gradient + states.reduced
+        in_layer += states.cast
+    if is_full and is_sharded:
+        in_layer += states.full_gradient + states.reduced
         root += states.reduced
     one_layer = _largest(model, setup, sizes, chip, links)
     head_sum = 4.0 * model.head_params if is_full else 0.0
@@ -311,11 +317,11 @@ def plan_memory(
         ),
         "loss": loss,
     }
-    end = root + states.full_gradient if is_full else root
+    end = root + states.full_gradient if is_full and is_sharded else root
     moments["end of backward"] = {
         **held,
         "gradients": _gradients(model, setup),
-        "gathered parameters": end * model.root_params,
+        "gathered parameters": end * model.root_params + (0 if is_sharded else REPLICATED_BYTES),
     }
     return MemoryPlan({name: _ordered(parts) for name, parts in moments.items()}, host)
 

@@ -14,7 +14,7 @@ from transformers import (
 
 from hf_patches.model_shape import model_shape
 from lightning_cp.planner import KNOWN, Setup
-from lightning_cp.planner.memory import OTHER_BYTES, plan_memory, token_bytes
+from lightning_cp.planner.memory import OTHER_BYTES, STATES, plan_memory, token_bytes
 from lightning_cp.planner.plan import Capacity, longest_sequence
 from tests.planner.live_bytes import measure
 from tests.recipes.memory import REAL
@@ -190,7 +190,10 @@ def test_parts_add_up_and_grow_with_the_sequence():
 
 def test_replicated_parameters_are_not_divided():
     model = KNOWN["llama-8b"]
-    parts = plan_memory(model, Setup(2**17, 8, sharding="none")).parts
+    replicated = plan_memory(model, Setup(2**17, 8, sharding="none"))
+    parts = replicated.parts
+    casts = STATES["bf16-mixed"].cast * model.largest_layer
+    assert replicated.moments["backward, MLP"]["gathered parameters"] == casts
     assert parts["weights"] == 4 * model.num_params
 
 
