@@ -37,7 +37,7 @@ from benchmarks.measure import (
 from hf_patches import enable, model_shape
 from lightning_cp.attn.hardware import Links
 from lightning_cp.fsdp.sharding import find_blocks, shard_parameters
-from lightning_cp.memory import checkpoint_layers, tile_modules
+from lightning_cp.memory import checkpoint_layers, compile_layers, tile_modules
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import MemoryPlan, plan_memory
@@ -164,6 +164,7 @@ POINTS = (
     _point("llama-8b 128k none", 4, 128 * K, 8, checkpointing="none"),
     _point("llama-8b 128k keep", 4, 128 * K, 8, checkpointing="keep"),
     _point("llama-8b 128k keep offload", 6, 128 * K, 8, checkpointing="keep", offload="all"),
+    _point("llama-8b 128k compile", 4, 128 * K, 8, checkpointing="keep", compiled=True),
     _point("llama-8b 128k tile", 4, 128 * K, 8, tile=True),
     _point("llama-8b 256k all", 4, 256 * K, 8, checkpointing="keep", offload="all", tile=True),
     _point("llama-8b 128k mixed", 3, 128 * K, 8, precision="bf16-mixed"),
@@ -244,6 +245,8 @@ def build(
         _adapt(model, setup.lora_rank)
     if setup.checkpointing != "none":
         checkpoint_layers(model)
+    if setup.compiled:
+        compile_layers(model)
     if setup.tiles:
         tile_modules(model)
     policy = torch.bfloat16 if setup.precision == "bf16-policy" else None

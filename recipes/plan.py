@@ -50,6 +50,7 @@ def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
     command.add_argument("--checkpointing", choices=get_args(Checkpointing), default="full")
     command.add_argument("--offload", choices=get_args(Offload), default="none")
     command.add_argument("--tiles", type=int, default=0, help="of MLPs and norms (0)")
+    command.add_argument("--compile", action="store_true", help="MLPs, norms, rotary embeddings")
     command.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights (0)")
     command.add_argument(
         "--document-lengths",
@@ -105,6 +106,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
             checkpointing=args.checkpointing,
             offload=args.offload,
             tiles=args.tiles,
+            compiled=args.compile,
             lora_rank=args.lora_rank,
             documents=documents,
             attention_memory=args.attention_memory,

@@ -241,6 +241,8 @@ def _strategy(setup: Setup) -> Iterable[str]:
         yield "offload: all"
     if setup.tiles:
         yield f"tile: {-(-setup.local_len // setup.tiles)}"
+    if setup.compiled:
+        yield "compile: layers"
     if setup.precision == "bf16-policy":
         yield "mixed_precision: fsdp"
 

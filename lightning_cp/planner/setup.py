@@ -35,6 +35,7 @@ class Setup:
         checkpointing: what is recomputed in backward.
         offload: what is moved to the host.
         tiles: tiles of the token-wise parts of a layer; 0 for none.
+        compiled: whether these parts are compiled.
         lora_rank: 0 trains all weights.
         documents: lengths of packed documents, repeated until the sequence is full.
         attention_memory: GiB of one attention call, as the strategy's option.
@@ -58,6 +59,7 @@ class Setup:
     checkpointing: Checkpointing = "full"
     offload: Offload = "none"
     tiles: int = 0
+    compiled: bool = False
     lora_rank: int = 0
     documents: tuple[int, ...] = ()
     attention_memory: float | None = None

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from lightning_cp.attn.hardware import A100, H200, Chip, Links
 from lightning_cp.planner.attention import Passes, attention_cost
-from lightning_cp.planner.memory import FROZEN, STATES, token_bytes
+from lightning_cp.planner.memory import EXPERT_SAVED, FROZEN, STATES, token_bytes
 from lightning_cp.planner.setup import Setup
 from lightning_cp.planner.shapes import LayerShape, ModelShape
 
@@ -21,27 +21,56 @@ class Rates(NamedTuple):
 
     Args:
         peak: dense bf16, per the data sheet.
-        layers: projections, MLP, norms and rotary embeddings together, by the FLOPs of the matrix
-            products: 197.9 and 228.3 ms of two Llama-8B layers and a head on 16,384 tokens, without
-            and with recomputation, 15 November 2026.
+        matrices: products with weights. With `EAGER`, two Llama-8B layers and a head on 16,384
+            tokens take the 197.9 and 228.3 ms that were measured, without and with recomputation.
         head: the chunked loss with its gradients, from the same runs and one of 32 layers.
-        experts: likewise for experts; not measured.
+        experts: products with weights of routed layers, from one step of Qwen3-30B-A3B.
     """
 
     peak: float
-    layers: float
+    matrices: float
     head: float
     experts: float
 
 
 RATES: Final[Mapping[Chip, Rates]] = {
-    H200: Rates(989.0, 580.0, 404.0, 290.0),
-    A100: Rates(312.0, 183.0, 127.0, 92.0),  # the same shares of peak, not measured
+    H200: Rates(989.0, 721.0, 404.0, 155.0),
+    A100: Rates(312.0, 227.0, 127.0, 49.0),  # the same shares of peak, not measured
 }
+
+
+class ElementBytes(NamedTuple):
+    """Bytes that element-wise kernels of a forward read and write, per number of one token.
+
+    Args:
+        norm: of a norm. Plain RMSNorm converts to float32, squares, averages, multiplies, converts
+            back and multiplies by its weight.
+        activation: of an MLP: the activation, and the product with the other half.
+        rotary: of queries and keys: two products, halves that are swapped, a sum.
+        residual: of hidden states: two sums.
+    """
+
+    norm: int
+    activation: int
+    rotary: int
+    residual: int
+
+
+EAGER: Final = ElementBytes(34, 10, 24, 12)
+COMPILED: Final = ElementBytes(4, 6, 4, 12)
+"""With ``compile="layers"``: each value is read and written once."""
+
+TILED: Final = 1.27
+"""Time of layers in tiles over that of plain ones: 260 and 197 ms of 4 layers of Llama-8B, 1,484
+and 1,183 ms of 6 layers of Mistral-7B; norms are computed once more, and matrices are smaller."""
 
 ATTENTION_IN_STEP: Final = 1.07
 """Time of attention inside a step over that of `attn.cost`, whose rates are those of attention
 alone: 150.7 and 141.2 ms for a layer of Llama-8B, recomputed, 131,072 tokens over 8 ranks."""
+
+SMALL_HEADS: Final = 1.29
+"""Attention with heads of 64 or less over that of heads of 128, per FLOP: a step of 16 layers with
+32 heads of 64, 131,072 tokens over 8 ranks."""
 
 ADAM_BYTES: Final = 7
 """Numbers that AdamW reads (weight, gradient, moments) and writes (weight, moments)."""
@@ -117,11 +146,12 @@ def plan_time(
         again = setup.checkpointing == "full" or (
             setup.checkpointing == "keep" and layer.window is not None
         )
-        forward = _tokenwise(layer, tokens, rates)
+        forward = _tokenwise(layer, model.hidden, setup, chip)
         parameters = gather_size * layer.num_params * share if setup.sharding == "full" else 0.0
         reduced = states.reduced * layer.num_params * share * (2 - (setup.sharding == "full"))
         reduced = reduced if is_full else 0.0
-        attend = Passes(*(ATTENTION_IN_STEP * each for each in cost.time))
+        slower = ATTENTION_IN_STEP * (SMALL_HEADS if layer.head_dim <= 64 else 1.0)
+        attend = Passes(*(slower * each for each in cost.time))
         passes = {
             "attention": attend.forward + attend.backward,
             "recomputed attention": attend.forward if again else 0.0,
@@ -185,10 +215,17 @@ def _counted(model: ModelShape) -> dict[LayerShape, int]:
     return counts
 
 
-def _tokenwise(layer: LayerShape, tokens: int, rates: Rates) -> float:
+def _tokenwise(layer: LayerShape, hidden: int, setup: Setup, chip: Chip) -> float:
     """Return the seconds of one forward of everything but attention."""
-    rate = rates.experts if layer.num_active else rates.layers
-    return 2 * layer.num_active_params * tokens / rate / 1e12
+    rates, each = RATES[chip], COMPILED if setup.compiled else EAGER
+    rate = rates.experts if layer.num_active else rates.matrices
+    rotated = (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    normed = layer.num_norms * hidden + layer.latent + (rotated if layer.qk_norm else 0)
+    inner = max(1, layer.num_active) * layer.inner + layer.shared_inner
+    moved = each.norm * normed + each.activation * inner + each.rotary * rotated
+    moved += (each.residual + EXPERT_SAVED * layer.num_active) * hidden
+    per_token = 2 * layer.num_active_params / rate / 1e12 + moved / chip.memory_gbs / 1e9
+    return setup.local_len * per_token * (TILED if setup.tiles else 1.0)
 
 
 def _offloaded(layer: LayerShape, hidden: int, setup: Setup) -> float:
