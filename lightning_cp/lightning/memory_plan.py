@@ -29,7 +29,14 @@ from lightning_cp.memory.budget import resolve_budget
 from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.planner import Setup
-from lightning_cp.planner.memory import OTHER_BYTES, USABLE, MemoryPlan, plan_memory
+from lightning_cp.planner.memory import (
+    GPUS_PER_HOST,
+    OTHER_BYTES,
+    USABLE,
+    MemoryPlan,
+    plan_memory,
+    token_bytes,
+)
 from lightning_cp.planner.shapes import ModelShape
 from lightning_cp.step import Step, UnshardedStep
 
@@ -108,10 +115,11 @@ class MemoryCheck:
             setup = replace(setup, offload="none")
             self.plan = plan_memory(model["shape"], setup)
         self._kept = _room(model["shape"], setup, self.plan, total, host)
+        if setup.checkpointing == "full" and self._run.options.keep_attention == "auto":
+            self.plan = _keeping(model["shape"], setup, self.plan, self._kept)
+            decided += f" keep_attention_limit_gb={self._kept / 1e9:.1f}"
         if is_first:
-            is_auto = setup.checkpointing == "full" and self._run.options.keep_attention == "auto"
-            kept = f" keep_attention_gb={self._kept / 1e9:.1f}" if is_auto else ""
-            _log(describe_memory(self.plan, total) + decided + kept)
+            _log(describe_memory(self.plan, total) + decided)
             is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
             groups = (step.groups.context, step.groups.data)
             if self._refuse and any_rank([is_too_large], *groups)[0]:
@@ -170,9 +178,25 @@ def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float, host:
     """
     if setup.offload == "all" and setup.checkpointing == "full":
         kept = plan_memory(shape, replace(setup, checkpointing="keep"))
-        fits = MARGIN * kept.peak <= USABLE * total
-        return max(0.0, host / HOST_MARGIN - host_bytes(plan, setup)) if fits else 0.0
+        is_fitting = MARGIN * kept.peak <= USABLE * total
+        return max(0.0, host / HOST_MARGIN - host_bytes(plan, setup)) if is_fitting else 0.0
     return max(0.0, USABLE * total - MARGIN * plan.peak)
+
+
+def _keeping(shape: ModelShape, setup: Setup, plan: MemoryPlan, limit: float) -> MemoryPlan:
+    """Return a plan with the attention that ``auto`` keeps, up to a limit."""
+    wanted = setup.local_len * sum(
+        token_bytes(layer, shape.hidden, setup).kept
+        for layer in shape.layers
+        if layer.window is None
+    )
+    limit, part = min(limit, wanted), "kept attention"
+    kept = plan_memory(shape, replace(setup, checkpointing="keep"))
+    moments = {
+        name: {**parts, part: min(limit, parts[part])} for name, parts in kept.moments.items()
+    }
+    moved = limit * min(GPUS_PER_HOST, setup.num_gpus) if setup.offload == "all" else 0.0
+    return MemoryPlan(moments, plan.host + moved)
 
 
 def _host_budget(step: Step) -> float:

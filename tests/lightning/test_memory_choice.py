@@ -219,7 +219,7 @@ def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks):
         assert "Use more context ranks, shorter sequences, or LoRA" in results["too large"]
     first = found[0]
     (line,) = first["kept on the host, tiles"]["lines"]
-    assert " activation_checkpointing=True offload=all tile=True keep_attention_gb=" in line
+    assert " activation_checkpointing=True offload=all tile=True keep_attention_limit_gb=" in line
     (line,) = first["nothing"]["lines"]
     assert line.endswith(" activation_checkpointing=False offload=none tile=False")
     assert first["no device"]["lines"] == []

@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -111,9 +112,9 @@ def test_a_plan_is_logged_compared_and_refused_on_all_ranks(ranks):
     ):
         assert first[how][0] == second[how][0] == 0, how
     assert "keep_attention" not in start
-    assert first["auto"][1][0].endswith("keep_attention_gb=74.1")
+    assert first["auto"][1][0].endswith("keep_attention_limit_gb=74.1")
     # Two ranks share 80% of the host, of whose chunks a fifth may be empty.
-    assert first["auto, offload"][1][0].endswith("keep_attention_gb=320.0")
+    assert first["auto, offload"][1][0].endswith("keep_attention_limit_gb=320.0")
 
 
 def test_the_refusal_names_the_options_that_help():
@@ -144,6 +145,22 @@ def test_attention_is_kept_on_the_host_where_the_device_has_no_room():
     assert room > 2**17 * 32 * 4096 * 2  # all layers
     assert memory_plan._room(model, setup, plan, total, checkpoints) == 0  # the host has none
     assert memory_plan._room(model, setup, plan, 20e9, host) == 0  # of three layers neither
+
+
+def test_the_plan_contains_attention_that_is_kept():
+    model = KNOWN["gpt-oss-20b"]  # every other layer has a window
+    setup = Setup(2**18, 8, precision="bf16-true")
+    plan = plan_memory(model, setup)
+    layer = 2**15 * (2 * 64 * 64 + 4 * 64)
+    for limit, expected in ((inf, 12 * layer), (5e8, 5e8), (0.0, 0.0)):
+        kept = memory_plan._keeping(model, setup, plan, limit)
+        assert kept.peak == pytest.approx(plan.peak + expected), limit
+        assert kept.host == 0
+    setup = replace(setup, offload="all")
+    plan = plan_memory(model, setup)
+    kept = memory_plan._keeping(model, setup, plan, inf)
+    assert kept.peak == pytest.approx(plan.peak + 3 * layer)
+    assert kept.host == pytest.approx(plan.host + 8 * 12 * layer)
 
 
 def test_a_model_without_an_adapter_has_no_plan():
