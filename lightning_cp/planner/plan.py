@@ -240,11 +240,10 @@ def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
         yield "attention was measured on up to 64 emulated ranks"
     if setup.seq_len > 1 << 20:
         yield "attention was measured up to 1M tokens"
-    heads = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in model.layers if x.num_heads}
-    if heads - {(32, 8, 128)}:
-        yield "time of these heads is extrapolated from 32 query and 8 key heads of 128"
+    if any(layer.num_heads and layer.head_dim not in (64, 128) for layer in model.layers):
+        yield "time of these heads is extrapolated from heads of 128"
     if any(layer.num_active for layer in model.layers):
-        yield "the speed of experts is assumed (half that of a dense MLP)"
+        yield "the speed of experts is that of one measured step of Qwen3-30B-A3B"
     if any(layer.num_heads == 0 for layer in model.layers):
         yield "layers without attention are counted as an MLP of their parameters"
     if any(layer.window for layer in model.layers) or setup.documents:
