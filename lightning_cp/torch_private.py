@@ -329,6 +329,16 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the hooks that pack and unpack what autograd saves now, or None.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`; no public function returns them. Hooks of
+    `torch.autograd.graph.saved_tensors_hooks` hide those around them: hooks that do not handle a
+    tensor themselves call these. Activation checkpointing has other ones in each region.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def tensor_version(x: Tensor) -> int | None:
     """Return a counter of in-place changes (`Tensor._version`); None for inference tensors."""
     return None if x.is_inference() else x._version

@@ -6,13 +6,14 @@ outside in: a module is replaced, or left alone for a reason, and the modules in
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
 
+from lightning_cp.fsdp.gathering import is_unit
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.memory.probe import (
     Verdict,
@@ -59,8 +60,9 @@ class Replacement:
     state: ClassVar[str]
     """What the module is, in reports."""
 
-    leaves_projections: ClassVar[bool] = False
-    """Whether modules with matrices inside a module that mixes tokens are left alone."""
+    projection: ClassVar["type[Replacement] | None"] = None
+    """What replaces single matrices that are left alone. None: modules with matrices inside of
+    attention are visited as all others."""
 
     module: nn.Module
     name: str
@@ -141,19 +143,39 @@ class Finder:
     """Finds the modules to replace, from the outside in, and remembers what became of each.
 
     Args:
+        model: the model; None in a copy of a module.
         kind: of the replacements.
         options: further arguments of a replacement.
     """
 
-    def __init__(self, kind: type[Replacement], options: dict[str, Any]) -> None:
-        self.kind, self.options = kind, options
+    def __init__(
+        self, model: nn.Module | None, kind: type[Replacement], options: dict[str, Any]
+    ) -> None:
+        self.model, self.kind, self.options = model, kind, options
         self.found: list[Replacement] = []
+        self.projections: list[Replacement] = []
         self.left_alone: list[ModuleReport] = []
         self._seen: set[nn.Module] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle no modules: a copy of one module holds no others."""
-        return Finder, (self.kind, self.options)
+        return Finder, (None, self.kind, self.options)
+
+    def share_units(self, a: str, b: str) -> bool:
+        """Return whether every FSDP2 unit with one of two modules inside has both, by name."""
+        if self.model is None:
+            return False
+        try:
+            parents = [set(self._parents(self.model, name)) for name in (a, b)]
+        except AttributeError:  # the model has changed
+            return False
+        return not any(is_unit(module) for module in parents[0] ^ parents[1])
+
+    @staticmethod
+    def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
+        for part in name.split("."):
+            model = model.get_submodule(part)
+            yield model
 
     def visit_children(
         self, name: str, module: nn.Module, *, matrices: bool = True, experts: bool = True
@@ -175,9 +197,11 @@ class Finder:
         if module in self._seen or not any(True for _ in module.parameters()):
             return
         self._seen.add(module)
-        is_left = not matrices and self.kind.leaves_projections and has_matrices(module)
-        if is_left or isinstance(module, _CONTAINERS):
+        if isinstance(module, _CONTAINERS):
             self.visit_children(name, module, matrices=matrices)
+        elif not matrices and self.kind.projection is not None and has_matrices(module):
+            self._project(name, module)
+            self.visit_children(name, module, matrices=False)
         elif is_replaced(module, self.kind):
             self._leave(name, f"it is {self.kind.state} already")
             self._seen.update(module.modules())
@@ -199,8 +223,15 @@ class Finder:
             self.found.remove(replacement)
         name, module = replacement.name, replacement.module
         self._leave(name, verdict.obstacle)
+        self._project(name, module)
         self._seen -= set(module.modules()) - {module, *(other.module for other in self.found)}
         self.visit_children(name, module, matrices=not verdict.mixes, experts=not verdict.routes)
+
+    def _project(self, name: str, module: nn.Module) -> None:
+        kind, is_leaf = self.kind.projection, not any(True for _ in module.children())
+        if kind is not None and is_leaf and has_matrices(module) and not is_replaced(module, kind):
+            self.projections.append(kind(module, name, self))
+            self.projections[-1].install()
 
     def _leave(self, name: str, reason: str) -> None:
         self.left_alone.append(ModuleReport(name, False, reason))
@@ -220,9 +251,10 @@ class Handle:
 
     def remove(self) -> None:
         """Restore the modules. Graphs that exist already can still be used for backward."""
-        for replacement in self.finder.found:
-            replacement.uninstall()
-        self.finder.found.clear()
+        for replacements in (self.finder.found, self.finder.projections):
+            for replacement in replacements:
+                replacement.uninstall()
+            replacements.clear()
 
     def report(self) -> tuple[ModuleReport, ...]:
         """Return which modules are replaced, and which are left alone and why, by name."""
@@ -261,7 +293,7 @@ def replace_modules(
         shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
         options: further arguments of a replacement.
     """
-    finder = Finder(kind, options)
+    finder = Finder(model, kind, options)
     names = {module: name for name, module in model.named_modules()}
     for block in find_blocks(model, shard_modules) or [model]:
         finder.visit_children(names[block], block)

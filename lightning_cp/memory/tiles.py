@@ -4,10 +4,13 @@
 `tile_modules(model)` finds them by a probe (`probe.py`): MLPs, norms, shared experts. A tiled
 module saves its input for backward and nothing else. Backward computes one tile after another,
 forward and gradients, and sums the gradients of the weights in float32 or wider.
+
+What follows a tiled norm, an MLP or projections, does not save the norm's output: backward computes
+it again from the norm's input.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,15 +23,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.gradients import add_gradients
-from lightning_cp.memory.probe import Verdict, has_hooks_inside, has_units_inside
+from lightning_cp.memory.probe import Verdict, has_hooks_inside, has_matrices, has_units_inside
 from lightning_cp.memory.replace import Handle, Replacement, is_replaced, replace_modules
 from lightning_cp.precision import autocast_off
-from lightning_cp.torch_private import outside_graphs, without_tensor_hooks
+from lightning_cp.torch_private import (
+    backward_id,
+    outside_graphs,
+    saved_tensor_hooks,
+    tensor_version,
+    without_tensor_hooks,
+)
 
 TileTokens = int | Literal["auto"]
 
 MIN_TOKENS: Final = 2048
 """Tokens of a tile, at least, under ``auto``: with fewer, matrix products become slower."""
+
+_NORM_TILES: Final = 16
+"""Tiles of a module without matrices under ``auto``: in backward it takes several times what it
+saves, in float32, and tiles cost it little."""
 
 _MIN_SAVED: Final = 1.0
 """Bytes saved besides the input, over those of the input, from which on tiles are worth it."""
@@ -53,10 +66,10 @@ def tile_modules(
 
     Args:
         model: a model, a LightningModule that holds some, or a single block.
-        tile_tokens: tokens of a tile, over all samples of the batch, at most. ``auto`` divides so
-            that what autograd saves for one tile takes about as much as the module's input, into
-            tiles of at least 2048 tokens. It depends on local shapes only: all ranks that hold
-            equally many tokens use equal tiles.
+        tile_tokens: tokens of a tile, over all samples of the batch, at most. ``auto`` divides an
+            MLP so that what autograd saves for one tile takes about as much as its input, and a
+            norm by 16, into tiles of at least 2048 tokens. It depends on local shapes only: all
+            ranks that hold equally many tokens use equal tiles.
         shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
 
     Returns:
@@ -85,6 +98,29 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
 
 
+class _Projection(Replacement):
+    """A single matrix: it saves no output of a tiled norm.
+
+    It is not computed in tiles: it saves little else, and would run a third time.
+    """
+
+    state = "a projection"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and let backward compute the norm before it again."""
+        if torch.compiler.is_compiling() or not self.is_active or len(args) != 1 or kwargs:
+            return self.call(*args, **kwargs)
+        return _project(self.call, args[0], self)
+
+
+def _project(call: Callable[[Any], Any], x: Any, reader: Replacement) -> Any:
+    source = _source_of(x, reader)
+    if source is None:
+        return call(x)
+    with _recomputing(x, source):
+        return call(x)
+
+
 @dataclass(eq=False)
 class _Tiled(Replacement):
     """A module that is computed in tiles.
@@ -94,8 +130,7 @@ class _Tiled(Replacement):
     """
 
     state = "tiled"
-    # Projections of attention save little, and would run a third time.
-    leaves_projections = True
+    projection = _Projection
 
     tile_tokens: TileTokens = "auto"
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
@@ -114,16 +149,20 @@ class _Tiled(Replacement):
         call = self.call if args else partial(_call_by_name, self.call, next(iter(kwargs)))
         num = self.num_tiles(x, call)
         if num == 1:
-            return call(x)
+            return _project(call, x, self)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        job = _Job(self.module, call, num, _tile_dim(x), tuple(parameters), x.requires_grad)
-        if not torch.is_grad_enabled() or not (parameters or x.requires_grad):
+        needs_grad = torch.is_grad_enabled() and bool(parameters or x.requires_grad)
+        source = _source_of(x, self) if needs_grad else None
+        job = _Job(self, call, num, tuple(parameters), x, _Saved(source))
+        if not needs_grad:
             return job.forward(x, grad=False)
-        if not x.requires_grad:
-            x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
-        box: list[Any] = []
-        saved = _Input.apply(x, box)  # type: ignore[no-untyped-call]
-        return _InTiles.apply(saved, job, box, *parameters.values())  # type: ignore[no-untyped-call]
+        if source is None:
+            if not x.requires_grad:
+                x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
+            x = _Input.apply(x, job.saved)  # type: ignore[no-untyped-call]
+        y: Tensor = _InTiles.apply(x, job, *parameters.values())  # type: ignore[no-untyped-call]
+        job.version = tensor_version(y)
+        return y
 
     def first_verdict(self) -> Verdict | None:
         """Probe the module, unless tiles would be wrong or slow whatever it computes."""
@@ -175,7 +214,8 @@ class _Tiled(Replacement):
             return 1
         num = -(-num_tokens // least)
         if self.tile_tokens == "auto":
-            num = min(max(2, round(verdict.saved)), num_tokens // least)
+            wanted = max(2, round(verdict.saved)) if has_matrices(self.module) else _NORM_TILES
+            num = min(wanted, num_tokens // least)
         return min(num, x.shape[dim])
 
 
@@ -194,25 +234,76 @@ def _call_by_name(call: Callable[..., Any], name: str, x: Tensor) -> Any:
     return call(**{name: x})
 
 
-@dataclass(frozen=True)
+class _Saved:
+    """The input of a tiled module, for backward.
+
+    Args:
+        source: the tiled norm whose output it is: it is not saved, but computed again, tile by
+            tile, from what the norm has saved. None for an input that autograd saves.
+    """
+
+    def __init__(self, source: "_Job | None") -> None:
+        self.source = source
+        self.ctx: Any = None  # of `_Input`, which saves it
+        self._x: Tensor | None = None
+        self._backward = -1
+
+    def tiles(self, num: int, dim: int) -> Iterator[Tensor]:
+        """Yield the input in tiles."""
+        if self.source is not None:
+            yield from self.source.output_tiles(num, dim)
+            return
+        # Activation checkpointing returns a saved tensor only once in a backward.
+        if self._x is None or self._backward != backward_id():
+            (self._x,), self._backward = self.ctx.saved_tensors, backward_id()
+        yield from self._x.tensor_split(num, dim)
+
+    def free(self) -> None:
+        """Forget the input: the module's own backward is the last to need it."""
+        self._x = None
+
+
 class _Job:
     """One call of a tiled module.
 
     Args:
-        module: the module.
+        tiled: the module.
         call: its forward, without tiles and hooks.
         num: number of tiles.
-        dim: dim of the input that is divided.
         names: of the parameters that require gradients.
-        needs_input_grad: whether the input requires a gradient.
+        x: the input.
+        saved: what backward has of it.
     """
 
-    module: nn.Module
-    call: Callable[[Tensor], Tensor]
-    num: int
-    dim: int
-    names: tuple[str, ...]
-    needs_input_grad: bool
+    def __init__(
+        self,
+        tiled: _Tiled,
+        call: Callable[[Tensor], Tensor],
+        num: int,
+        names: tuple[str, ...],
+        x: Tensor,
+        saved: _Saved,
+    ) -> None:
+        self.module, self.name, self.call = tiled.module, tiled.name, call
+        self.num, self.names, self.saved = num, names, saved
+        self.dim = _tile_dim(x)
+        self.shape, self.dtype, self.device_type = x.shape, x.dtype, x.device.type
+        self.needs_input_grad = x.requires_grad
+        self.hooks = saved_tensor_hooks()
+        self.version: int | None = None  # of the output
+        self._output: Tensor | None = None
+        self._backward = -1
+        self._autocast: tuple[torch.dtype, bool] | None = None
+        if torch.is_autocast_enabled(self.device_type):
+            dtype = torch.get_autocast_dtype(self.device_type)
+            self._autocast = dtype, torch.is_autocast_cache_enabled()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast of forward: backward runs without it, on another thread on GPUs."""
+        if self._autocast is None:
+            return autocast_off(self.device_type)
+        dtype, cache = self._autocast
+        return torch.autocast(self.device_type, dtype=dtype, cache_enabled=cache)
 
     def forward(self, x: Tensor, *, grad: bool) -> Tensor:
         """Return the output, computed in tiles, without a graph.
@@ -221,59 +312,121 @@ class _Job:
             x: the input.
             grad: whether the caller has gradients enabled.
         """
+        tiles = x.tensor_split(self.num, self.dim)
+        return self._join(self._tile(tile, grad=grad) for tile in tiles)
+
+    def output(self) -> Tensor:
+        """Return the output once more, in backward; once for all projections."""
+        if self._output is None or self._backward != backward_id():
+            self._output = self._join(self.output_tiles(self.num, self.dim))
+            self._backward = backward_id()
+        return self._output
+
+    def output_tiles(self, num: int, dim: int) -> Iterator[Tensor]:
+        """Yield the output once more, in backward, in tiles."""
+        for tile in self.saved.tiles(num, dim):
+            with self.autocast():
+                y = self._tile(tile, grad=True)
+            yield y
+
+    def _tile(self, tile: Tensor, *, grad: bool) -> Tensor:
+        with _private_graph(self.device_type, grad=grad):
+            return self.call(tile.detach().contiguous()).detach()
+
+    def _join(self, tiles: Iterable[Tensor]) -> Tensor:
         out: Tensor | None = None
         start = 0
-        for tile in x.tensor_split(self.num, self.dim):
-            with _private_graph(x, grad=grad):
-                y = self.call(tile.detach().contiguous()).detach()
+        for y in tiles:
             if out is None:
-                out = y.new_empty((*x.shape[:-1], y.shape[-1]))
-            length = tile.shape[self.dim]
+                out = y.new_empty((*self.shape[:-1], y.shape[-1]))
+            length = y.shape[self.dim]
             out.narrow(self.dim, start, length).copy_(y)
             start += length
         if out is None:
             raise AssertionError("an input without tiles")
         return out
 
-    def backward(self, x: Tensor, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(self, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of the input and of the parameters."""
         # By name: FSDP2 may have gathered into other objects since forward.
         own = dict(self.module.named_parameters())
         parameters = [own[name] for name in self.names]
-        dx = torch.empty_like(x) if self.needs_input_grad else None
+        dx: Tensor | None = None
         sums: list[Tensor | None] = [None for _ in parameters]
-        tiles = x.tensor_split(self.num, self.dim)
+        tiles = self.saved.tiles(self.num, self.dim)
         douts = dout.tensor_split(self.num, self.dim)
         start = 0
         # Hooks of a parameter are for its gradient, which autograd passes to them after backward.
         with without_tensor_hooks(parameters):
             for tile, grad in zip(tiles, douts, strict=True):
                 piece = tile.detach().contiguous().requires_grad_(self.needs_input_grad)
-                with torch.enable_grad():
+                with torch.enable_grad(), self.autocast():
                     y = self.call(piece)
                 inputs = [piece, *parameters] if self.needs_input_grad else parameters
                 # As in a separate backward: operations run in the dtype that forward chose.
-                with autocast_off(x.device.type):
+                with autocast_off(self.device_type):
                     found = list(torch.autograd.grad(y, inputs, grad, allow_unused=True))
-                if dx is not None:
+                if self.needs_input_grad:
+                    # Only now: the first tile may have recomputed the layer.
+                    dx = dout.new_empty(self.shape, dtype=self.dtype) if dx is None else dx
                     piece_grad = found.pop(0)
                     part = dx.narrow(self.dim, start, tile.shape[self.dim])
                     part.zero_() if piece_grad is None else part.copy_(piece_grad)
                 start += tile.shape[self.dim]
                 add_gradients(sums, found)
+        self.saved.free()
+        self._output = None
         cast = zip(sums, parameters, strict=True)
         return dx, [None if total is None else total.to(p.dtype) for total, p in cast]
 
 
+def _source_of(x: object, reader: Replacement) -> _Job | None:
+    """Return the call of a tiled norm whose output a tensor is, if backward can compute it again.
+
+    It can in the region of activation checkpointing in which the norm was called, and while the
+    FSDP2 unit of the norm is gathered. Both are the same when the region is recomputed.
+
+    Args:
+        x: the input of a module.
+        reader: the module.
+    """
+    job = getattr(x.grad_fn, "job", None) if isinstance(x, Tensor) else None
+    if not isinstance(x, Tensor) or not isinstance(job, _Job) or has_matrices(job.module):
+        return None
+    is_unchanged = tensor_version(x) == job.version and saved_tensor_hooks() == job.hooks
+    return job if is_unchanged and reader.finder.share_units(job.name, reader.name) else None
+
+
 @contextmanager
-def _private_graph(x: Tensor, *, grad: bool) -> Iterator[None]:
+def _recomputing(x: Tensor, source: _Job) -> Iterator[None]:
+    """Let autograd not save the output of a norm, but compute it again in backward."""
+    pack_other, unpack_other = saved_tensor_hooks() or (_identity, _identity)
+    # Not the tensor itself: autograd holds its hooks as long as what they have packed.
+    whole = x.data_ptr(), x.numel(), x.dtype
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.is_contiguous() and (tensor.data_ptr(), tensor.numel(), tensor.dtype) == whole:
+            return source, tensor.shape
+        return None, pack_other(tensor)
+
+    with saved_tensors_hooks(pack, partial(_unpack, unpack_other)):
+        yield
+
+
+def _unpack(unpack_other: Callable[[Any], Tensor], packed: tuple[_Job | None, Any]) -> Tensor:
+    source, value = packed
+    return unpack_other(value) if source is None else source.output().view(value)
+
+
+@contextmanager
+def _private_graph(device_type: str, *, grad: bool) -> Iterator[None]:
     """Compute without a graph; under autocast with one, if the caller has gradients enabled.
 
     No saved-tensor hook of the caller sees it. Autocast may cache weights that it casts under
     no_grad, without gradients, and use them where gradients are needed (pytorch/pytorch#112583).
     """
     with ExitStack() as stack:
-        if grad and torch.is_autocast_enabled(x.device.type):
+        if grad and torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(_detached, _identity))
         else:
@@ -297,9 +450,9 @@ class _Input(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, box: list[Any]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, saved: _Saved) -> Tensor:
         ctx.save_for_backward(x)
-        box.append(ctx)
+        saved.ctx = ctx
         return x.view_as(x)
 
     @staticmethod
@@ -311,12 +464,8 @@ class _InTiles(torch.autograd.Function):
     """A module in tiles. The weights are inputs, so that their gradients are returned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, job: _Job, box: list[Any], *_: Tensor) -> Tensor:
-        ctx.job, ctx.box = job, box
-        device = x.device.type
-        ctx.autocast = None
-        if torch.is_autocast_enabled(device):
-            ctx.autocast = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    def forward(ctx: Any, x: Tensor, job: _Job, *_: Tensor) -> Tensor:
+        ctx.job = job
         return job.forward(x, grad=True)
 
     @staticmethod
@@ -328,17 +477,5 @@ class _InTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.box[0].saved_tensors
-        with _autocast(x.device.type, ctx.autocast):
-            dx, gradients = ctx.job.backward(x, dout)
-        return dx, None, None, *gradients
-
-
-def _autocast(
-    device_type: str, state: tuple[torch.dtype, bool] | None
-) -> AbstractContextManager[Any]:
-    """Return the autocast of a forward: backward runs without it, on another thread on GPUs."""
-    if state is None:
-        return autocast_off(device_type)
-    dtype, cache = state
-    return torch.autocast(device_type, dtype=dtype, cache_enabled=cache)
+        dx, gradients = ctx.job.backward(dout)
+        return dx, None, *gradients

@@ -84,9 +84,11 @@ FROZEN_EXPERT: Final = 2
 """Per inner and per hidden number of a frozen expert, less: without a gradient of its weights, the
 inputs of its matrix products are not saved."""
 
-LEAN_HIDDEN: Final = 17
-"""Per hidden number with tiles, all but a tile of the MLP: chosen so that a layer of Llama-8B in 16
-tiles takes the 90 KiB per token that were measured on a CPU (docs/memory.md)."""
+NORM_BACKWARD: Final = 28
+"""Per hidden number of one tile of a norm in backward: it computes in float32."""
+
+ROTARY_TENSORS: Final = 3
+"""Tensors of the size of queries that rotary embeddings have at once, besides their input."""
 
 ATTENTION_HIDDEN: Final = 4
 """Per hidden number while attention goes backward: the layer's input, and the gradient that waits
@@ -196,9 +198,43 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     in_mlp = float(saved + waiting + backward - (checkpoint if is_mixed else 0))
     in_attention = ATTENTION_HIDDEN * residual // 2 * hidden + 2 * keys + 4 * out
     if setup.tiles:
-        in_mlp = LEAN_HIDDEN * hidden + 2 * (queries + keys) + (mlp + backward) / setup.tiles
+        in_mlp = _tiled(layer, hidden, setup, mlp + backward)
         in_attention -= 2 * out
     return TokenBytes(checkpoint, _kept(layer), saved, in_mlp, in_attention)
+
+
+def _tiled(layer: LayerShape, hidden: int, setup: Setup, mlp: float) -> float:
+    """Return the bytes per token of a layer in tiles, without its checkpoint and kept attention.
+
+    The largest of three moments: rotary embeddings while the layer is recomputed; the MLP; and the
+    norm in front of it. Norms before attention and MLP save nothing but their input, and neither
+    do the projections behind them, except for the casts of autocast.
+
+    Args:
+        layer: its shape.
+        hidden: width of the model.
+        setup: the run.
+        mlp: bytes of the MLP or the experts in backward, without tiles.
+    """
+    residual = residual_bytes(setup)
+    state = residual * hidden
+    queries, num_after = layer.query_width, max(0, layer.num_norms - 2)
+    saved = float(2 * layer.key_width)
+    if residual == 4:
+        saved += CAST * (2 if layer.latent else 3) * hidden
+    if layer.qk_norm:
+        saved += 2 * (queries + layer.num_kv_heads * layer.head_dim)
+    if layer.latent:
+        saved += 2 * layer.latent + LATENT_JOINED * queries
+    # Under autocast, cos and sin are float32, and so are queries that were normalized.
+    turned = (residual if layer.qk_norm else 2) + ROTARY_TENSORS * residual
+    rotary = 2 * state + saved + turned * queries
+    # The gradient of the layer's output, and the input of the norm before the MLP.
+    saved += 2 * state + 2 * queries + num_after * state
+    tile = 1 if layer.num_active else 1 / setup.tiles  # experts are left alone
+    in_mlp = saved + state + mlp * tile
+    in_norm = saved + 2 * state + NORM_BACKWARD * hidden / setup.tiles
+    return max(rotary, in_mlp, in_norm)
 
 
 def _norms_saved(layer: LayerShape, *, is_mixed: bool) -> int:

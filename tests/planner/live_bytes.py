@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_patches import enable
 from lightning_cp import ContextParallel
+from lightning_cp.memory import tile_modules
 
 
 class Live(TorchDispatchMode):
@@ -37,7 +38,7 @@ class Live(TorchDispatchMode):
         out: Any = func(*args, **(kwargs or {}))
         self.sweep()
         for x in tree_iter(out):
-            if not isinstance(x, torch.Tensor):
+            if not isinstance(x, torch.Tensor) or x.is_meta:
                 continue
             storage = x.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -55,7 +56,9 @@ class Measured(NamedTuple):
     peak: float
 
 
-def measure(config, *, num_tokens, checkpointing, mixed=False) -> Measured:
+def measure(
+    config, *, num_tokens, checkpointing, mixed=False, tile_tokens=None, keep_attention="none"
+) -> Measured:
     """Run a step of a model and count bytes per token."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -65,11 +68,13 @@ def measure(config, *, num_tokens, checkpointing, mixed=False) -> Measured:
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     handle = enable(model)
+    if tile_tokens is not None:
+        tile_modules(model, tile_tokens=tile_tokens)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(5, config.vocab_size, (1, num_tokens))
     batch = {"input_ids": ids, "labels": ids}
-    cp = ContextParallel(None, kernel="cpu")
+    cp = ContextParallel(None, kernel="cpu", keep_attention=keep_attention)
     live = Live(model)
     cast = torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
     with live, cp.step(batch) as local:
