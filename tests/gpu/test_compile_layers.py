@@ -92,5 +92,6 @@ def test_compiled_layers_earn_their_tolerance_at_every_length(nccl, dtype, tiles
         for plain, ours, *_ in results:
             assert ours <= 2 * plain + 16 * torch.finfo(dtype).eps, results
         graphs = [each[2] for each in results]
-        # The MLP and the norms; with tiles also what its forward computes without gradients.
-        assert graphs[1] == graphs[-1] <= 8, graphs
+        # The MLP, the norms and the rotary embeddings; with tiles also without gradients, and norms
+        # that projections compute again.
+        assert graphs[1] == graphs[-1] <= (12 if tiles else 8), graphs
