@@ -63,9 +63,10 @@ class RunSetup:
     def choices(self, *, is_checkpointed: bool) -> Iterator["RunSetup"]:
         """Yield the runs that ``auto`` may mean, the fastest first.
 
-        Recomputing layers takes about 20% of a step, and their attention another 10%; tiles 7%,
-        offloading up to 1%. Nothing else without recomputation: there is nothing to move and to
-        keep, and the planner knows tiles only with it.
+        Recomputing layers takes about 25% of a step, of which attention is a larger part the longer
+        sequences are; offloading up to 1%. Tiles, 7%, are the last resort. Nothing else without
+        recomputation: there is nothing to move and to keep, and the planner knows tiles only with
+        it.
 
         Args:
             is_checkpointed: whether the model recomputes its layers already.
