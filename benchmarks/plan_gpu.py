@@ -41,6 +41,7 @@ from lightning_cp.memory import checkpoint_layers, compile_layers, tile_modules
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import MemoryPlan, plan_memory
+from lightning_cp.planner.shapes import ModelShape
 from lightning_cp.planner.time import plan_time
 
 NO_LINKS = Links(inside_gbs=1e9, between_gbs=1e9, latency_us=0.0, slowdown=0.0)
@@ -338,6 +339,12 @@ def unsharded_peak(plan: MemoryPlan, num_ranks: int) -> float:
     )
 
 
+def planned_ms(shape: ModelShape, setup: Setup) -> float:
+    """Return the planned time of a step that updates all weights, not a rank's share of them."""
+    step = plan_time(shape, setup, links=NO_LINKS)
+    return 1e3 * (step.step + (setup.shard_size - 1) * step.seconds["optimizer"])
+
+
 HEADER = (
     "| point | layers | tokens per rank | peak, GB | planned | off | step, ms | planned | off "
     "| host, GB |\n" + "|---" * 10 + "|"
@@ -358,14 +365,12 @@ def run_one(
     shape = model_shape(config)
     setup = point.setup
     memory = unsharded_peak(plan_memory(shape, setup), setup.num_gpus)
-    step = plan_time(shape, setup, links=NO_LINKS)
-    # The update of all weights, of which a rank of N would have its share.
-    planned_ms = 1e3 * (step.step + (setup.shard_size - 1) * step.seconds["optimizer"])
+    ms = planned_ms(shape, setup)
     found = measure(point, config, mesh, device, profile=profile)
     print(
         f"| {point.name} | {point.num_layers} | {setup.local_len:,} | {found.peak / 1e9:.2f} "
         f"| {memory / 1e9:.2f} | {memory / max(found.peak, 1) - 1:+.1%} | {found.ms:.1f} "
-        f"| {planned_ms:.1f} | {planned_ms / found.ms - 1:+.1%} | {found.host / 1e9:.1f} |",
+        f"| {ms:.1f} | {ms / found.ms - 1:+.1%} | {found.host / 1e9:.1f} |",
         flush=True,
     )
     records.add(
@@ -376,7 +381,7 @@ def run_one(
         peak_bytes=found.peak,
         planned_bytes=memory,
         ms=found.ms,
-        planned_ms=planned_ms,
+        planned_ms=ms,
         host_bytes=found.host,
     )
     if profile:

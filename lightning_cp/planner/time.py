@@ -56,6 +56,9 @@ class ElementBytes(NamedTuple):
     residual: int
 
 
+WIDE_NORM: Final = 10
+"""More bytes of a norm that multiplies by its weight in float32."""
+
 EAGER: Final = ElementBytes(34, 10, 24, 12)
 COMPILED: Final = ElementBytes(4, 6, 4, 12)
 """With ``compile="layers"``: each value is read and written once."""
@@ -72,8 +75,17 @@ SMALL_HEADS: Final = 1.29
 """Attention with heads of 64 or less over that of heads of 128, per FLOP: a step of 16 layers with
 32 heads of 64, 131,072 tokens over 8 ranks."""
 
-ADAM_BYTES: Final = 7
-"""Numbers that AdamW reads (weight, gradient, moments) and writes (weight, moments)."""
+LARGE_HEADS: Final = 2.1
+"""The same for heads of more than 128, which cuDNN does not compute: FlashAttention 2 and
+FlexAttention in a step of Gemma 3 12B."""
+
+ADAM_BYTES: Final = 12
+"""Per byte of a weight. AdamW reads weight, gradient and moments, and writes weight and moments: 7;
+but slower than other element-wise kernels: 11.7 ms for 1.92 billion bf16 weights."""
+
+COPIED_GATHERS: Final = 4
+"""Per byte of a gathered parameter: FSDP2 copies it out of the buffer of the collective, in forward
+and in backward."""
 
 HOST_GBS: Final = 25.0
 """Gigabytes per second of one GPU to host memory while 8 of them share it; not measured."""
@@ -137,7 +149,8 @@ def plan_time(
     seconds = dict.fromkeys(
         ("attention", "recomputed attention", "layers", "recomputed layers"), 0.0
     )
-    seconds |= dict.fromkeys(("head and loss", "optimizer", "waiting for links"), 0.0)
+    others = ("head and loss", "copies of parameters", "optimizer", "waiting for links")
+    seconds |= dict.fromkeys(others, 0.0)
     wire = dict.fromkeys(("keys and values", "their gradients", "parameters", "gradients"), 0.0)
     pairs_flops, weighted, total_pairs, algorithms = 0.0, 0.0, 0.0, dict[str, int]()
     for layer, count in _counted(model).items():
@@ -150,8 +163,7 @@ def plan_time(
         parameters = gather_size * layer.num_params * share if setup.sharding == "full" else 0.0
         reduced = states.reduced * layer.num_params * share * (2 - (setup.sharding == "full"))
         reduced = reduced if is_full else 0.0
-        slower = ATTENTION_IN_STEP * (SMALL_HEADS if layer.head_dim <= 64 else 1.0)
-        attend = Passes(*(slower * each for each in cost.time))
+        attend = Passes(*(_attention_factor(layer) * each for each in cost.time))
         passes = {
             "attention": attend.forward + attend.backward,
             "recomputed attention": attend.forward if again else 0.0,
@@ -186,6 +198,10 @@ def plan_time(
     )
     item = states.weight
     seconds["optimizer"] = ADAM_BYTES * item * trained / setup.shard_size / chip.memory_gbs / 1e9
+    if setup.sharding == "full":
+        copied = COPIED_GATHERS * gather_size * model.num_params
+        copied += (states.full_gradient + states.reduced) * model.num_params if is_full else 0
+        seconds["copies of parameters"] = copied / chip.memory_gbs / 1e9
     root = gather_size * model.root_params * share if setup.sharding == "full" else 0.0
     wire["parameters"] += root
     if is_full:
@@ -215,6 +231,13 @@ def _counted(model: ModelShape) -> dict[LayerShape, int]:
     return counts
 
 
+def _attention_factor(layer: LayerShape) -> float:
+    """Return the time of attention inside a step over that of `attn.cost`."""
+    if layer.head_dim <= 64:
+        return ATTENTION_IN_STEP * SMALL_HEADS
+    return ATTENTION_IN_STEP * (LARGE_HEADS if layer.head_dim > 128 else 1.0)
+
+
 def _tokenwise(layer: LayerShape, hidden: int, setup: Setup, chip: Chip) -> float:
     """Return the seconds of one forward of everything but attention."""
     rates, each = RATES[chip], COMPILED if setup.compiled else EAGER
@@ -222,7 +245,8 @@ def _tokenwise(layer: LayerShape, hidden: int, setup: Setup, chip: Chip) -> floa
     rotated = (layer.num_heads + layer.num_kv_heads) * layer.head_dim
     normed = layer.num_norms * hidden + layer.latent + (rotated if layer.qk_norm else 0)
     inner = max(1, layer.num_active) * layer.inner + layer.shared_inner
-    moved = each.norm * normed + each.activation * inner + each.rotary * rotated
+    norm = each.norm + (WIDE_NORM if layer.has_wide_norms and not setup.compiled else 0)
+    moved = norm * normed + each.activation * inner + each.rotary * rotated
     moved += (each.residual + EXPERT_SAVED * layer.num_active) * hidden
     per_token = 2 * layer.num_active_params / rate / 1e12 + moved / chip.memory_gbs / 1e9
     return setup.local_len * per_token * (TILED if setup.tiles else 1.0)
