@@ -20,7 +20,7 @@ from lightning_cp.fsdp.gathering import is_gathering_hook
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.routing import unrouted
-from lightning_cp.torch_private import module_hooks
+from lightning_cp.torch_private import module_hooks, newest_hooks
 
 
 @dataclass(eq=False)
@@ -54,25 +54,15 @@ class Layer:
     def needs_no_routing(self) -> bool:
         """Return whether only code of known libraries runs in the layer, as far as it shows."""
         parts = list(self.module.modules())
-        state: list[object] = [
-            (type(part).forward, *map(_last, (part._forward_pre_hooks, part._forward_hooks)))
-            for part in parts
-        ]
+        state: list[object] = [(type(part).forward, newest_hooks(part)) for part in parts]
         state += [part.__dict__.get("forward") for part in parts[1:]]
         if state != self.state:
             self.state = state
             self.is_known = _calls_known(parts[0]) and all(map(_is_known, parts[1:]))
         # Parameters that are gathered for this call only: the mode notes which of them are used.
         return self.is_known and not any(
-            x is not None and USE_CALLBACK in x.__dict__
-            for part in parts
-            for x in part._parameters.values()
+            USE_CALLBACK in x.__dict__ for x in self.module.parameters()
         )
-
-
-def _last(hooks: dict[int, Any]) -> int | None:
-    """Return the id of the newest hook: ids are never used again."""
-    return next(reversed(hooks), None)
 
 
 def _calls_known(part: nn.Module) -> bool:

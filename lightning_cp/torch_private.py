@@ -299,6 +299,13 @@ def module_hooks(module: nn.Module) -> list[object]:
     return [hook for hooks in dicts for hook in hooks.values() if not _is_fsdp_hook(hook)]
 
 
+def newest_hooks(module: nn.Module) -> tuple[int | None, int | None]:
+    """Return the ids of the newest hooks before and after forward; ids are never used again."""
+    both = (module._forward_pre_hooks, module._forward_hooks)
+    first, second = (next(reversed(hooks), None) for hooks in both)
+    return first, second
+
+
 def base_of(x: Tensor) -> Tensor | None:
     """Return the tensor that ``x`` is a view of (`Tensor._base`); None if it is not a view."""
     return x._base

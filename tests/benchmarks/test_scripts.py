@@ -150,7 +150,7 @@ def test_training_runs(tmp_path):
 def test_plans_are_compared_with_steps(tmp_path):
     from benchmarks import plan_gpu
 
-    names = ["llama-8b 256k all", "llama-8b 128k documents", "llama-8b 128k lora"]
+    names = ["llama-8b 256k all", "llama-8b 128k lora"]
     plan_gpu.main(["--tiny", "--only", *names, "--out", str(tmp_path)])
     lines = [json.loads(x) for x in (tmp_path / "plan_gpu.jsonl").read_text().splitlines()]
     assert [line["point"] for line in lines] == names

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -156,32 +157,37 @@ def fit_uneven():
     return fit(total, context_parallel_size=1, lengths=(length, length), **AUTO)["seen"]
 
 
-def run_all():
+def run_all(names):
     share = budget.SHARE / 2  # of the host, for each of two ranks
     some = 1.01 * needed(**FULL, **ALL)[1] / share
     few = 0.5 * some
-    return {
-        "reference": fit(None),
-        "nothing": fit(least(PLAIN), **AUTO),
-        "kept": fit(least(KEEP, more_than=[PLAIN]), **AUTO),
-        "kept on the host": fit(least({**KEEP, **ALL}, more_than=[KEEP]), **AUTO),
-        "recomputed": fit(least(FULL, more_than=[KEEP]), host=few, **AUTO),
-        "on the host": fit(least({**FULL, **ALL}, more_than=[FULL]), host=some, **AUTO),
-        "kept, tiles": fit(least({**KEEP, **TILES}, more_than=[FULL]), host=few, **AUTO),
-        "kept on the host, tiles": fit(
-            least({**KEEP, **ALL, **TILES}, more_than=[{**FULL, **ALL}, {**KEEP, **TILES}]), **AUTO
+    runs = {
+        "reference": partial(fit, None),
+        "nothing": partial(fit, least(PLAIN), **AUTO),
+        "kept": partial(fit, least(KEEP, more_than=[PLAIN]), **AUTO),
+        "kept on the host": partial(fit, least({**KEEP, **ALL}, more_than=[KEEP]), **AUTO),
+        "recomputed": partial(fit, least(FULL, more_than=[KEEP]), host=few, **AUTO),
+        "on the host": partial(fit, least({**FULL, **ALL}, more_than=[FULL]), host=some, **AUTO),
+        "kept, tiles": partial(fit, least({**KEEP, **TILES}, more_than=[FULL]), host=few, **AUTO),
+        "kept on the host, tiles": partial(
+            fit,
+            least({**KEEP, **ALL, **TILES}, more_than=[{**FULL, **ALL}, {**KEEP, **TILES}]),
+            **AUTO,
         ),
-        "tiles": fit(least({**FULL, **TILES}, more_than=[{**KEEP, **TILES}]), host=few, **AUTO),
-        "on the host, tiles": fit(
-            least({**FULL, **ALL, **TILES}, more_than=[{**FULL, **TILES}]), host=some, **AUTO
+        "tiles": partial(
+            fit, least({**FULL, **TILES}, more_than=[{**KEEP, **TILES}]), host=few, **AUTO
         ),
-        "too large": fit(0.2 * least({**FULL, **ALL, **TILES}), **AUTO),
-        "no device": fit(None, **AUTO),
-        "no plan": fit(80e9, cls=TinyModule, **AUTO),
-        "offload is enough": fit(
-            least({**KEEP, **ALL}, more_than=[FULL]), activation_checkpointing=True, offload=1
+        "on the host, tiles": partial(
+            fit, least({**FULL, **ALL, **TILES}, more_than=[{**FULL, **TILES}]), host=some, **AUTO
+        ),
+        "too large": partial(fit, 0.2 * least({**FULL, **ALL, **TILES}), **AUTO),
+        "no device": partial(fit, None, **AUTO),
+        "no plan": partial(fit, 80e9, cls=TinyModule, **AUTO),
+        "offload is enough": partial(
+            fit, least({**KEEP, **ALL}, more_than=[FULL]), activation_checkpointing=True, offload=1
         ),
     }
+    return {name: runs[name]() for name in names}
 
 
 # Whether layers are recomputed, offloaded and tiled; and of how many attention is kept. Results in
@@ -201,14 +207,20 @@ EXPECTED = {
 }
 
 
+QUICK = ("nothing", "kept", "kept on the host, tiles", "no device")
+
+
 @pytest.mark.ranks
-def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks):
-    found = ranks(2).run(run_all)
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(EXPECTED), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks, names):
+    found = ranks(2).run(run_all, ("reference", "too large", "no plan", *names))
     exact = found[0]["reference"]
     result_bytes = LENGTH // 2 * (32 + 4) * 4  # output and log-sum-exp of a layer
     for results in found:
-        for name, (seen, num_kept) in EXPECTED.items():
-            one = results[name]
+        for name in names:
+            one, (seen, num_kept) = results[name], EXPECTED[name]
             assert one["seen"] == {seen}, name
             assert one["kept"] == num_kept * result_bytes, name
             is_tiled = seen[-1]  # other shapes of matrix products: the same up to rounding

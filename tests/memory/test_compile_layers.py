@@ -49,7 +49,10 @@ def assert_close(found, exact, tolerance=ROUNDING):
     token_wise.assert_close(found, exact, tolerance)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("llama", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in EXPECTED],
+)
 def test_loss_and_every_gradient_are_those_of_the_plain_model(counter, name):
     """Equal layers share a graph: one of the MLP, one for each shape of a norm."""
     model = zoo.build_model(name, dtype=torch.float64)
@@ -115,7 +118,12 @@ def test_lengths_and_layers_are_not_compiled_again(counter):
     assert counter.frame_count <= 10  # one sample
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "llama4_text", "cohere", "gpt_neox"])
+ROTARY = ["gpt_oss", "deepseek_v3", "llama4_text", "cohere", "gpt_neox"]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "gpt_oss" else pytest.param(n, marks=pytest.mark.slow) for n in ROTARY]
+)
 def test_rotary_embeddings(counter, name):
     """Of partial and interleaved heads, complex ones, and latent attention."""
     model = zoo.build_model(name, dtype=torch.float64)
