@@ -206,8 +206,14 @@ def _host_budget(step: Step) -> float:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device; None for a CPU."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    """Return the memory that this process has or can get on a device; None for a CPU.
+
+    Not all of its memory: other processes may use the device, too.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
 
 
 def describe_memory(plan: MemoryPlan, total: float) -> str:

@@ -121,7 +121,14 @@ def main() -> None:
     start = time.monotonic()
     parts = collect(args.paths)
     total = sum(len(names) for names in parts)
-    order = ["test_lightning", "test_flex", "test_nccl", "test_kernels"]
+    order = [
+        "test_lightning",
+        "test_flex",
+        "test_offload",
+        "test_compile",
+        "test_nccl",
+        "test_kernels",
+    ]
     parts.sort(key=lambda names: ([*(n in names[0] for n in order), True]).index(True))
     large = deque(names for names in parts if LARGE in names[0])
     others = deque(names for names in parts if LARGE not in names[0])

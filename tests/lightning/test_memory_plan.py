@@ -165,3 +165,10 @@ def test_the_plan_contains_attention_that_is_kept():
 
 def test_a_model_without_an_adapter_has_no_plan():
     assert memory_plan.plan_models(TinyLM(num_layers=1)) == []
+
+
+def test_memory_of_other_processes_is_not_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
+    assert memory_plan.device_bytes(torch.device("cuda", 1)) == 50
+    assert memory_plan.device_bytes(torch.device("cpu")) is None
