@@ -2,13 +2,16 @@
 """Checks of attention and loss calls: in the step that they belong to, on this rank's tokens."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_cp import active_step
 from lightning_cp.step import Step
-from lightning_cp.torch_private import in_backward
+from lightning_cp.torch_private import in_backward, plain_functions
 
 _FIX = "Use checkpoint(..., use_reentrant=False)"
 
@@ -108,8 +111,8 @@ def refuse_second_derivative() -> None:
     """Raise if a backward is itself to be differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "Context-parallel attention has no second derivative: call backward() or "
-            "autograd.grad() without create_graph=True."
+            "Context parallelism has no second derivative: call backward() or autograd.grad() "
+            "without create_graph=True."
         )
 
 
@@ -117,6 +120,25 @@ def enter_backward_of(uid: int) -> None:
     """Record that backward passes the loss of a step."""
     global _backward_of
     _backward_of = uid
+
+
+@contextmanager
+def backward_of_step(ctx: Any, uid: int) -> Iterator[list[Any]]:
+    """Guard a backward and yield its saved tensors, the last one left out.
+
+    No second derivative, and only with tensors saved in the same step: activation checkpointing
+    replaces saved tensors by recomputed ones, among them the last one, the uid of the step.
+
+    Args:
+        ctx: of the autograd function.
+        uid: the step of the call.
+    """
+    refuse_second_derivative()
+    *saved, mark = ctx.saved_tensors
+    with plain_functions():
+        check_mark(mark, uid)
+        enter_backward_of(uid)
+        yield saved
 
 
 def forget_backward() -> None:

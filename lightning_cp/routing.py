@@ -186,10 +186,16 @@ def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     else:
         mixes = local_len in x.shape[:-1]
     if mixes:
+        instead = (
+            "Use lightning_cp.sequence.causal_conv1d"
+            if name == "conv1d"
+            else "This is not supported yet"
+        )
         raise RuntimeError(
             f"{name}() was called inside a step on a tensor of shape {tuple(x.shape)}: it mixes "
-            f"tokens, but sees only the {local_len} of this rank. This is not supported yet; if it "
-            "does not run along the sequence, declare it with cp.unsharded(module)."
+            f"tokens, but sees only the {local_len} of this rank. {instead}; if it does not run "
+            "along the sequence, or on tokens with their halo, declare it with "
+            "cp.unsharded(module)."
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all attention calls share: the interface, typed biases, options, input checks and guards.
+"""What all attention calls share: the interface, typed biases, options and input checks.
 
 Knows neither kernels nor communication. Read next: `choose.py`, which builds the calls.
 
@@ -7,10 +7,8 @@ Shapes: B batch, H query heads, K key/value heads, L local tokens, S tokens of t
 Dv head dims.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,10 +16,8 @@ from torch import Tensor
 from lightning_cp.attn.tiles import PlacedTile
 from lightning_cp.comm.mesh import Gpu
 from lightning_cp.data.sharding import pad_end
-from lightning_cp.guards import check_mark, enter_backward_of, refuse_second_derivative
 from lightning_cp.options import GradientWire
 from lightning_cp.step import Step
-from lightning_cp.torch_private import plain_functions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,22 +191,3 @@ def with_unit_stride(*tensors: Tensor) -> tuple[Tensor, ...]:
 def split_query_heads(x: Tensor, k: Tensor) -> Tensor:
     """Return [B, K, H / K, L, ...]: query heads by the key head that they share."""
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:])
-
-
-@contextmanager
-def backward_of_step(ctx: Any, uid: int) -> Iterator[list[Any]]:
-    """Guard a backward and yield its saved tensors, the last one left out.
-
-    No second derivative, and only with tensors saved in the same step: activation checkpointing
-    replaces saved tensors by recomputed ones, among them the last one, the uid of the step.
-
-    Args:
-        ctx: of the autograd function.
-        uid: the step of the call.
-    """
-    refuse_second_derivative()
-    *saved, mark = ctx.saved_tensors
-    with plain_functions():
-        check_mark(mark, uid)
-        enter_backward_of(uid)
-        yield saved

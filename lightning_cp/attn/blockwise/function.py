@@ -33,7 +33,6 @@ from lightning_cp.attn.call import (
     AlibiSlopes,
     Bias,
     ScoreBias,
-    backward_of_step,
     with_unit_stride,
 )
 from lightning_cp.attn.kept import Slot
@@ -42,6 +41,7 @@ from lightning_cp.attn.plan import Plan, Stage
 from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.guards import backward_of_step
 from lightning_cp.memory.offload import Saved
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype, autocast_off

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lightning_cp.attn.call import backward_of_step
 from lightning_cp.attn.kept import Slot
+from lightning_cp.guards import backward_of_step
 from lightning_cp.memory.offload import Saved
 
 Compute = Callable[..., Tensor]

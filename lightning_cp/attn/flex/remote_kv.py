@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attn.accumulators import GradAccumulator, wire_dtype
-from lightning_cp.attn.call import backward_of_step
 from lightning_cp.attn.kv_exchange import (
     KeyValues,
     KVGradBuffer,
@@ -29,6 +28,7 @@ from lightning_cp.attn.plan import Stage
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.guards import backward_of_step
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.torch_private import plain_functions
