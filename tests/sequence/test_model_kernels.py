@@ -82,7 +82,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [x if x == "zigzag" else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS]
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_outputs_and_gradients_are_those_of_full_sequences(threads, name, layout):
     draw, whole, sharded = KERNELS[name]

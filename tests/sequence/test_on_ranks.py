@@ -59,7 +59,7 @@ def run_cases(cases):
     return results
 
 
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("cp_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_layers_are_exact_in_all_layouts(ranks, cp_size):
     cases = [Case(cp_size=cp_size, layout=name, **shape) for name in LAYOUTS for shape in SHAPES]
     by_case = zip(*ranks(cp_size).run(run_cases, cases), strict=True)
@@ -136,8 +136,13 @@ def train(batch, layout, recompute, num_steps):
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize(
+    ("cp_size", "recompute"),
+    [
+        (2, True),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, False), (3, False), (3, True))),
+    ],
+)
 def test_a_hybrid_trains_as_on_one_rank(ranks, cp_size, recompute):
     shape = {"length": 37, "documents": ((9, 1, 27), (37,)), "padding": ((35, 36), (30, 34, 36))}
     batch = batch_of(Case(cp_size=cp_size, **shape))
