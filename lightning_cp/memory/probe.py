@@ -224,8 +224,10 @@ def _saved(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) ->
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+        # Not the tensor itself: a graph that saves its own outputs through hooks is never freed,
+        # and would hold the unsharded weights.
+        saved.append(tensor.detach())
+        return saved[-1]
 
     with torch.enable_grad(), saved_tensors_hooks(pack, _identity):
         y = forward(x)

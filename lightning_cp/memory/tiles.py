@@ -9,7 +9,9 @@ What follows a tiled norm, an MLP or projections, does not save the norm's outpu
 it again from the norm's input.
 """
 
+import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -263,6 +265,25 @@ class _Saved:
         self._x = None
 
 
+class _Region:
+    """The hooks for saved tensors, of activation checkpointing, inside which it was created.
+
+    Weak references: those hooks hold the checkpoint of their layer, which would stay in memory as
+    long as the graph of the step.
+    """
+
+    def __init__(self) -> None:
+        self._hooks = [_weak(hook) for hook in saved_tensor_hooks() or ()]
+
+    def is_current(self) -> bool:
+        """Return whether its hooks are the innermost ones now."""
+        return [ref() for ref in self._hooks] == list(saved_tensor_hooks() or ())
+
+
+def _weak(hook: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    return weakref.WeakMethod(hook) if inspect.ismethod(hook) else weakref.ref(hook)
+
+
 class _Job:
     """One call of a tiled module.
 
@@ -289,7 +310,7 @@ class _Job:
         self.dim = _tile_dim(x)
         self.shape, self.dtype, self.device_type = x.shape, x.dtype, x.device.type
         self.needs_input_grad = x.requires_grad
-        self.hooks = saved_tensor_hooks()
+        self.region = _Region()
         self.version: int | None = None  # of the output
         self._output: Tensor | None = None
         self._backward = -1
@@ -393,7 +414,7 @@ def _source_of(x: object, reader: Replacement) -> _Job | None:
     job = getattr(x.grad_fn, "job", None) if isinstance(x, Tensor) else None
     if not isinstance(x, Tensor) or not isinstance(job, _Job) or has_matrices(job.module):
         return None
-    is_unchanged = tensor_version(x) == job.version and saved_tensor_hooks() == job.hooks
+    is_unchanged = tensor_version(x) == job.version and job.region.is_current()
     return job if is_unchanged and reader.finder.share_units(job.name, reader.name) else None
 
 

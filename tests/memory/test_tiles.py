@@ -36,7 +36,7 @@ from tests.memory.token_wise import (
 )
 from tests.parity import zoo
 from tests.parity.hf import build_cp, errors
-from tests.planner.live_bytes import measure
+from tests.planner.live_bytes import Live, measure
 
 EXACT = 1e-9
 
@@ -709,6 +709,46 @@ def test_recomputing_a_layer_takes_less_memory(monkeypatch):
     assert kib_per_token(None) == pytest.approx(261, abs=1)
     assert kib_per_token(131) == pytest.approx(60, abs=1)
     assert kib_per_token("auto", "all") == pytest.approx(53, abs=1)
+
+
+@pytest.mark.parametrize("keep_attention", ["none", "all"])
+def test_checkpoints_are_freed_layer_by_layer(keep_attention, monkeypatch):
+    monkeypatch.setattr(tiles, "MIN_TOKENS", 16)
+    model = zoo.build_model("llama")
+    enable(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tile_modules(model)
+    live = Live(model)
+    bytes_left = []
+
+    def note(_):
+        live.sweep()
+        bytes_left.append(live.now)
+
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.register_post_accumulate_grad_hook(note)
+    batch = zoo.sample_batch("llama", length=64)
+    cp = build_cp(keep_attention=keep_attention)
+    with live, cp.step(batch) as local:
+        model(**local).loss.backward()
+    live.sweep()
+    checkpoint_bytes = batch["input_ids"].numel() * model.config.hidden_size * 4
+    last, first = bytes_left
+    assert last - first >= (1 if keep_attention == "none" else 2) * checkpoint_bytes
+
+
+def test_a_probe_leaves_no_graph_behind(model, x, monkeypatch):
+    monkeypatch.setattr(tiles, "MIN_TOKENS", 1)
+    weights = [weakref.ref(p) for p in model.parameters()]
+    handle = tile_modules(model)
+    model(x)
+    assert replaced_names(handle)
+    handle.remove()
+    for module in model.modules():
+        for name in list(module._parameters):
+            module._parameters[name] = None  # as FSDP2 replaces them
+    gc.collect()
+    assert not any(ref() is not None for ref in weights)
 
 
 # Ranks
