@@ -4,17 +4,20 @@
 Training steps with AdamW of models with few layers, as one rank of N on one GPU (`emulate.py`,
 links that take no time), FSDP2 over one rank: peak memory and time of a step, measured and planned.
 The weights are not sharded here, so that the plan's shares of them are multiplied by N. ``memory``
-points hold 128k, 256k and 512k tokens per rank, with a window, for bytes per token.
+points hold 128k, 256k and 512k tokens per rank, with a window, for bytes per token. ``lora x 32``
+points train a whole model of 8B on one GPU: minutes for a step, run where ``--only`` names them.
 """
 
 import argparse
 import gc
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,7 @@ from benchmarks.measure import (
 from hf_patches import enable, model_shape
 from lightning_cp.attn.hardware import Links
 from lightning_cp.fsdp.sharding import find_blocks, shard_parameters
-from lightning_cp.memory import checkpoint_layers, compile_layers, tile_modules
+from lightning_cp.memory import budget, checkpoint_layers, compile_layers, tile_modules
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import MemoryPlan, plan_memory
@@ -200,6 +203,18 @@ POINTS = (
         )
         for tokens, layers in ((128, 4), (128, 8), (256, 4), (512, 4))
     ),
+    *(
+        _point(
+            f"llama-8b lora {tokens}k x 32",
+            32,
+            tokens * K,
+            1,
+            lora_rank=16,
+            offload="all",
+            tile=True,
+        )
+        for tokens in (128, 256, 384)
+    ),
 )
 
 
@@ -285,6 +300,7 @@ def measure(
     mesh: DeviceMesh,
     device: torch.device,
     *,
+    repeats: int = 3,
     profile: bool = False,
 ) -> Measured:
     """Run the steps of a point."""
@@ -292,13 +308,15 @@ def measure(
     model, undo = build(point, config, mesh, device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
-    parallel = emulated_parallel(
-        setup.num_gpus // 2,
-        setup.num_gpus,
-        check_batches=0,
-        keep_attention="all" if setup.checkpointing == "keep" else "none",
-        offload=setup.offload,
-    )
+    available = setup.num_gpus * (budget.available_bytes() or 0)  # all for this rank of N
+    with patch.object(budget, "available_bytes", lambda: available):
+        parallel = emulated_parallel(
+            setup.num_gpus // 2,
+            setup.num_gpus,
+            check_batches=0,
+            keep_attention="all" if setup.checkpointing == "keep" else "none",
+            offload=setup.offload,
+        )
     batch = build_batch(point, config.get_text_config().vocab_size, device)
     is_mixed = setup.precision == "bf16-mixed" and not setup.lora_rank
 
@@ -309,10 +327,13 @@ def measure(
         optimizer.step()
         optimizer.zero_grad()
 
-    call()  # compiles, and creates the moments
-    ms = timed(call, device, repeats=3)
+    if repeats:
+        call()  # compiles, and creates the moments
+    ms = timed(call, device, repeats=repeats) if repeats > 1 else 0.0
     held = _allocated(device)
+    start = time.perf_counter()
     peak = held + peak_memory(call, device)
+    ms = ms or 1e3 * (time.perf_counter() - start)
     kernels = kernel_times(call, device) if profile else {}
     store = parallel.offloaded
     host = 0 if store is None else store.arena.num_bytes
@@ -327,15 +348,18 @@ def _allocated(device: torch.device) -> int:
 
 
 def unsharded_peak(plan: MemoryPlan, num_ranks: int) -> float:
-    """Return the peak of a plan whose weights are not sharded, without *other buffers*."""
+    """Return the peak of a plan whose weights are not sharded, without *other buffers*.
+
+    The steps here free gradients after the optimizer, before the next forward.
+    """
     states = ("weights", "gradients", "optimizer")
     return max(
         sum(
             size * (num_ranks if name in states else 1)
             for name, size in parts.items()
-            if name != "other buffers"
+            if name != "other buffers" and (name, moment) != ("gradients", "loss")
         )
-        for parts in plan.moments.values()
+        for moment, parts in plan.moments.items()
     )
 
 
@@ -358,6 +382,7 @@ def run_one(
     device: torch.device,
     *,
     tiny: bool,
+    repeats: int,
     profile: bool,
 ) -> None:
     """Measure and plan a point, and print both."""
@@ -366,7 +391,7 @@ def run_one(
     setup = point.setup
     memory = unsharded_peak(plan_memory(shape, setup), setup.num_gpus)
     ms = planned_ms(shape, setup)
-    found = measure(point, config, mesh, device, profile=profile)
+    found = measure(point, config, mesh, device, repeats=repeats, profile=profile)
     print(
         f"| {point.name} | {point.num_layers} | {setup.local_len:,} | {found.peak / 1e9:.2f} "
         f"| {memory / 1e9:.2f} | {memory / max(found.peak, 1) - 1:+.1%} | {found.ms:.1f} "
@@ -407,6 +432,7 @@ def run(
     out: Path | None,
     *,
     tiny: bool = False,
+    repeats: int = 3,
     profile: bool = False,
 ) -> None:
     """Print the table, line by line."""
@@ -417,7 +443,7 @@ def run(
     with one_rank(device) as mesh:
         for point in points:
             try:
-                run_one(point, records, mesh, device, tiny=tiny, profile=profile)
+                run_one(point, records, mesh, device, tiny=tiny, repeats=repeats, profile=profile)
             except Exception as error:  # noqa: BLE001  continue with the next point
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 print(f"| {point.name} | failed: {reason} |||||||||", flush=True)
@@ -438,8 +464,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [point.name for point in POINTS]
-    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
+    short = [name for name in names if not name.startswith("llama-8b lora")]  # minutes for a step
+    parser.add_argument("--only", nargs="+", default=short, choices=names, metavar="NAME")
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed steps; 0: the first step is the only one"
+    )
     parser.add_argument("--profile", action="store_true", help="kernels by kind, after each point")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
     args = parser.parse_args(arguments)
@@ -449,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run([_shrink(point) for point in points], torch.device("cpu"), args.out, tiny=True)
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    run(points, device, args.out, profile=args.profile)
+    run(points, device, args.out, repeats=args.repeats, profile=args.profile)
 
 
 if __name__ == "__main__":

@@ -300,7 +300,8 @@ def plan_memory(
     """Compute the memory of a rank.
 
     Moments: the loss; backward of the last layer, in its MLP and in its attention, with the
-    checkpoints of all layers; and the end of backward, when embeddings and head are reduced.
+    checkpoints of all layers (where these are offloaded, of the first layer, with the gradients of
+    all others); and the end of backward, when the gradients of embeddings and head are reduced.
 
     Args:
         model: its shape.
@@ -316,21 +317,20 @@ def plan_memory(
     is_full = setup.lora_rank == 0
     is_sharded = setup.sharding == "full"
     gathered = (states.gathered if is_full else FROZEN) if is_sharded else 0
-    in_layer = 2 * gathered  # the current layer and the next
-    root = float(gathered)
+    in_layer = gathered
     if is_full:
         in_layer += states.cast
     if is_full and is_sharded:
         in_layer += states.full_gradient + states.reduced
-        root += states.reduced
     one_layer = _largest(model, setup, sizes, chip, links)
     head_sum = 4.0 * model.head_params if is_full else 0.0
-    between = root * model.root_params + in_layer * model.largest_layer
+    between = gathered * model.root_params + in_layer * model.largest_layer
     moments: dict[str, dict[str, float]] = {}
     for name, (layer_bytes, buffers) in one_layer.items():
         moments[f"backward, {name}"] = {
             **held,
             **stash,
+            "gradients": held["gradients"] or _passed_gradients(model, setup),
             "gathered parameters": between,
             "one layer": layer_bytes,
             "attention buffers": buffers,
@@ -348,18 +348,57 @@ def plan_memory(
     moments["loss"] = {
         **held,
         **stash,
+        "gradients": _gradients(model, setup),  # Lightning frees them between forward and backward
         "gathered parameters": float(
             gathered * model.root_params + states.cast * model.head_params
         ),
         "loss": loss,
     }
-    end = root + states.full_gradient if is_full and is_sharded else root
-    moments["end of backward"] = {
-        **held,
-        "gradients": _gradients(model, setup),
-        "gathered parameters": end * model.root_params + (0 if is_sharded else REPLICATED_BYTES),
-    }
+    moments |= _end_of_backward(model, setup, states, held)
     return MemoryPlan({name: _ordered(parts) for name, parts in moments.items()}, host)
+
+
+def _end_of_backward(
+    model: ModelShape, setup: Setup, states: StateBytes, held: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return the moments at which gradients of embeddings and head are reduced, after all others.
+
+    Their gathered weights are free by then. Gradients are copied into one buffer, in float32; when
+    their sums have arrived, they are cast to the precision of the gradients.
+    """
+    root, gradients = model.root_params, _gradients(model, setup)
+    if setup.lora_rank or setup.sharding != "full":
+        gathered = FROZEN * root if setup.sharding == "full" else REPLICATED_BYTES
+        end = {**held, "gradients": gradients, "gathered parameters": float(gathered)}
+        return {"end of backward": end}
+    own = root / setup.shard_size
+    arrived = states.reduced * own if states.gradient < states.reduced else 0.0
+    copied = states.full_gradient + states.reduced
+    waiting = gradients if setup.accumulates else gradients - states.gradient * own
+    return {
+        "last gradients": {
+            **held,
+            "gradients": waiting,
+            "gathered parameters": float(copied * root),
+        },
+        "end of backward": {
+            **held,
+            "gradients": gradients + arrived,
+            "gathered parameters": float(states.reduced * root),
+        },
+    }
+
+
+def _passed_gradients(model: ModelShape, setup: Setup) -> float:
+    """Return the gradients of layers that backward has passed when a layer takes most memory.
+
+    With offloaded checkpoints that is the first layer, since nothing gets less meanwhile; else the
+    last one, since the checkpoints of the others wait.
+    """
+    if setup.lora_rank or setup.checkpointing == "none" or setup.offload != "all":
+        return 0.0
+    passed = model.num_params - model.root_params - model.largest_layer
+    return STATES[setup.precision].gradient * max(0, passed) / setup.shard_size
 
 
 def _ordered(parts: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from transformers import (
 from hf_patches.model_shape import model_shape
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import OTHER_BYTES, STATES, plan_memory, token_bytes
-from lightning_cp.planner.plan import Capacity, longest_sequence
 from tests.planner.live_bytes import measure
 from tests.recipes.memory import REAL
 
@@ -120,7 +119,8 @@ def test_peaks_are_those_of_an_h200(row):
     shape = replace(shape, layers=shape.layers[:num_layers])
     setup = Setup(seq_len, 1, lora_rank=rank, chunk_logits=2**26, accumulates=False)
     told = plan_memory(shape, setup).peak - OTHER_BYTES
-    assert told / 1e9 == pytest.approx(measured, rel=0.08 if "oss" in name else 0.05)
+    is_routed = "oss" in name or "A3B" in name
+    assert told / 1e9 == pytest.approx(measured, rel=0.08 if is_routed else 0.05)
 
 
 @pytest.mark.parametrize(
@@ -141,36 +141,6 @@ def test_activations_are_those_of_a_rank_of_8(seq_len, checkpointing, measured):
     moments = plan_memory(model, setup).moments.values()
     told = max(sum(parts[name] for name in names) for parts in moments)
     assert told / 1e9 == pytest.approx(measured, rel=0.02)
-
-
-# Millions of tokens over 8 GPUs, without and with kept attention (not of windowed layers).
-LONGEST = {
-    ("llama-8b", 0, 80): (0.68, 0.45),
-    ("llama-8b", 0, 141): (1.5, 1.0),
-    ("qwen3-30b-a3b", 0, 141): (0.98, 0.53),
-    ("gpt-oss-20b", 0, 80): (0.26,),
-    ("gpt-oss-20b", 0, 141): (1.2,),
-    ("llama-70b", 109, 80): (0.19, 0.11),
-    ("llama-70b", 109, 141): (0.43, 0.25),
-}
-_COLUMNS = ({}, {"checkpointing": "keep"})
-
-
-@pytest.mark.parametrize("case", LONGEST, ids=str)
-def test_longest_sequences_are_those_of_the_first_estimate(case):
-    """It had float32 weights gathered in bf16, 5.6 times the queries, and neither norms of queries
-    and keys nor the clamps of gpt-oss."""
-    name, rank, gpu = case
-    model = KNOWN[name]
-    plain = tuple(replace(layer, qk_norm=False, mlp_saved=(8, 8)) for layer in model.layers)
-    model = replace(model, layers=plain)
-    for options, millions in zip(_COLUMNS, LONGEST[case], strict=False):
-        setup = Setup(
-            8192, 8, precision="bf16-policy", lora_rank=rank, attention_queries=5.6, **options
-        )
-        told = longest_sequence(model, setup, Capacity(gpu * 1e9, 1e12)) / 2**20
-        digits = 2 if millions < 1 and round(millions, 1) != millions else 1
-        assert told == pytest.approx(millions, abs=0.6 * 10**-digits + 0.01 * millions), options
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["bf16-true", "bf16-mixed"])

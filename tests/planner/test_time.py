@@ -72,14 +72,17 @@ MEASURED = {
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p.name in MEASURED], ids=lambda p: p.name)
 def test_steps_of_models_take_what_was_measured(point):
-    """All of benchmarks/results/plan_h200_202611.md; a busy host slowed a short step down."""
+    """All of benchmarks/results/plan_h200_202611.md; in one short step the GPU waits for the host.
+
+    Peaks in tiles were measured before checkpoints were freed layer by layer there.
+    """
     shape = model_shape(build_config(point.model, point.num_layers))
     measured = MEASURED[point.name]
-    tolerance = 0.26 if point.name == "llama-8b 32k none" else 0.1
+    tolerance = 0.13 if point.name == "llama-8b 32k none" else 0.1
     assert planned_ms(shape, point.setup) == pytest.approx(measured["ms"], rel=tolerance)
-    if "peak_bytes" in measured:
+    if not point.setup.tiles:
         planned = unsharded_peak(plan_memory(shape, point.setup), point.setup.num_gpus)
-        assert planned == pytest.approx(measured["peak_bytes"], rel=0.07)
+        assert planned == pytest.approx(measured["peak_bytes"], rel=0.05)
 
 
 def test_attention_is_that_of_the_cost_model():
