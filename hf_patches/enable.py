@@ -8,6 +8,7 @@ the model's forward. All of it acts inside a step only, and `undo()` removes it.
 import functools
 import inspect
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, get_args
 
@@ -18,6 +19,7 @@ import hf_patches.attention  # noqa: F401  registers our names
 from hf_patches import forward, positions
 from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
 from hf_patches.layers import replace_forwards
+from hf_patches.mixers import INSTALLERS
 from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.probe import find_mixing
 from hf_patches.saving import add_saving, remove_saving
@@ -103,14 +105,18 @@ def enable(
             "classification, question answering, and models without a head."
         )
     _check_dropout(inner)
-    _implement(inner, {key: _our_name(name) for key, name in implementations(inner).items()})
-    hooks: list[Removable] = list(positions.add_hooks(inner))
-    for module in inner.modules():
-        pooler = getattr(module, "pooler", None)
-        if isinstance(module, PreTrainedModel) and isinstance(pooler, nn.Module):
-            hooks.append(pooler.register_forward_pre_hook(unshard_for_pooler))
-    if known is not None and not _custom_modules(inner):
-        hooks += replace_forwards(inner)
+    names = implementations(inner)
+    ours = {key: _our_name(name) for key, name in names.items()}
+    hooks: list[Removable] = []
+    try:
+        _implement(inner, ours)
+        for change in _change_modules(inner, known):
+            hooks.append(change)
+    except ValueError:
+        for change in reversed(hooks):
+            change.remove()
+        _implement(inner, names)
+        raise
     override = inner.__dict__.get("forward")
     inner.__dict__[forward.MARK] = Enabled(kind, _base_of(inner), chunked_loss, override, hooks)
     bound = functools.partial(forward.forward, inner)
@@ -120,6 +126,20 @@ def enable(
     add_saving(model)
     _log(inner, known, kind)
     return Handle(inner, model)
+
+
+def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Iterator[Removable]:
+    """Change the submodules of a model; yield what `undo()` has to remove."""
+    yield from positions.add_hooks(model)
+    for module in model.modules():
+        pooler = getattr(module, "pooler", None)
+        if isinstance(module, PreTrainedModel) and isinstance(pooler, nn.Module):
+            yield pooler.register_forward_pre_hook(unshard_for_pooler)
+    if known is not None:
+        for name in known.mixers.split():
+            yield from INSTALLERS[name](model)
+    if known is not None and not _custom_modules(model):
+        yield from replace_forwards(model)
 
 
 def _our_name(name: str) -> str:
@@ -240,6 +260,13 @@ def _check_dropout(model: PreTrainedModel) -> None:
 
 
 def _implement(model: PreTrainedModel, names: dict[str, str]) -> None:
+    known = architecture_of(model)
+    if known is not None and known.mixers and not model._can_set_attn_implementation():
+        # Attention that is written out: the name says how masks are built, and nothing else.
+        for key, name in names.items():
+            config = getattr(model.config, key) if key else model.config
+            config._attn_implementation_internal = name
+        return
     model.set_attn_implementation(names)
     key = text_key(model)  # the outer model may have no attention
     if is_ours(names[key]) and implementations(model)[key] != names[key]:
@@ -252,9 +279,10 @@ def _implement(model: PreTrainedModel, names: dict[str, str]) -> None:
 def _log(model: PreTrainedModel, known: Architecture | None, kind: str) -> None:
     features = known.features if known is not None and known.features else "full attention"
     _logger.info(
-        "enabled %s: features=%s, labels=%s, attention_outside_of_steps=%s",
+        "enabled %s: features=%s, mixers=%s, labels=%s, attention_outside_of_steps=%s",
         type(model).__name__,
         features,
+        known.mixers if known is not None and known.mixers else "attention",
         kind,
         STOCK[model.config.get_text_config()._attn_implementation],
     )

@@ -72,6 +72,11 @@ def check_call(model: PreTrainedModel, arguments: Mapping[str, Any], step: Step)
             "past_key_values or use_cache=True inside a step: a KV cache would hold this rank's "
             "tokens only. Leave them out; call generate() under `with cp.paused():`."
         )
+    if arguments.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True inside a step: no rank holds the attention weights of a full "
+            "sequence. Leave it out, or use full sequences: `with cp.paused():`."
+        )
     logits_to_keep = arguments.get("logits_to_keep")
     if isinstance(logits_to_keep, Tensor) or logits_to_keep:
         raise ValueError(

@@ -82,9 +82,9 @@ def _is_known(part: nn.Module) -> bool:
 
 
 def _is_ours(forward: object) -> bool:
-    """Return whether a forward is one of `lightning_cp.memory`."""
+    """Return whether a forward is one of `lightning_cp.memory` or `hf_patches.mixers`."""
     first = forward.args[:1] if isinstance(forward, partial) else ()
-    return any(type(x).__module__.startswith("lightning_cp.") for x in first)
+    return any(type(x).__module__.startswith(("lightning_cp.", "hf_patches.")) for x in first)
 
 
 def replace_forwards(model: nn.Module) -> Iterator[Layer]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ class _Visible:
     chunk: int | None = None
     blocks: Tensor | None = None
     block_left: float = math.inf
+
+
+class ModelMask(StepMask):
+    """A mask in place of a tensor, for models that look at its dims or convert it."""
+
+    ndim: ClassVar[int] = 0
+
+    def to(self, *_: object, **__: object) -> "ModelMask":
+        """Return the mask itself: it has neither a dtype nor a device."""
+        return self
 
 
 class _Nothing:
@@ -83,7 +93,7 @@ def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepM
     spans = None
     if visible.blocks is not None:
         spans = _spans(visible.blocks, visible.block_left, step, config)
-    return StepMask(
+    return ModelMask(
         causal=causal,
         window=window,
         chunk=visible.chunk,

@@ -87,12 +87,12 @@ def local_positions(step: Step, rule: tuple[str, int], input_ids: Tensor | None)
             real = ~torch.from_numpy(step.padding).to(real.device)
     elif input_ids is not None:
         real = unshard(input_ids, 1, layout=layout, transport=step.groups.context) != first
-    numbers = torch.where(real, _count(real, step) + first, first)
+    numbers = torch.where(real, count_real(real, step) + first, first)
     numbers = numbers.expand(step.batch_size, -1)
     return shard(numbers, 1, layout=layout, rank=step.cp_rank)
 
 
-def _count(real: Tensor, step: Step) -> Tensor:
+def count_real(real: Tensor, step: Step) -> Tensor:
     """Count the real tokens of each document up to and including each position."""
     total = real.cumsum(1)
     within = torch.from_numpy(count_positions(step.documents, step.layout.seq_len)).to(real.device)

@@ -12,9 +12,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
-from hf_patches.names import implementations
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 PROBE: Final = "lightning_cp_probe"
 _LENGTHS: Final = (23, 131)  # unlike any other dim of a model
@@ -82,16 +85,26 @@ Call = tuple[str, list[Tensor], list[Tensor]]
 @contextmanager
 def _probing(model: PreTrainedModel) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
-    names = implementations(model)
+    names = [(config, config._attn_implementation) for config in _configs(model.config)]
     model.train(False)
     model.set_attn_implementation(PROBE)
     try:
         with torch.no_grad():
             yield
     finally:
-        model.set_attn_implementation(names)
+        for config, name in names:  # a config sets those inside it, which follow
+            config._attn_implementation = name
         for module, was in training.items():
             module.training = was
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a config and all configs inside it."""
+    yield config
+    for key in config.sub_configs:
+        inside = getattr(config, key, None)
+        if inside is not None:
+            yield from _configs(inside)
 
 
 def _record(model: PreTrainedModel, tokens: Tensor) -> list[Call]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of architectures that are supported or refused, for `enable()`, tests and docs.
 
-Supported are models that mix tokens in registered attention only. For the others the table says
-where else they mix tokens.
+Supported are models that mix tokens in registered attention, and those whose other mixers
+(convolutions, recurrences, attention that is written out) have a replacement in
+`hf_patches.mixers`. For the others the table says where else they mix tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,12 +29,15 @@ class Architecture:
         caveat: what to know before using it.
         refusal: why it cannot run under context parallelism; empty if it can.
         scores: the token that a label of its language-model head belongs to.
+        mixers: how its layers mix tokens other than by registered attention: names of
+            `hf_patches.mixers.INSTALLERS`, separated by spaces.
     """
 
     features: str = ""
     caveat: str = ""
     refusal: str = ""
     scores: HeadKind = "next token"
+    mixers: str = ""
 
     @property
     def is_served(self) -> bool:
@@ -51,6 +55,10 @@ def _with(features: str, names: str, **known: str) -> Iterator[tuple[str, Archit
 
 def _refused(reason: str, names: str) -> Iterator[tuple[str, Architecture]]:
     return ((name, Architecture(refusal=reason)) for name in names.split())
+
+
+def _whole(layers: str) -> str:
+    return f"its {layers} layers are computed on full sequences on every rank"
 
 
 _NOT_SHIFTED: Final = "labels are those of the same token: the model does not shift them"
@@ -101,37 +109,118 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
         ("diffllama", Architecture("differential attention")),
         *_with("cross-attention layers", "mllama mllama_text_model", caveat="text only"),
         ("hrm_text", Architecture("layers used several times")),
+        *_with(
+            "attention written out",
+            "codegen gpt_neox_japanese gptj openai-gpt",
+            mixers="written",
+        ),
+        *_with("attention written out, local windows", "gpt_neo", mixers="written"),
+        *_with("attention written out, ALiBi", "bloom mpt", mixers="written"),
+        *_with("attention written out, RoPE or ALiBi", "falcon", mixers="written"),
+        *_with(
+            "attention written out",
+            "big_bird megatron-bert rembert roformer xglm",
+            mixers="keys",
+        ),
+        (
+            "xlm",
+            Architecture("attention written out", _NOT_SHIFTED, scores="same token", mixers="keys"),
+        ),
+        *_with(
+            "attention written out, table of positions",
+            "mvp trocr",
+            caveat=_NOT_SHIFTED,
+            scores="same token",
+            mixers="keys",
+        ),
+        (
+            "xlnet",
+            Architecture(
+                "both directions, bias by distance",
+                _NOT_SHIFTED,
+                scores="same token",
+                mixers="relative",
+            ),
+        ),
+        (
+            "cpmant",
+            Architecture(
+                "both directions, prompt, bias by distance",
+                f"{_NOT_SHIFTED}; one document per sequence",
+                scores="same token",
+                mixers="relative",
+            ),
+        ),
+        *_with(
+            "latent attention (MLA), keys chosen by an indexer",
+            "axk2 deepseek_v32 glm_moe_dsa hy_v4",
+            mixers="keys",
+        ),
+        (
+            "minimax_m3_vl_text",
+            Architecture(
+                "blocks of keys chosen by an indexer",
+                "padding on the right only",
+                mixers="keys block-indexer",
+            ),
+        ),
+        ("doge", Architecture("masks computed from values", mixers="keys")),
         *_with("both directions, local and global windows", "modernbert"),
         *_with("both directions", "albert distilbert eurobert nomic_bert"),
-        *_refused("its convolutions carry information from token to token", "lfm2 lfm2_moe zaya"),
-        *_refused(
-            "its convolutions and its bias by position mix tokens outside of attention",
+        *_with("short convolutions", "lfm2 lfm2_moe", mixers="convolution"),
+        *_with(
+            "gated delta net",
+            "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
+            mixers="gated-delta-net",
+        ),
+        *_with(
+            "delta net, latent attention (MLA)",
+            "bailing_hybrid kimi_linear",
+            mixers="kimi-delta-attention",
+        ),
+        *_with(
+            "state-space layers (Mamba-2)",
+            "bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2",
+            mixers="mamba-2",
+        ),
+        *_with("lightning attention", "minimax", mixers="lightning-attention"),
+        *_with(
+            "state-space layers (Mamba)",
+            "falcon_mamba jamba mamba zamba",
+            caveat=_whole("Mamba"),
+            mixers="whole",
+        ),
+        *_with(
+            "recurrent layers, sliding window",
+            "recurrent_gemma",
+            caveat=_whole("recurrent"),
+            mixers="whole",
+        ),
+        *_with("recurrent layers", "rwkv xlstm", caveat=_whole("recurrent"), mixers="whole"),
+        *_with("convolutions of queries, keys and values, sliding window", "zaya", mixers="whole"),
+        *_with(
+            "convolutions, bias by position, sliding window",
             "inkling_text",
+            caveat=_whole("attention"),
+            mixers="whole",
         ),
-        *_refused(
-            "its state-space layers pass a state from token to token",
-            "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
-            "zamba2",
+        *_with(
+            "compressed keys, indexer, sliding window, sinks",
+            "deepseek_v4",
+            caveat=_whole("attention"),
+            mixers="whole",
         ),
-        *_refused(
-            "its linear-attention layers pass a state from token to token",
-            "bailing_hybrid kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-            "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text",
+        *_with(
+            "gated delta net, indexer, n-gram embeddings",
+            "qwen4_exp qwen4_exp_text",
+            caveat=_whole("linear-attention and attention"),
+            mixers="whole",
         ),
-        *_refused(
-            "its recurrent layers pass a state from token to token", "recurrent_gemma rwkv xlstm"
-        ),
-        *_refused(
-            "its indexer chooses keys by looking at this rank's tokens only",
-            "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 minimax_m3_vl_text",
-        ),
-        *_refused("it computes masks from the values of this rank's tokens", "doge"),
         *_refused("it groups bytes into patches along the row", "blt"),
+        *_refused("its loss needs the pixels of an image before the text", "git"),
         *_refused(
             "its attention is written out and does not go through AttentionInterface",
-            "big_bird bloom codegen cpmant deberta deberta-v2 falcon git gpt_neo "
-            "gpt_neox_japanese gptj megatron-bert mpnet mpt mvp openai-gpt prophetnet reformer "
-            "rembert roformer trocr xglm xlm xlnet",
+            "deberta deberta-v2 mpnet prophetnet reformer",
         ),
         *_refused(
             "it predicts several streams of codes with a loss of its own",

@@ -80,8 +80,8 @@ def test_one_line_says_what_was_chosen(caplog):
         enable(zoo.build_model("gpt_oss"))
     (line,) = caplog.messages
     assert line == (
-        "enabled GptOssForCausalLM: features=sliding window, sinks, labels=next token, "
-        "attention_outside_of_steps=eager"
+        "enabled GptOssForCausalLM: features=sliding window, sinks, mixers=attention, "
+        "labels=next token, attention_outside_of_steps=eager"
     )
 
 
@@ -225,12 +225,9 @@ def test_a_ready_mask_is_served(cp, batch, kind):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mamba", r"'mamba'\) cannot run .*state-space .* outside of attention in backbone"),
-        ("lfm2", r"its convolutions carry .*outside of attention in model.layers.0.conv"),
-        ("qwen3_next", r"linear-attention layers pass a state .*linear_attn"),
-        ("deepseek_v32", r"its indexer chooses keys by looking at this rank's"),
-        ("bloom", "its attention is written out and does not go through AttentionInterface"),
-        ("rwkv", "its recurrent layers pass a state from token to token"),
+        ("blt", r"'blt'\) cannot run .*it groups bytes into patches along the row"),
+        ("reformer", "its attention is written out and does not go through AttentionInterface"),
+        ("git", "its loss needs the pixels of an image before the text"),
     ],
 )
 def test_what_mixes_tokens_elsewhere_is_refused(name, message):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_patches import support
+from hf_patches.mixers import INSTALLERS
 from hf_patches.support import ARCHITECTURES, Architecture
 from tests.parity import zoo
 from tests.parity.table import BEGIN, END, main, rewrite, support_table
@@ -80,3 +81,20 @@ def test_the_command_rewrites_a_page(tmp_path):
     main([str(page)])
     text = page.read_text()
     assert text == f"before\n{BEGIN}\n{support_table(ARCHITECTURES)}\n{END}\nafter\n"
+
+
+def test_every_mixer_of_the_table_can_be_installed():
+    used = {mixer for known in ARCHITECTURES.values() for mixer in known.mixers.split()}
+    assert used == INSTALLERS.keys()
+
+
+def test_an_architecture_has_mixers_or_a_reason_not_to_run():
+    for name, known in ARCHITECTURES.items():
+        assert not (known.mixers and known.refusal), name
+        assert not (known.mixers and not known.features), name
+
+
+@pytest.mark.parametrize("mixer", sorted(INSTALLERS))
+def test_installers_find_something_to_replace(mixer):
+    name = next(name for name, known in ARCHITECTURES.items() if mixer in known.mixers.split())
+    assert list(INSTALLERS[mixer](zoo.build_model(name)))

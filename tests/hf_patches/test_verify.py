@@ -363,7 +363,7 @@ def test_a_report_is_a_table():
 def configs(tmp_path_factory):
     """Write configs without weights, by name."""
     folder = tmp_path_factory.mktemp("configs")
-    for name in ("llama", "mamba", "gpt_oss", "roberta"):
+    for name in ("llama", "reformer", "gpt_oss", "roberta"):
         zoo.build_config(name).save_pretrained(folder / name)
     return folder
 
@@ -419,7 +419,10 @@ def test_other_numbers_are_status_1(command, configs):
         (["--model", "{unknown}"], "has model type `unheard_of` but Transformers does not"),
         (["--model", "{invalid}"], "Field 'hidden_size' expected int, got str"),
         (["--model", "{llama}", "--length", "1"], "No token of this batch has a label"),
-        (["--model", "{mamba}"], "cannot run under context parallelism: its state-space layers"),
+        (
+            ["--model", "{reformer}", "--length", "64"],
+            "cannot run under context parallelism: its attention is written",
+        ),
         (["--model", "{llama}", "--head", "masked"], "Choose --head from: causal, sequence"),
         (["--model", "{llama}", "--head", "sequence", "--packed"], "'sequence' scores full"),
         (["--model", "{llama}", "--length", "257"], "--length 257 is more than the 256 positions"),
@@ -429,7 +432,7 @@ def test_other_numbers_are_status_1(command, configs):
     ],
 )
 def test_a_user_error_is_one_line_and_status_2(command, configs, tmp_path, args, message):
-    places = {name: configs / name for name in ("llama", "mamba", "roberta")}
+    places = {name: configs / name for name in ("llama", "reformer", "roberta")}
     for name, file, text in (
         ("empty", "notes.txt", ""),
         ("adapter", "adapter_config.json", "{}"),
@@ -516,9 +519,9 @@ def test_torchrun_prints_one_table(configs):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_torchrun_refuses_in_one_line(configs):
-    done = torchrun("--model", configs / "mamba", "--length", 64)
+    done = torchrun("--model", configs / "reformer", "--length", 64)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
-    assert "MambaForCausalLM (model type 'mamba') cannot run under context parallelism" in said[0]
+    assert "(model type 'reformer') cannot run under context parallelism" in said[0]
     assert re.search(r"exitcode\s*:\s*2\b", done.stderr)

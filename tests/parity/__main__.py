@@ -59,11 +59,32 @@ RECOMPUTED = (
     "deepseek_v3",
     "diffllama",
     "mixtral:aux",
+    "lfm2",
+    "qwen3_next",
+    "kimi_linear",
+    "bamba",
+    "minimax",
+    "bloom",
+    "gpt_neo",
+    "xglm",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "doge",
+    "minimax_m3_vl_text",
 )
 
 # What leaves a reentrant checkpoint by a side door has no gradient in the stock model either: the
 # scores of routers, and keys that later layers share.
 _NOT_REENTRANT = ("gemma3n_text", "mixtral:aux")
+
+# Layers that get no mask do not know their step when they are recomputed: this raises.
+_WITHOUT_MASK = ("lfm2", "qwen3_next", "kimi_linear", "bamba", "minimax")
+# What a served model refuses: by name and kind of batch, a part of the message.
+REFUSED_BATCHES = {
+    ("cpmant", "packed"): "prepends a prompt to each sequence",
+    ("minimax_m3_vl_text", "left"): "padding before tokens",
+    ("minimax_m3_vl_text:aux", "left"): "padding before tokens",
+}
 
 _CHECKPOINTING = {None: "", False: " recomputed", True: " recomputed, reentrant"}
 _UNKNOWN = Architecture(refusal="it has not been compared yet")
@@ -184,7 +205,7 @@ def all_cases(sizes: list[int]) -> list[Case]:
 
 
 def _recomputed(name: str, turn: int, sizes: list[int]) -> Case:
-    ways = (False,) if name in _NOT_REENTRANT else (False, True)
+    ways = (False,) if name in _NOT_REENTRANT + _WITHOUT_MASK else (False, True)
     jobs = {
         size: [
             job
@@ -234,9 +255,14 @@ def _run_case(case: Case, pools: dict[int, RankPool]) -> Result:
             continue
         for job, found in zip(jobs, results, strict=True):
             where = f"{size} ranks, {job}{_CHECKPOINTING[job.checkpointing]}: "
+            refusal = REFUSED_BATCHES.get((job.name, job.kind))
+            if isinstance(found, str) and refusal is not None and refusal in found:
+                continue
             if isinstance(found, str):
                 failures.append(where + found)
                 continue
+            if refusal is not None:
+                failures.append(f"{where}not refused")
             difference = abs(found.loss - found.exact_loss)
             loss, worst = max(loss, difference, key=_badness), max(worst, found.worst, key=_second)
             if not (difference < case.loss_limit and found.worst[1] < case.limit):

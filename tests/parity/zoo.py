@@ -155,9 +155,12 @@ _PADDED = _words(
 _PARTS = ["musicgen", "musicgen_melody"]
 
 # What a model type needs besides the sizes; a nested mapping is for a part of the config.
+# With few heads many keys have a score of 0, and which of them are chosen depends on the length.
+_INDEXER = {"index_n_heads": 32}
 _TWEAKS: dict[str, dict[str, Any]] = {
     "afmoe": {"layer_types": _BOTH},
     "axk1": {"mlp_layer_types": _SPARSE},
+    "axk2": _INDEXER,
     "bailing_hybrid": {"layer_types": _LINEAR, "mlp_layer_types": _SPARSE},
     "bamba": {"attn_layer_indices": [1]},
     "beam": {"layer_types": _BOTH, "mlp_layer_types": _SPARSE},
@@ -183,6 +186,7 @@ _TWEAKS: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10000.0, "clip_qkv": 3.0},
         "ffn_config": {"ffn_hidden_size": 32},
     },
+    "deepseek_v32": _INDEXER,
     "deepseek_v4": {
         "num_key_value_heads": 1,
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
@@ -211,6 +215,7 @@ _TWEAKS: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
+    "glm_moe_dsa": _INDEXER,
     "got_ocr2": {
         "vision_config": {"output_channels": 16, "window_size": 2, "global_attn_indexes": [1]}
     },
@@ -223,6 +228,7 @@ _TWEAKS: dict[str, dict[str, Any]] = {
     "granite_swa": {"layer_types": _BOTH, "layer_rope_theta": [10000.0, 0.0]},
     "granitemoe_swa": {"layer_types": _BOTH, "layer_rope_theta": [10000.0, 0.0]},
     "granitemoehybrid": {"layer_types": _LINEAR},
+    "hy_v4": _INDEXER,
     "hrm_text": {"num_hidden_layers": 1, "L_cycles": 2, "embedding_scale": 1.0},
     "inkling_text": {
         "layer_types": ["hybrid_sliding", "hybrid"],

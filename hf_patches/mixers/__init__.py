@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixers: layers that mix tokens other than by registered attention, over sharded sequences.
+
+Each module here replaces one kind of mixer, in the instances of a model that is enabled and inside
+steps only. The table in `hf_patches.support` names the kinds of each architecture.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from transformers import PreTrainedModel
+
+from hf_patches.forward import Removable
+from hf_patches.mixers import block_indexer, keys, relative, whole, written
+from hf_patches.mixers.conv import replace_convolutions
+from hf_patches.mixers.delta_net import replace_delta_nets, replace_kimi_delta_attention
+from hf_patches.mixers.lightning_attention import replace_lightning_attention
+from hf_patches.mixers.mamba2 import replace_mamba2
+
+Install = Callable[[PreTrainedModel], Iterable[Removable]]
+"""Replaces the mixers of one kind in a model; returns what `undo()` has to remove."""
+
+INSTALLERS: Final[Mapping[str, Install]] = {
+    "convolution": replace_convolutions,
+    "gated-delta-net": replace_delta_nets,
+    "kimi-delta-attention": replace_kimi_delta_attention,
+    "lightning-attention": replace_lightning_attention,
+    "mamba-2": replace_mamba2,
+    "block-indexer": block_indexer.install,
+    "keys": keys.install,
+    "relative": relative.install,
+    "written": written.install,
+    "whole": whole.install,
+}
+"""By the names that `Architecture.mixers` gives."""

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the modules of this package share.
+
+Methods that are replaced in an instance of a module, tokens and keys of all ranks, and masks as
+tables.
+"""
+
+import copy
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_patches.names import STOCK, active, implementations, stock_name, text_key
+from lightning_cp.data.sharding import unshard
+from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.ranges import IntArray, Range
+from lightning_cp.guards import check_recompute
+from lightning_cp.step import Step, StepMask
+
+
+@dataclass(eq=False)
+class Replacement:
+    """A method of a module that is replaced, in the instance.
+
+    Args:
+        module: the module.
+        kind: the class of the module that is known; FSDP2 and users subclass it.
+        name: of the method.
+    """
+
+    module: nn.Module
+    kind: str = ""
+    name: str = "forward"
+
+    def install(self) -> None:
+        """Replace the method."""
+        setattr(self.module, self.name, partial(type(self).call, self))
+
+    def remove(self) -> None:
+        """Restore the method, unless somebody has wrapped ours; ours then calls the class's."""
+        method = self.module.__dict__.get(self.name)
+        if isinstance(method, partial) and self in method.args:
+            delattr(self.module, self.name)
+
+    @property
+    def stock(self) -> Callable[..., Any]:
+        """Return the method of the class."""
+        return partial(getattr(type(self.module), self.name), self.module)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the method."""
+        return self.stock(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class StockConfig:
+    """A config of one module which names the stock implementation, for code that looks for it.
+
+    Args:
+        module: the module.
+        config: of the model, with our name.
+    """
+
+    module: nn.Module
+    config: PreTrainedConfig
+
+    def install(self) -> None:
+        """Give the module a config of its own."""
+        config = copy.copy(self.config)
+        config._attn_implementation_internal = stock_name(self.config)
+        setattr(self.module, "config", config)  # noqa: B010  no attribute that torch declares
+
+    def remove(self) -> None:
+        """Give the module the config of the model again."""
+        setattr(self.module, "config", self.config)  # noqa: B010
+
+
+def kind_of(module: nn.Module, kinds: Container[str]) -> str | None:
+    """Return the first class of a module, or base of it, that is in ``kinds``; None for none."""
+    names = (owner.__name__ for owner in type(module).__mro__)
+    return next((name for name in names if name in kinds), None)
+
+
+def step_of(mask: object) -> Step | None:
+    """Return the step in which an attention layer runs; None where it runs as the stock layer.
+
+    Args:
+        mask: what the layer got. Masks hold their step, so that layers can be recomputed.
+    """
+    if isinstance(mask, StepMask):
+        return mask.step
+    step = active()
+    check_recompute(step)
+    return step
+
+
+def stock_implementation(model: PreTrainedModel) -> str:
+    """Return the implementation that an enabled model had before, "eager" or "sdpa"; raise else."""
+    name = implementations(model)[text_key(model)]
+    stock = STOCK.get(name, name)
+    if stock not in ("eager", "sdpa"):
+        raise ValueError(
+            f"The attention of {type(model).__name__} is '{stock}', but under context parallelism "
+            "its layers compute masks of their own, which needs 'eager' or 'sdpa'. Load the model "
+            "with attn_implementation='eager'."
+        )
+    return stock
+
+
+def real_tokens(step: Step, device: torch.device) -> Tensor:
+    """Return which tokens of the full sequences are not padding, bool [B or 1, S]."""
+    if step.padding is None:
+        return torch.ones(1, step.layout.seq_len, dtype=torch.bool, device=device)
+    return ~torch.from_numpy(step.padding).to(device)
+
+
+def full_tokens(x: Tensor, step: Step, dim: int = 1) -> Tensor:
+    """Return the tokens of all ranks, in sequence order; gradients of all ranks are summed."""
+    return unshard(x, dim, layout=step.layout, transport=step.groups.context, uid=step.uid)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores: 0 for visible keys, the least number for others.
+
+    A finite one in float32 too, where models of float64 take the softmax: tokens that see nothing
+    would get NaN.
+    """
+    hidden = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return zeros.masked_fill(~visible, hidden)
+
+
+class GatheredKeys:
+    """A cache that returns the keys of the full sequence, and keeps nothing.
+
+    Args:
+        step: the step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all ranks, in sequence order.
+
+        Args:
+            keys: [..., L, D] of this rank.
+            values: [..., L, Dv].
+
+        Returns:
+            [..., S, D] and [..., S, Dv]; gradients of all ranks are summed.
+        """
+        if keys.shape[:-1] == values.shape[:-1] and keys.dtype == values.dtype:
+            both = self._gather(torch.cat([keys, values], -1))
+            return both[..., : keys.shape[-1]], both[..., keys.shape[-1] :]
+        return self._gather(keys), self._gather(values)
+
+    def update_indexer(self, keys: Tensor, *_: object) -> Tensor:
+        """Return an indexer's keys of all ranks, [..., S, D]."""
+        return self._gather(keys)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return full_tokens(x, self.step, -2)
+
+
+def visible_keys(mask: Mask, step: Step, device: torch.device) -> Tensor:
+    """Return a mask as a table of this rank's queries and all keys, bool [B, 1, L, S].
+
+    It is computed once per step.
+    """
+    key = ("visible keys", mask.key(), device)
+    if key not in step.cache:
+        step.cache[key] = _table(mask, step, device)
+    cached: Tensor = step.cache[key]
+    return cached
+
+
+def local_positions(step: Step) -> IntArray:
+    """Return the global positions of this rank's tokens, [L]; those of our padding are beyond S."""
+    layout = step.layout
+    owned, sequence = layout.ranges(step.cp_rank), Range(0, layout.seq_len)
+    ranges = owned if layout.shows_padding else [x.meet(sequence) for x in owned]
+    return np.concatenate([np.arange(x.start, x.stop) for x in ranges])
+
+
+def _table(mask: Mask, step: Step, device: torch.device) -> Tensor:
+    bounds, layout, queries = step.bounds(mask), step.layout, local_positions(step)
+    first, last = (torch.from_numpy(x[:, queries]).to(device) for x in (bounds.first, bounds.last))
+    real = torch.from_numpy(np.diff(bounds.real_before[:, : layout.seq_len + 1]) > 0).to(device)
+    keys = torch.arange(layout.seq_len, device=device)
+    visible = (keys >= first[..., None]) & (keys < last[..., None]) & real[:, None]
+    return visible.unsqueeze(1).expand(step.batch_size, -1, -1, -1)

@@ -1,0 +1,240 @@
+"""Attention that models write out, and indexers: exact, undone, and refused where they must be."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_patches import enable
+from hf_patches.mixers import block_indexer, common, relative, written
+from lightning_cp import ContextParallel
+from lightning_cp.geometry.mask import Mask
+from tests.hf_patches.test_enable import loss_in_step, trace
+from tests.parity import zoo
+from tests.parity.hf import Job, build_batch, compare, compare_all, unpack
+from tests.parity.test_hf import check, spread
+
+PAD = 1
+# One of each: a method, ALiBi as a bias and as slopes, a cache, an indexer, blocks, values, XLNet.
+EACH = ("gpt_neo", "bloom", "mpt", "rembert", "deepseek_v32", "minimax_m3_vl_text", "doge", "xlnet")
+
+
+@pytest.fixture
+def cp():
+    return ContextParallel(None)
+
+
+def batch_of(kind="packed"):
+    return build_batch(Job("llama", kind), zoo.VOCAB_SIZE, PAD)
+
+
+def stock_loss(name, batch, **options):
+    return zoo.build_model(name, **options)(**unpack(batch, PAD)).loss
+
+
+# ---------------------------------------------------------------- on ranks
+
+
+@pytest.mark.ranks
+def test_each_mechanism_is_exact_in_double_precision(ranks):
+    # XLNet itself mixes float32 with float64.
+    jobs = spread(EACH[:-1], ("packed", "right"), dtype=torch.float64)
+    check(ranks, 2, list(jobs), limit=1e-9, loss_limit=1e-11)
+
+
+@pytest.mark.ranks
+def test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing(ranks):
+    check(ranks, 3, list(spread(("falcon:alibi", "roformer", "xlm", "cpmant"), ("left",))))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_may_be_recomputed_in_backward(ranks, reentrant):
+    names = ("bloom", "xglm", "deepseek_v32")
+    check(ranks, 2, list(spread(names, ("packed",), checkpointing=reentrant)))
+
+
+@pytest.mark.ranks
+def test_an_encoder_is_exact(ranks):
+    jobs = spread(("megatron-bert", "roformer"), ("packed", "left"), head="masked")
+    check(ranks, 2, list(jobs))
+
+
+def _no_gradient_of_others():
+    """Keys of other ranks without their gradient."""
+    gather = common.GatheredKeys._gather
+
+    def cut(self, x):
+        full = gather(self, x.detach())
+        return full + (gather(self, x) - full).detach() + 0 * x.sum()
+
+    return mock.patch.object(common.GatheredKeys, "_gather", cut)
+
+
+def _other_order():
+    """The keys of two tokens exchanged."""
+    gather = common.GatheredKeys._gather
+    return mock.patch.object(
+        common.GatheredKeys, "_gather", lambda self, x: gather(self, x).roll(1, -2)
+    )
+
+
+def _all_documents():
+    table = common._table
+    return mock.patch.object(
+        common, "_table", lambda mask, *others: table(Mask(causal=True, documents=False), *others)
+    )
+
+
+def _wide_window():
+    window = written._local_window
+
+    def wider(module, mask):
+        found = window(module, mask)
+        if found is mask:
+            return mask
+        return written.replace(mask, window=found.window + 1)
+
+    return mock.patch.object(written, "_local_window", wider)
+
+
+def _chooses_locally():
+    """An indexer that sees this rank's keys only, and others as zeros."""
+    gather = common.GatheredKeys._gather
+
+    def update(self, keys, *_):
+        return 0 * gather(self, keys)
+
+    return mock.patch.object(common.GatheredKeys, "update_indexer", update)
+
+
+def _wrong_distance():
+    positions = relative.local_positions
+    return mock.patch.object(relative, "local_positions", lambda step: positions(step) + 1)
+
+
+def _blocks_of_the_row():
+    count = block_indexer.count_positions
+    return mock.patch.object(
+        block_indexer, "count_positions", lambda _, length: count(None, length)
+    )
+
+
+BREAKS = {
+    "keys without the gradient of other ranks": (_no_gradient_of_others, Job("xglm")),
+    "keys in another order": (_other_order, Job("xglm")),
+    "documents that see each other": (_all_documents, Job("doge", "packed")),
+    "a local window one too wide": (_wide_window, Job("gpt_neo")),
+    "an indexer without keys": (_chooses_locally, Job("glm_moe_dsa")),
+    "distances off by one": (_wrong_distance, Job("xlnet")),
+    "blocks counted over documents": (_blocks_of_the_row, Job("minimax_m3_vl_text", "packed")),
+}
+
+
+def compare_broken(what):
+    breaking, job = BREAKS[what]
+    with breaking():
+        return compare(job)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", BREAKS)
+def test_the_suite_notices(ranks, what):
+    found = ranks(2).run(compare_broken, what)[0]
+    assert found.worst[1] > 1e-2, found.worst
+
+
+# ---------------------------------------------------------------- enable and undo
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_undo_leaves_no_trace(name):
+    model = zoo.build_model(name)
+    before = trace(model)
+    handle = enable(model)
+    assert trace(model) != before
+    handle.undo()
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["falcon", "falcon:alibi", "deepseek_v32", "doge", "gptj"])
+def test_outside_of_steps_models_are_the_stock_ones(cp, name, attention):
+    attention = "eager" if name == "gptj" else attention
+    batch, kind = batch_of("left"), {"attention": attention}
+    exact = stock_loss(name, batch, **kind)
+    model = zoo.build_model(name, **kind)
+    enable(model)
+    assert torch.equal(model(**batch).loss, exact)
+    torch.testing.assert_close(loss_in_step(model, cp, batch), exact)
+    with torch.no_grad():
+        cached = model(batch["input_ids"], use_cache=True).past_key_values
+    assert cached.get_seq_length() == batch["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["falcon", "xglm", "deepseek_v32", "minimax_m3_vl_text"])
+def test_enabled_models_are_copied(cp, way, name):
+    batch, model = batch_of(), zoo.build_model(name)
+    enable(model)
+    other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # the copy does not refer to it
+    torch.testing.assert_close(loss_in_step(other, cp, batch), stock_loss(name, batch))
+    enable(other).undo()
+    assert trace(other) == trace(zoo.build_model(name))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_attention_that_cannot_take_a_mask_is_refused():
+    model = zoo.build_model("gptj")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    before = trace(model)
+    with pytest.raises(ValueError, match=r"is 'flash_attention_2', but .*needs 'eager' or 'sdpa'"):
+        enable(model)
+    assert trace(model) == before
+
+
+def test_sparse_blocks_of_big_bird_are_refused():
+    config = zoo.build_config("big_bird")
+    config.attention_type = "block_sparse"
+    model = type(zoo.build_model("big_bird"))(config)
+    with pytest.raises(ValueError, match=r"'block_sparse', which is not .*'original_full'"):
+        enable(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "given", "message"),
+    [
+        ("cpmant", "packed", {}, r"prepends a prompt .*several documents. Give each document"),
+        ("minimax_m3_vl_text", "left", {}, r"padding before tokens.*padding_side = 'right'"),
+        ("xlnet", "plain", {"token_type_ids": torch.zeros(2, 61).long()}, "got token_type_ids"),
+        ("gpt_neo", "plain", {"attention_mask": torch.ones(2, 1, 61, 61)}, "local window, and got"),
+        ("xglm", "plain", {"attention_mask": torch.ones(2, 1, 61, 9)}, r"shape \(2, 1, 61, 9\) in"),
+        ("bloom", "plain", {"output_attentions": True}, "no rank holds the attention weights"),
+    ],
+)
+def test_what_a_step_cannot_serve_is_refused(cp, name, kind, given, message):
+    model = zoo.build_model(name)
+    enable(model)
+    with pytest.raises(ValueError, match=message):
+        loss_in_step(model, cp, batch_of(kind), **given)
+
+
+@pytest.mark.ranks
+def test_refused_batches_raise_on_all_ranks(ranks):
+    found = ranks(2).run(compare_all, [Job("minimax_m3_vl_text", "left"), Job("xglm")])
+    assert all(isinstance(first, str) and "Pad on the right" in first for first, _ in found)
+    assert found[0][1].worst[1] < 1e-3
+
+
+def test_experts_that_see_other_tokens_are_refused():
+    model = zoo.build_model("doge")
+    model.config.is_moe = True
+    with pytest.raises(ValueError, match="the experts of Doge are chosen by the logits of other"):
+        enable(model)
