@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -57,6 +58,10 @@ class RankError(AssertionError):
     """A rank failed; carries its traceback, or how its process ended and what it said last."""
 
 
+class SilentDeath(RankError):
+    """A rank died by SIGSEGV without a Python stack."""
+
+
 class RankPool:
     """``world_size`` processes that run functions together, on gloo or on NCCL and one GPU.
 
@@ -73,7 +78,18 @@ class RankPool:
         self._tired = False
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIME_LIMIT) -> list[Any]:
-        """Return what ``fn(*args)`` returned on each rank."""
+        """Return what ``fn(*args)`` returned on each rank.
+
+        A rank that dies by SIGSEGV without a Python stack has said nothing to learn from (seen once
+        in thousands of starts): the job runs a second time, with a warning.
+        """
+        try:
+            return self._run(fn, *args, timeout=timeout)
+        except SilentDeath as error:
+            warnings.warn(f"running {fn.__qualname__} again: {error}", stacklevel=2)
+            return self._run(fn, *args, timeout=timeout)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         if not self._processes:
             self._start()
         job = pickle.dumps((fn, args))
@@ -105,7 +121,9 @@ class RankPool:
             self.stop()
             # A rank that died is the cause: the others only lost their connection to it.
             rank, text = min(failures.items(), key=lambda item: (item[0] not in dead, item[0]))
-            raise RankError(f"rank {rank} of {self.world_size} failed:\n{text}")
+            is_silent = text.endswith("SIGSEGV") and "most recent call first" not in text
+            error = SilentDeath if is_silent else RankError
+            raise error(f"rank {rank} of {self.world_size} failed:\n{text}")
         if len(results) < self.world_size:
             late = sorted(set(range(self.world_size)) - set(results))
             where = self._where(late[0])
@@ -140,7 +158,9 @@ class RankPool:
 
     def _tail(self, rank: int) -> str:
         said = self._said(rank)
-        return said.read_text(errors="replace")[-6000:].rstrip() + "\n" if said.exists() else ""
+        if not said.exists():
+            return "(before it could write anything)\n"
+        return said.read_text(errors="replace")[-6000:].rstrip() + "\n"
 
     def _last_words(self, rank: int) -> str:
         """Say how a rank's process ended: nobody has seen a traceback."""
@@ -178,6 +198,7 @@ def _serve(
 ) -> None:
     # What glibc and C++ say before they abort goes to stderr, where no traceback follows it.
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.write(2, b"(before its first job)\n")  # gone when a job starts
     gc.freeze()  # what the server imported stays shared, and is not visited again
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

@@ -1,9 +1,12 @@
 """The helpers that run tests on several ranks must themselves be right."""
 
 import ctypes
+import faulthandler
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +87,30 @@ def test_a_rank_that_dies_says_how_and_where(how, message):
         with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(?s:.*)" + message):
             pool.run(die_on_one_rank, how)
         assert pool.run(total_of_ranks) == [3.0] * 2
+    finally:
+        pool.stop()
+
+
+def crash_without_a_stack(folder, times):
+    faulthandler.disable()
+    seen = Path(folder) / f"seen{dist.get_rank()}"
+    with seen.open("a") as file:
+        file.write(".")
+    if dist.get_rank() == 1 and seen.stat().st_size <= times:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return dist.get_rank()
+
+
+def test_a_crash_without_a_stack_is_run_a_second_time_and_said(tmp_path):
+    pool = RankPool(2)
+    try:
+        with pytest.warns(UserWarning, match="again: rank 1 of 2 failed:(?s:.*)SIGSEGV$"):
+            assert pool.run(crash_without_a_stack, tmp_path, 1) == [0, 1]
+        with (
+            pytest.warns(UserWarning, match="SIGSEGV$"),
+            pytest.raises(RankError, match="the process died: SIGSEGV$"),
+        ):
+            pool.run(crash_without_a_stack, tmp_path, 9)
     finally:
         pool.stop()
 
