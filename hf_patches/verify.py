@@ -172,9 +172,11 @@ def _masks_of_float32() -> Iterator[None]:
 
     def build(*args: Any, **options: Any) -> Any:
         stock = override if is_local else REGISTERED["eager"]  # guarded while a step is open
-        if options.get("dtype") is torch.float64:
-            options["dtype"] = torch.float32
-        return stock(*args, **options)
+        if options.get("dtype") is not torch.float64:
+            return stock(*args, **options)
+        mask = stock(*args, **{**options, "dtype": torch.float32})
+        # An indexer fills in the lowest number of its own dtype, which float32 could not hold.
+        return mask.double() if isinstance(mask, Tensor) else mask
 
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = build
     try:
