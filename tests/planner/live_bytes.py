@@ -17,7 +17,6 @@ from hf_patches import enable
 from lightning_cp import ContextParallel
 from lightning_cp.memory import tile_modules
 
-
 # In bfloat16 they take 250 times as long on CPUs without instructions for it.
 _SLOW = {
     torch.ops.aten.mm.default,
