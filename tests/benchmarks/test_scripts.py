@@ -147,6 +147,18 @@ def test_training_runs(tmp_path):
     assert all(line["ms"] > 0 and line["loss"] > 0 for line in lines)
 
 
+def test_layers_of_hybrids_send_as_much_for_any_length(tmp_path):
+    from benchmarks import mixers_gpu
+
+    mixers_gpu.main(["--tiny", "--out", str(tmp_path)])
+    written = (tmp_path / "mixers_gpu.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [line["run"] for line in lines] == [run.name for run in mixers_gpu.RUNS]
+    sent = {line["run"]: line["bytes_received"] for line in lines}
+    for name in ("gated delta net", "mamba-2"):
+        assert sent[f"{name} 32k"] == sent[f"{name} 128k"] > 0
+
+
 def test_plans_are_compared_with_steps(tmp_path):
     from benchmarks import plan_gpu
 
