@@ -21,6 +21,7 @@ from hf_patches.mixers.common import (
     additive_mask,
     kind_of,
     local_positions,
+    once,
     visible_keys,
 )
 from hf_patches.names import active, find_in_modules
@@ -101,12 +102,11 @@ def _scores(
 
 def _choose(module: Any, scores: Tensor, step: Step) -> Tensor:
     """Choose the blocks next to each query, and those with the highest scores."""
-    block, first = _blocks(step, module.block_size, scores.device)
-    num_blocks = int(block.max()) + 1
+    block, first, num_blocks = _blocks(step, module.block_size, scores.device)
     of_blocks = scores.new_full((*scores.shape[:3], num_blocks), -torch.inf)
     of_blocks.scatter_reduce_(3, block[:, None, None].expand_as(scores), scores, "amax")
     if module.local_blocks > 0:
-        position = torch.from_numpy(local_positions(step)).to(scores.device)
+        position = local_positions(step, scores.device)
         position = position.clamp(max=step.layout.seq_len - 1)
         nearest = torch.arange(module.local_blocks, device=scores.device)
         local = block[:, position, None] - nearest
@@ -116,12 +116,20 @@ def _choose(module: Any, scores: Tensor, step: Step) -> Tensor:
     return blocks.masked_fill(best == -torch.inf, -1)
 
 
-def _blocks(step: Step, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the block of each key, and the first block of its document, [B, S] each."""
-    positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len)).to(device)
-    block = (positions % size == 0).cumsum(1) - 1
-    first = block - positions // size
-    return block.expand(step.batch_size, -1), first.expand(step.batch_size, -1)
+def _blocks(step: Step, size: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the block of each key, the first block of its document, [B, S] each, and their number.
+
+    Computed once per step.
+    """
+
+    def build() -> tuple[Tensor, Tensor, int]:
+        positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
+        block = (positions % size == 0).cumsum(1) - 1
+        first = block - positions // size
+        of_key, of_document = (x.to(device).expand(step.batch_size, -1) for x in (block, first))
+        return of_key, of_document, int(block.max()) + 1
+
+    return once(step, ("blocks", size, device), build)
 
 
 class _BuildMask(Replacement):
@@ -141,8 +149,8 @@ class _BuildMask(Replacement):
             mask: Tensor = self.stock(block_indices, attention_mask, key_length, dtype, *others)
             return mask
         module: Any = self.module
-        block, _ = _blocks(reference.step, module.block_size, block_indices.device)
-        num_blocks, shape = int(block.max()) + 1, block_indices.shape[:3]
+        step, shape = reference.step, block_indices.shape[:3]
+        block, _, num_blocks = _blocks(step, module.block_size, block_indices.device)
         chosen = block_indices.new_zeros((*shape, num_blocks + 1), dtype=torch.bool)
         chosen.scatter_(3, block_indices.masked_fill(block_indices < 0, num_blocks), True)
         keep = chosen.gather(3, block[:, None, None].expand(*shape, -1))

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.guards import check_recompute
 from lightning_cp.step import Step, StepMask
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -174,15 +176,24 @@ def visible_keys(mask: Mask, step: Step, device: torch.device) -> Tensor:
 
     It is computed once per step.
     """
-    key = ("visible keys", mask.key(), device)
+    return once(step, ("visible keys", mask.key(), device), lambda: _table(mask, step, device))
+
+
+def local_positions(step: Step, device: torch.device) -> Tensor:
+    """Return the global positions of this rank's tokens, [L]; those of our padding are beyond S."""
+    key = ("local positions", device)
+    return once(step, key, lambda: torch.from_numpy(_local_positions(step)).to(device))
+
+
+def once(step: Step, key: tuple[Any, ...], build: Callable[[], T]) -> T:
+    """Return what ``build()`` returns, computed by the first layer of a step that asks for it."""
     if key not in step.cache:
-        step.cache[key] = _table(mask, step, device)
-    cached: Tensor = step.cache[key]
+        step.cache[key] = build()
+    cached: T = step.cache[key]
     return cached
 
 
-def local_positions(step: Step) -> IntArray:
-    """Return the global positions of this rank's tokens, [L]; those of our padding are beyond S."""
+def _local_positions(step: Step) -> IntArray:
     layout = step.layout
     owned, sequence = layout.ranges(step.cp_rank), Range(0, layout.seq_len)
     ranges = owned if layout.shows_padding else [x.meet(sequence) for x in owned]
@@ -190,7 +201,7 @@ def local_positions(step: Step) -> IntArray:
 
 
 def _table(mask: Mask, step: Step, device: torch.device) -> Tensor:
-    bounds, layout, queries = step.bounds(mask), step.layout, local_positions(step)
+    bounds, layout, queries = step.bounds(mask), step.layout, _local_positions(step)
     first, last = (torch.from_numpy(x[:, queries]).to(device) for x in (bounds.first, bounds.last))
     real = torch.from_numpy(np.diff(bounds.real_before[:, : layout.seq_len + 1]) > 0).to(device)
     keys = torch.arange(layout.seq_len, device=device)

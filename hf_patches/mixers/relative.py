@@ -136,7 +136,7 @@ def _attend_relative(
         [L, B, H, D].
     """
     device, seq_len = query.device, step.layout.seq_len
-    position = torch.from_numpy(local_positions(step)).to(device)[:, None]
+    position = local_positions(step, device)[:, None]
     keys = torch.arange(seq_len, device=device)
     content = torch.einsum("ibnd,bnjd->bnij", query + module.r_w_bias, key)
     distance = torch.einsum("ibnd,rbnd->bnir", query + module.r_r_bias, key_r)
@@ -180,7 +180,7 @@ class _PromptMask(Replacement):
         keys = torch.arange(seq_len, device=input_ids.device)
         real = keys >= seq_len - is_token.sum(1, keepdim=True)
         real = functional.pad(real, (prompt_len, 0), value=True)
-        position = torch.from_numpy(local_positions(step)).to(input_ids.device)
+        position = local_positions(step, input_ids.device)
         # A row of our own padding may see everything: nothing reads it.
         queries = functional.pad(real, (0, step.layout.padded_len - seq_len), value=True)
         ours = torch.cat([queries[:, :prompt_len], queries[:, prompt_len + position]], 1)
@@ -206,7 +206,7 @@ def _prompt_bias(module: Any, segment: Tensor, step: Step) -> Tensor:
     prompt, tokens = segment[:, :prompt_len], segment[:, prompt_len:]
     key_segment = torch.cat([prompt, full_tokens(tokens, step)], 1)[:, None, :]
     query_segment = segment[:, :, None]
-    ours = torch.from_numpy(local_positions(step)).to(segment.device) + prompt_len
+    ours = local_positions(step, segment.device) + prompt_len
     queries = torch.cat([torch.arange(prompt_len, device=segment.device), ours])
     keys = torch.arange(prompt_len + step.layout.seq_len, device=segment.device)
     by_distance = module._position_bucket(

@@ -24,6 +24,7 @@ from hf_patches.mixers.common import (
     Replacement,
     StockConfig,
     kind_of,
+    once,
     real_tokens,
     step_of,
     stock_implementation,
@@ -127,8 +128,7 @@ class _Forward(Replacement):
 def _bloom(module: Any, arguments: Mapping[str, Any], step: Step) -> Tensor:
     hidden = arguments["hidden_states"]
     query, key, value = module._reshape(module.query_key_value(hidden))
-    build = find_in_modules(type(module), "build_alibi_tensor")
-    bias = _alibi(partial(build, num_heads=module.num_heads, dtype=hidden.dtype), step)
+    bias = _alibi(module, hidden.dtype, step)
     attend = partial(attention, scale=module.inv_norm_factor, dropout=_dropout(module))
     mask = arguments["attention_mask"]
     out = attend_in_step(step, attend, module, query, key, value, mask, {}, bias)
@@ -147,8 +147,7 @@ def _falcon(module: Any, arguments: Mapping[str, Any], step: Step) -> Tensor:
         rotate = find_in_modules(type(module), "apply_rotary_pos_emb")
         query, key = rotate(query, key, *arguments["position_embeddings"])
     else:
-        build = find_in_modules(type(module), "build_alibi_tensor")
-        bias = _alibi(partial(build, num_heads=module.num_heads, dtype=hidden.dtype), step)
+        bias = _alibi(module, hidden.dtype, step)
         # The eager code of this model adds it twice: to the scores and to the mask.
         is_eager = module.config._attn_implementation == "eager"
         bias = bias * module.inv_norm_factor * (2 if is_eager else 1)
@@ -159,18 +158,24 @@ def _falcon(module: Any, arguments: Mapping[str, Any], step: Step) -> Tensor:
     return projected
 
 
-def _alibi(build: Callable[[Tensor], Tensor], step: Step) -> Tensor:
+def _alibi(module: Any, dtype: torch.dtype, step: Step) -> Tensor:
     """Return the bias that a model adds by the position of a key, [B or 1, H, 1, S].
 
     Positions count the tokens of a document that are not padding, as the model's own code does.
-
-    Args:
-        build: the model's function, from a mask [1, S] to a bias [H, 1, S].
-        step: the step.
+    Computed once per step.
     """
+    build = find_in_modules(type(module), "build_alibi_tensor")
+    key = ("alibi", build, module.num_heads, dtype)
+    return once(step, key, lambda: _build_alibi(module, build, dtype, step))
+
+
+def _build_alibi(
+    module: Any, build: Callable[..., Tensor], dtype: torch.dtype, step: Step
+) -> Tensor:
     device = step.position_ids.device
     real = real_tokens(step, device)
-    table = build(torch.ones(1, step.layout.seq_len, dtype=torch.long, device=device))
+    mask = torch.ones(1, step.layout.seq_len, dtype=torch.long, device=device)
+    table = build(mask, num_heads=module.num_heads, dtype=dtype)  # [H, 1, S]
     positions = torch.where(real, count_real(real, step) - 1, 0)
     return table.squeeze(1)[:, positions].transpose(0, 1).unsqueeze(2)
 

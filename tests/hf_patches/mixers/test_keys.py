@@ -112,7 +112,7 @@ def _chooses_locally():
 
 def _wrong_distance():
     positions = relative.local_positions
-    return mock.patch.object(relative, "local_positions", lambda step: positions(step) + 1)
+    return mock.patch.object(relative, "local_positions", lambda *args: positions(*args) + 1)
 
 
 def _blocks_of_the_row():
