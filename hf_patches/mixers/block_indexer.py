@@ -24,7 +24,7 @@ from hf_patches.mixers.common import (
     once,
     visible_keys,
 )
-from hf_patches.names import active, find_in_modules
+from hf_patches.names import find_in_modules
 from lightning_cp.data.batch import count_positions
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.step import Step, StepReference
@@ -35,7 +35,6 @@ _STEP: Final = "lightning_cp_step"
 
 def install(model: PreTrainedModel) -> Iterator[Removable]:
     """Replace the methods of each indexer; yield the replacements."""
-    yield model.register_forward_pre_hook(_check_padding)
     for module in model.modules():
         if kind_of(module, ("MiniMaxM3VLIndexer",)):
             mask = _BuildMask(module, "MiniMaxM3VLIndexer", "build_block_mask")
@@ -44,18 +43,17 @@ def install(model: PreTrainedModel) -> Iterator[Removable]:
                 yield method
 
 
-def _check_padding(model: nn.Module, _: tuple[Any, ...]) -> None:
+def _check_padding(module: nn.Module, step: Step) -> None:
     """Raise for padding before tokens: it shifts the blocks, and takes the place of chosen ones."""
-    step = active()
-    if step is None or step.padding is None:
-        return
     padding = step.padding
+    if padding is None:
+        return
     follows = ~padding[:, 1:]  # a token, after padding of the same document
     if step.documents is not None:
         follows = follows & (step.documents[:, 1:] == step.documents[:, :-1])
     if (padding[:, :-1] & follows).any():
         raise ValueError(
-            f"{type(model).__name__} got a batch with padding before tokens: its indexer counts "
+            f"{type(module).__name__} got a batch with padding before tokens: it counts "
             "blocks of keys from the first token, padding included, so that padding changes what "
             "it computes. Pad on the right: tokenizer.padding_side = 'right'."
         )
@@ -78,6 +76,7 @@ class _Choose(Replacement):
             )
             return blocks
         step = past_key_values.step
+        once(step, ("padding", _check_padding), lambda: _check_padding(self.module, step))
         with torch.no_grad():  # what is chosen has no gradient
             scores = _scores(self.module, hidden_states, position_embeddings, past_key_values)
             blocks = _choose(self.module, scores, step)
