@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on preferences: losses, data and the Lightning module."""
