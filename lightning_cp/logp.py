@@ -85,86 +85,81 @@ def token_logp(
         tensor([[0.1250, 1.0000, 0.1250]])
     """
     step = current()
-    local, _ = _local_logp("token_logp", scores, labels, parameters, softcap, chunk_len, step)
+    local = _local_logp(scores, labels, parameters, softcap, chunk_len, step)
     return _full(local, step)
 
 
-@outside_graphs
 def sequence_logp(
-    scores: Tensor | tuple[Tensor, Head],
-    labels: Tensor,
-    *,
-    per: Literal["sample", "document"] | Tensor = "sample",
-    parameters: Sequence[Tensor] | None = None,
-    softcap: float | None = None,
-    chunk_len: int | None = None,
+    logp: Tensor, labels: Tensor, *, per: Literal["sample", "document"] | Tensor = "sample"
 ) -> SequenceLogp:
     """Return sums and means of `token_logp` over samples, documents or other segments.
 
     Args:
-        scores: as in `token_logp`.
-        labels: as in `token_logp`.
+        logp: [B, S - 1], from `token_logp`, in the same step.
+        labels: [B, L], as in `token_logp`.
         per: ``sample`` for one segment per sample; ``document`` for the documents of the step, in
             the order of the sequence; or integer ids [B, L], sharded like the labels, from 0, -1
             for tokens of no segment.
-        parameters: as in `token_logp`.
-        softcap: as in `token_logp`.
-        chunk_len: as in `token_logp`.
 
     Example:
         >>> from lightning_cp import ContextParallel
         >>> cp, tokens = ContextParallel(None), torch.tensor([[1, 2, 3, 4, 5]])
         >>> batch = {"labels": tokens, "document_ids": torch.tensor([[0, 0, 0, 1, 1]])}
         >>> with cp.step(batch) as local:
-        ...     found = sequence_logp(torch.zeros(1, 5, 8), local["labels"], per="document")
+        ...     logp = token_logp(torch.zeros(1, 5, 8), local["labels"])
+        ...     found = sequence_logp(logp, local["labels"], per="document")
         >>> found.num_tokens, found.means.exp()
         (tensor([[2, 1]]), tensor([[0.1250, 0.1250]]))
     """
     step = current()
+    check_recompute(step)
+    length = labels.shape[-1] if step is None else step.layout.seq_len
+    if logp.shape != (len(labels), length - 1):
+        raise ValueError(
+            f"sequence_logp() got {tuple(logp.shape)} and labels {tuple(labels.shape)}, but needs "
+            f"the log-probabilities of full sequences, {(len(labels), length - 1)}. Pass what "
+            "token_logp() returned in this step."
+        )
     ids = _segments(per, labels, step)
-    local, targets = _local_logp(
-        "sequence_logp", scores, labels, parameters, softcap, chunk_len, step
-    )
-    logp, valid = _full(local, step), _full((targets != IGNORED_LABEL).to(torch.uint8), step)
+    valid = _full((scored_labels(labels, step) != IGNORED_LABEL).to(torch.uint8), step).long()
     if ids is None:
-        return SequenceLogp(logp.sum(1, keepdim=True), valid.long().sum(1, keepdim=True))
+        return SequenceLogp(logp.sum(1, keepdim=True), valid.sum(1, keepdim=True))
     num_segments = max(int(ids.max()) + 1, 1)
     ids = to_device(ids, logp.device)[:, 1:].long()  # a column belongs to the label of t + 1
-    counted = valid.long() * (ids >= 0)
+    counted = valid * (ids >= 0)
     ids = ids.clamp(min=0).expand(logp.shape)
     sums = logp.new_zeros(len(logp), num_segments).scatter_add(1, ids, logp * counted)
     return SequenceLogp(sums, counted.new_zeros(sums.shape).scatter_add(1, ids, counted))
 
 
 def _local_logp(
-    caller: str,
     scores: Tensor | tuple[Tensor, Head],
     labels: Tensor,
     parameters: Sequence[Tensor] | None,
     softcap: float | None,
     chunk_len: int | None,
     step: Step | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities that this rank's tokens compute, [B, L], and their labels."""
+) -> Tensor:
+    """Return the log-probability of the label that each of this rank's tokens predicts, [B, L]."""
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"{caller}(softcap={softcap}): pass a number above 0, or None for none.")
+        raise ValueError(f"token_logp(softcap={softcap}): pass a number above 0, or None for none.")
     check_recompute(step)
     if isinstance(scores, Tensor):
         if parameters is not None or chunk_len is not None:
             raise ValueError(
-                f"{caller}() got logits, and parameters or chunk_len of a head. Pass the hidden "
+                "token_logp() got logits, and parameters or chunk_len of a head. Pass the hidden "
                 "states with their head, (hidden, head), or leave both out."
             )
-        check_label_shape(f"{caller}() needs logits [batch, tokens, classes]", scores, labels)
+        check_label_shape("token_logp() needs logits [batch, tokens, classes]", scores, labels)
         targets = scored_labels(labels, step)
         losses = cross_entropy(_capped(scores, softcap), targets, "none")
-        return losses.neg().view(labels.shape), targets
+        return losses.neg().view(labels.shape)
     hidden, head = scores
-    check_label_shape(f"{caller}() needs hidden states [batch, tokens, width]", hidden, labels)
+    check_label_shape("token_logp() needs hidden states [batch, tokens, width]", hidden, labels)
     if parameters is None:
         if not isinstance(head, nn.Module):
             raise ValueError(
-                f"{caller}() got a head that is a {type(head).__name__}, not a module. Name the "
+                f"token_logp() got a head that is a {type(head).__name__}, not a module. Name the "
                 "weights that it computes with: parameters=[...], [] for none."
             )
         parameters = list(head.parameters())
@@ -176,9 +171,9 @@ def _local_logp(
         parameters,
         chunk_len,
         step,
-        caller=caller,
+        caller="token_logp",
     )
-    return chunked_losses(problem, hidden).neg().view(labels.shape), targets
+    return chunked_losses(problem, hidden).neg().view(labels.shape)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -144,16 +144,16 @@ def test_segments_by_ids():
     valid = labels[:, 1:] != -100
     for batch in (None, {"labels": labels, "ids": ids}):
         if batch is None:
-            found = sequence_logp((hidden, head), labels, per=ids, chunk_len=4)
+            found = sequence_logp(logp, labels, per=ids)
         else:
             with ContextParallel(None, sequence_dims={"ids": 1}).step(batch) as local:
-                found = sequence_logp(head(hidden), local["labels"], per=local["ids"])
+                found = sequence_logp(logp, local["labels"], per=local["ids"])
         for segment in range(4):
             part = (inside == segment) & valid
             torch.testing.assert_close(found.sums[:, segment], (logp * part).sum(1))
             assert torch.equal(found.num_tokens[:, segment], part.sum(1))
         torch.testing.assert_close(found.means, found.sums / found.num_tokens.clamp(min=1))
-    whole = sequence_logp(head(hidden), labels)
+    whole = sequence_logp(logp, labels)
     torch.testing.assert_close(whole.sums, logp.sum(1, keepdim=True))
     assert whole.num_tokens.tolist() == [[6], [8]]
 
@@ -176,12 +176,16 @@ def test_segments_by_ids():
             r"token_logp\(parameters=...\) has a tensor of shape \(11, 6\) that is computed",
         ),
         (
-            lambda h, x, y: sequence_logp((x, lambda z: z[:, :1]), y, parameters=[]),
-            r"sequence_logp\(\) needs a head that computes logits",
+            lambda h, x, y: token_logp((x, lambda z: z[:, :1]), y, parameters=[]),
+            r"token_logp\(\) needs a head that computes logits",
         ),
-        (lambda h, x, y: sequence_logp(h(x), y, per="row"), r"per='row'\): pass 'sample', 'doc"),
-        (lambda h, x, y: sequence_logp(h(x), y, per=y[:, 1:]), r"integer ids of the shape of the"),
-        (lambda h, x, y: sequence_logp(h(x), y, per=y * 0.5), r"got torch.float32 of shape"),
+        (
+            lambda h, x, y: sequence_logp(x[..., 0], y),
+            r"sequence_logp\(\) got \(2, 9\) and labels \(2, 9\), but needs .* \(2, 8\). Pass what",
+        ),
+        (lambda h, x, y: sequence_logp(x[:, 1:, 0], y, per="row"), r"per='row'\): pass 'sample'"),
+        (lambda h, x, y: sequence_logp(x[:, 1:, 0], y, per=y[:, 1:]), r"integer ids of the shape"),
+        (lambda h, x, y: sequence_logp(x[:, 1:, 0], y, per=y * 0.5), r"got torch.float32 of shape"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(call, message):
@@ -193,7 +197,7 @@ def test_calls_that_do_not_fit_are_refused(call, message):
 def test_documents_are_known_inside_a_step():
     head, hidden, labels = build()
     with pytest.raises(RuntimeError, match="outside a step, which knows the documents"):
-        sequence_logp((hidden, head), labels, per="document")
+        sequence_logp(hidden[:, 1:, 0], labels, per="document")
     message = "got 9 tokens per sample inside a step whose ranks hold 8 each"
     with (
         ContextParallel(None).step({"input_ids": torch.zeros(2, 8).long()}),

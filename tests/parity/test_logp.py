@@ -65,9 +65,7 @@ def score(kind, model, hidden, labels):
         scores = hidden, model.out
         options |= {"parameters": weights, "chunk_len": 5}
     logp = token_logp(scores, labels, **options)
-    samples, documents = (
-        sequence_logp(scores, labels, per=per, **options) for per in ("sample", "document")
-    )
+    samples, documents = (sequence_logp(logp, labels, per=x) for x in ("sample", "document"))
     loss = preference(logp, samples, (documents.sums, documents.means))
     return loss, logp, samples.num_tokens, documents.num_tokens
 
@@ -224,7 +222,8 @@ def data_axis(all_rows):
     model, rows = build(), all_rows[data_rank]
     with cp.step(rows.batch) as local:
         hidden = model(local["input_ids"], cp.position_ids())
-        found = sequence_logp((hidden, model.out), local["labels"], per="document", chunk_len=4)
+        logp = token_logp((hidden, model.out), local["labels"], chunk_len=4)
+        found = sequence_logp(logp, local["labels"], per="document")
         valid = found.num_tokens > 0
         losses = logsigmoid(found.means) * valid
         loss = global_mean(losses.sum(), valid.sum())
@@ -240,7 +239,8 @@ def test_global_mean_over_sequences_of_data_ranks(ranks):
     for rows in all_rows:
         with ContextParallel(None).step(rows.batch) as local:
             hidden = model(local["input_ids"], rows.positions)
-            found = sequence_logp(model.out(hidden), local["labels"], per="document")
+            logp = token_logp(model.out(hidden), local["labels"])
+            found = sequence_logp(logp, local["labels"], per="document")
         valid = found.num_tokens > 0
         total, count = total + (logsigmoid(found.means) * valid).sum(), count + valid.sum()
     (total / count).backward()
