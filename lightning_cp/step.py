@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.branches import Branches
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import BoolArray, IntArray
@@ -91,6 +92,7 @@ class Step:
         is_checked: whether the ranks compare what they hold in this step.
         is_stock: on full sequences, with models of other libraries unchanged: the reference of a
             comparison.
+        branches: parts of documents that do not see each other; None where there are none.
     """
 
     layout: Layout
@@ -104,6 +106,7 @@ class Step:
     has_position_ids: bool = False
     is_checked: bool = False
     is_stock: bool = False
+    branches: Branches | None = None
     uid: int = field(default_factory=lambda: next(_uids))
     cache: StepCache = field(default_factory=StepCache, repr=False)
     # The values that the user received, by name; several tensors of a batch may have the same.
