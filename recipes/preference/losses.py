@@ -127,28 +127,19 @@ def kto_losses(
         rejected: the undesirable ones.
         ref_chosen: sums of the reference for ``chosen``.
         ref_rejected: sums of the reference for ``rejected``.
-        divergence: z, a scalar, from `kl_estimate`.
+        divergence: z, a scalar: the mean log-ratio of completions of other prompts, over all
+            ranks. It has no gradient, and counts as 0 if it is below.
         beta: how much a deviation from the reference counts.
         desirable_weight: of the losses of ``chosen``.
         undesirable_weight: of the losses of ``rejected``.
     """
     _check_beta(beta)
-    z = divergence.detach()
+    z = divergence.detach().clamp(min=0)
     ratios = chosen.sums - ref_chosen, rejected.sums - ref_rejected
     desirable = desirable_weight * (1 - torch.sigmoid(beta * (ratios[0] - z)))
     undesirable = undesirable_weight * (1 - torch.sigmoid(beta * (z - ratios[1])))
     metrics = _metrics(chosen, rejected, beta * ratios[0], beta * ratios[1])
     return Losses((desirable + undesirable) / 2, {**metrics, "kl": z.expand(desirable.shape)})
-
-
-def kl_estimate(total: Tensor, count: Tensor) -> Tensor:
-    """Return KTO's estimate of the divergence from the reference: a mean that is not below 0.
-
-    Args:
-        total: the sum of log-ratios of completions that belong to other prompts, of all ranks.
-        count: how many they are.
-    """
-    return (total / count.clamp(min=1)).clamp(min=0).detach()
 
 
 def orpo_losses(chosen: Completions, rejected: Completions, *, beta: float = 0.1) -> Losses:
