@@ -178,7 +178,13 @@ def _by_position(losses: Tensor, targets: Tensor, step: Step | None) -> Tensor |
     return pairs.new_zeros(2, len(edges) + 1).index_add_(1, bucket, pairs)
 
 
-def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = None) -> Tensor:
+def global_mean(
+    total: Tensor,
+    count: Tensor,
+    *,
+    by_position: Tensor | None = None,
+    unit: str = "tokens",
+) -> Tensor:
     """Return the mean over all ranks of a loss that this rank has summed over its tokens.
 
     For custom losses: pass the sum over this rank's tokens and their number. Inside a step every
@@ -188,6 +194,8 @@ def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = No
         total: the sum of this rank's losses, a scalar.
         count: the number of tokens in the sum, a scalar; may be 0.
         by_position: sums and counts per bucket of positions, for logging.
+        unit: what is counted. The exponential of a mean per token is logged as perplexity, that of
+            others is not.
 
     Example:
         >>> global_mean(torch.tensor(6.0), torch.tensor(4))
@@ -197,7 +205,7 @@ def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = No
     check_recompute(step)
     mean, num_tokens = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
     if step is not None and not in_backward():
-        step.note_loss(LossMark(mean.detach(), num_tokens, by_position))
+        step.note_loss(LossMark(mean.detach(), num_tokens, by_position, unit))
     result: Tensor = mean
     return result
 

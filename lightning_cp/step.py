@@ -32,14 +32,16 @@ class LossMark:
 
     Args:
         value: the loss, detached.
-        num_tokens: the number of tokens of all ranks over which it is the mean.
+        num_tokens: the number of tokens of all ranks over which it is the mean, or of other units.
         by_position: [2, buckets], sums and numbers of this rank's tokens by global position; None
             unless the step has ``position_edges``.
+        unit: what it is a mean of: ``tokens``, or a name of the caller.
     """
 
     value: Tensor
     num_tokens: Tensor
     by_position: Tensor | None = None
+    unit: str = "tokens"
 
 
 class StepCache(MutableMapping[object, Any]):

@@ -23,7 +23,7 @@ class PairData(PackedData):
 
     Args:
         source: as in `TextData`. None: pairs made of Python's standard library, to try things
-            out: what follows a piece of code, and what follows another one.
+            out: what follows a piece of code, and the tokens of another one in random order.
         prompt_column: the column of prompts.
         chosen_column: the column of preferred completions.
         rejected_column: the column of other completions.
@@ -63,7 +63,7 @@ class PairData(PackedData):
                 "mismatched=True adds completions whose log-probabilities are not stored. Use "
                 "stored_reference=False, and a reference model or LoRA."
             )
-        packing = PackingOptions(**{**options, "long_documents": "refuse"})
+        packing = PackingOptions(long_documents="refuse", **options)
         super().__init__(source, column=prompt_column, options=packing)
         self.chosen_column, self.rejected_column = chosen_column, rejected_column
         self.share_prompts, self.mismatched = share_prompts, mismatched
@@ -184,5 +184,5 @@ class PairData(PackedData):
             start = int(generator.integers(0, len(ids) - size - max(answers)))
             other = int(generator.integers(0, len(ids) - max(answers)))
             right = ids[start + size : start + size + answers[0]]
-            wrong = ids[other : other + answers[1]]
+            wrong = generator.permutation(ids[other : other + answers[1]])
             yield Pair(ids[start : start + size], (right, wrong), (), number)

@@ -234,7 +234,8 @@ class PreferenceModule(CausalLMModule):
 def _mean(values: Tensor, is_pair: Tensor) -> Tensor:
     """Return the mean over the pairs of all ranks."""
     # Every context rank has all pairs of its samples: both sums count them cp_size times.
-    return global_mean(torch.where(is_pair, values, 0.0).sum(), is_pair.sum())
+    total = torch.where(is_pair, values, 0.0).sum()
+    return global_mean(total, is_pair.sum(), unit="pairs")
 
 
 @torch.no_grad()
