@@ -61,7 +61,7 @@ _SEQUENCES: Final = ("input_ids", "inputs_embeds", "attention_mask", "token_type
 
 
 @dataclass
-class TokenLogpOutput(ModelOutput):  # type: ignore[misc]
+class TokenLogpOutput(ModelOutput):
     """What a model returns for ``token_logp=True``.
 
     Args:

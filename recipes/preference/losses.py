@@ -6,7 +6,7 @@ the same shape. Know neither models nor ranks: `lightning_cp.sequence_logp` comp
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ DPOKind = Literal["sigmoid", "ipo", "sigmoid_norm"]
 
 PreferenceLoss = Literal["sigmoid", "ipo", "sigmoid_norm", "kto", "orpo"]
 """All losses: the kinds of DPO, KTO and ORPO."""
+
+
+ACCURACIES: Final = "rewards/accuracies"
+"""The metric of how often the chosen completion has the higher reward."""
 
 
 class Completions(NamedTuple):
@@ -171,7 +175,7 @@ def _metrics(
     return {
         "rewards/chosen": high,
         "rewards/rejected": low,
-        "rewards/accuracies": (high > low).to(high.dtype),
+        ACCURACIES: (high > low).to(high.dtype),
         "rewards/margins": high - low,
         "logps/chosen": chosen.sums.detach(),
         "logps/rejected": rejected.sums.detach(),
