@@ -20,9 +20,9 @@ def arguments(folder, name, devices, **more):
         "model.warmup_steps": 0,
         "model.schedule": "constant",
         "data.seq_len": 160,
-        "data.max_documents": 6,
+        "data.max_documents": 30,
         "data.pairs_per_document": 5,
-        "data.val_fraction": 0.4,
+        "data.val_fraction": 0.2,
         "data.cache_dir": folder / "cache",
         "trainer.devices": devices,
         "trainer.strategy.context_parallel_size": devices,
@@ -56,8 +56,11 @@ def assert_same(found, exact):
         assert one == pytest.approx(other, abs=2e-4)
 
 
-def test_two_ranks_train_as_one_and_a_resumed_run_keeps_its_reference(ranks, tmp_path):
-    def train(name, size, *args, **more):
+@pytest.fixture
+def train(ranks, tmp_path):
+    """Return a function that trains and returns what was logged."""
+
+    def run(name, size, *args, **more):
         folder = tmp_path / name
         folder.mkdir()
         args = [*arguments(tmp_path, name, size, **more), *args]
@@ -65,13 +68,30 @@ def test_two_ranks_train_as_one_and_a_resumed_run_keeps_its_reference(ranks, tmp
             assert status == 0
         return curve(folder)
 
+    return run
+
+
+def steps(rows):
+    return [row for row in rows if "train_loss" in row]
+
+
+def resume_from(folder):
+    return f"--ckpt_path={folder / 'runs' / 'laptop_dpo' / 'checkpoints' / 'last.ckpt'}"
+
+
+def test_two_ranks_train_as_one_and_a_resumed_run_loads_its_reference(train, tmp_path):
     write_config("llama", tmp_path / "model", weights=True)
     one = train("one", 1)
     assert one[0]["train_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert one[1]["train_loss"] != pytest.approx(math.log(2), abs=1e-3)
     assert_same(train("two", 2), one)
     half = train("half", 2, **{"trainer.max_steps": 2})
-    checkpoint = tmp_path / "half" / "runs" / "laptop_dpo" / "checkpoints" / "last.ckpt"
-    resumed = train("resumed", 1, f"--ckpt_path={checkpoint}")
-    steps = [[row for row in rows if "train_loss" in row] for rows in (half, resumed, one)]
-    assert_same(steps[0] + steps[1], steps[2])
+    resumed = train("resumed", 1, resume_from(tmp_path / "half"))
+    assert_same(steps(half) + steps(resumed), steps(one))
+
+
+def test_a_resumed_run_restores_a_reference_that_cannot_be_loaded(train, tmp_path):
+    new = {"model.model": "null"}
+    whole, half = train("whole", 2, **new), train("half", 2, **new, **{"trainer.max_steps": 2})
+    resumed = train("resumed", 2, resume_from(tmp_path / "half"), **new)
+    assert_same(steps(half) + steps(resumed), steps(whole))
