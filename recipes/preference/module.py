@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from lightning_cp import sequence_logp
+from lightning_cp import active_step, sequence_logp
 from lightning_cp.logp import SequenceLogp
 from lightning_cp.loss import global_mean
 from lightning_cp.options import check_choice
@@ -162,6 +162,12 @@ class PreferenceModule(CausalLMModule):
         return {"logps": found.sums, "num_tokens": found.num_tokens}
 
     def _score(self, batch: dict[str, Tensor], name: str, prefix: str) -> Tensor:
+        step = active_step.opened()
+        if step is not None and step.is_stock:
+            raise ValueError(
+                "Pairs cannot be compared with a stock model, which gets each document alone. Set "
+                "monitor.verify_first_batch to false; trial runs compare steps with full sequences."
+            )
         with torch.no_grad():
             reference = self._reference_sums(batch)
         policy = self._sums(self.model, batch)

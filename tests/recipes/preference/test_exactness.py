@@ -221,16 +221,28 @@ def test_one_rank_and_shared_prompts_are_the_stock_model():
         check(run_job(job, ContextParallel(None)), job)
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
-def test_losses_metrics_and_gradients_are_those_of_the_stock_model(ranks, cp_size):
+@pytest.mark.parametrize(
+    ("cp_size", "every"), [(2, 1), (3, 4), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
+def test_losses_metrics_and_gradients_are_those_of_the_stock_model(ranks, cp_size, every):
     jobs = [Job(loss, share) for loss in LOSSES for share in (True, False)]
     jobs += [Job("sigmoid", True, wrap="fsdp"), Job("sigmoid", True, 83, layout="zigzag")]
     jobs += [Job("kto", True, 101, layout="contiguous")]
     jobs += [Job("sigmoid", True, reference="stored"), Job("sigmoid", False, reference="adapters")]
     jobs += [Job("sigmoid", True, wrap="fsdp", reference="adapters")]
+    jobs = jobs[::every]
     for found in ranks(cp_size).run(run_jobs, jobs):
         for one, job in zip(found, jobs, strict=True):
             check(one, job)
+
+
+def test_a_comparison_with_the_stock_model_is_refused():
+    module, cp = build_module("sigmoid"), ContextParallel(None)
+    with (
+        cp.alone(batch_of(Job("sigmoid", False)), stock=True) as full,
+        pytest.raises(ValueError, match=r"Set monitor.verify_first_batch to false"),
+    ):
+        module.training_step(full, 0)
 
 
 def test_a_shared_prompt_is_shorter():
