@@ -235,8 +235,8 @@ def local_targets(labels: Tensor, step: Step) -> Tensor:
     """Return, for each of this rank's tokens, the label of the next token of its document."""
     layout = step.layout
     full = unshard(labels, 1, layout=layout, transport=step.groups.context)
-    documents = step.documents
-    ids = None if documents is None else to_device(torch.from_numpy(documents), labels.device)
+    runs = step.label_runs
+    ids = None if runs is None else to_device(torch.from_numpy(runs), labels.device)
     shifted = shift_labels(full, ids)
     return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor
 
 from lightning_cp.comm.mesh import Gpu, Groups
@@ -16,7 +17,7 @@ from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.branches import Branches
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.mask import NO_DOCUMENT, Mask
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.options import Options
 
@@ -144,6 +145,22 @@ class Step:
     def tensor_len(self) -> int:
         """Return the number of tokens per sequence in this rank's tensors."""
         return self.layout.tensor_len(self.cp_rank)
+
+    @property
+    def label_runs(self) -> IntArray | None:
+        """Return ids of tokens of which each is followed by the next, [B, S]; None for one run.
+
+        Documents; a branch does not go on in the next one. The first goes on from the beginning.
+        """
+        if self.branches is None:
+            return self.documents
+        numbers, count = self.branches.numbers.clip(min=0), self.branches.count
+        if self.documents is None:
+            return numbers
+        runs: IntArray = np.where(
+            self.documents == NO_DOCUMENT, NO_DOCUMENT, self.documents * count + numbers
+        )
+        return runs
 
     def note_loss(self, mark: LossMark) -> None:
         """Record a token mean, also in the step that this one is a part of."""

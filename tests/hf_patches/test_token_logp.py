@@ -149,6 +149,19 @@ def test_learned_positions_go_on_behind_the_prompt():
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
 
+def test_a_branch_does_not_predict_the_next_one():
+    inputs = forked()
+    del inputs["labels"]
+    labels = torch.arange(26).view(2, 13)
+    documents = torch.tensor([0] * 10 + [1] * 2 + [-1])
+    for more in ({}, {"document_ids": documents.expand(2, -1)}):
+        cp = ContextParallel(None)
+        with cp.step({**inputs, "labels": labels, **more}) as local:
+            found = cp.shift_labels(local["labels"])[0].tolist()
+        ends = {7, 12, *((9, 11) if more else ())}
+        assert found == [-100 if at in ends else at + 1 for at in range(13)]
+
+
 def test_attention_that_knows_no_branches_is_refused():
     cp, x = ContextParallel(None), torch.randn(2, 2, 13, 8)
     calls = {
