@@ -118,7 +118,10 @@ def enable(
         _implement(inner, names)
         raise
     override = inner.__dict__.get("forward")
-    inner.__dict__[forward.MARK] = Enabled(kind, _base_of(inner), chunked_loss, override, hooks)
+    only_attends = known is not None and not known.mixers and positions.counts_by_index(inner)
+    inner.__dict__[forward.MARK] = Enabled(
+        kind, _base_of(inner), chunked_loss, override, hooks, only_attends
+    )
     bound = functools.partial(forward.forward, inner)
     # generate() and others inspect the parameters of a model.
     bound.__signature__ = inspect.signature(type(inner).forward.__get__(inner))  # type: ignore[attr-defined]

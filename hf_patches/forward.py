@@ -24,6 +24,7 @@ from hf_patches.moe_loss import balance_loss
 from hf_patches.names import active
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.layout import build_layout
+from lightning_cp.logp import Head, token_logp
 from lightning_cp.loss import (
     MAX_CHUNK_LOGITS,
     auto_chunk_len,
@@ -46,6 +47,7 @@ MARK: Final = "_lightning_cp"
 LARGEST_LOGITS: Final = 4 * MAX_CHUNK_LOGITS
 
 _NOT_FOR_MODEL: Final = (
+    "branch_ids",
     "document_ids",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -56,6 +58,17 @@ _NOT_FOR_MODEL: Final = (
     "special_tokens_mask",
 )
 _SEQUENCES: Final = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
+
+
+@dataclass
+class TokenLogpOutput(ModelOutput):
+    """What a model returns for ``token_logp=True``.
+
+    Args:
+        token_logp: [B, S - 1], as in `lightning_cp.token_logp`.
+    """
+
+    token_logp: Tensor | None = None
 
 
 class Removable(Protocol):
@@ -75,6 +88,8 @@ class Enabled:
         chunked_loss: as in `enable`.
         forward: the instance's own ``forward`` before `enable`, if it had one.
         hooks: the hooks that `enable` has registered, and other changes to submodules.
+        only_attends: whether tokens mix by registered attention only, and are numbered by their
+            index: what branches of documents need.
     """
 
     head: HeadKind
@@ -82,6 +97,7 @@ class Enabled:
     chunked_loss: ChunkedLoss
     forward: Callable[..., Any] | None
     hooks: list[Removable]
+    only_attends: bool = False
 
 
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -89,16 +105,28 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     step = active()
     enabled: Enabled = model.__dict__[MARK]
     arguments = name_arguments(model, args, kwargs)
-    arguments.pop("document_ids", None)  # part of a batch, but not an argument of models
+    for name in ("document_ids", "branch_ids"):  # of a batch, but not arguments of models
+        arguments.pop(name, None)
+    scores_tokens = bool(arguments.pop("token_logp", False))
+    if scores_tokens:
+        _check_labels(model, enabled, arguments)
     if step is None:
-        return _stock(model)(**arguments)
+        output = _stock(model)(**arguments)
+        return _logp_of(model, output, arguments) if scores_tokens else output
     check_call(model, arguments, step)
+    if step.branches is not None and not enabled.only_attends:
+        raise ValueError(
+            f"{type(model).__name__} mixes or numbers tokens in ways that know no branches, but "
+            "the batch has `branch_ids`. Put each branch into a document of its own, behind a copy "
+            "of what it shares."
+        )
     check_agreed(model, arguments, step, labels_are_ids=enabled.head == "next token")
     for name in _NOT_FOR_MODEL:
         arguments.pop(name, None)
     as_tuple = arguments.get("return_dict") is False
     arguments["return_dict"] = True
     score = _score_sequences if enabled.head == "sequence" else _score_tokens
+    score = _score_labels if scores_tokens else score
     output = score(model, enabled, arguments, step)
     return output.to_tuple() if as_tuple else output
 
@@ -130,7 +158,13 @@ def _score_tokens(
             output["aux_loss"] = auxiliary[0]
         return output
     if _is_chunked(model, enabled, labels, step):
-        output, loss = _chunked(model, enabled, arguments, labels, shift=shift)
+
+        def score(head: Head, hidden: Tensor, parameters: list[Tensor], chunk_len: int) -> Tensor:
+            return chunked_token_mean(
+                head, hidden, labels, parameters=parameters, shift=shift, chunk_len=chunk_len
+            )
+
+        output, loss = _chunked(model, enabled, arguments, score)
     else:
         output = stock(**arguments)
         loss = token_mean(output.logits, labels, shift=shift)
@@ -144,8 +178,56 @@ def _score_tokens(
     return type(output)(**{"loss": loss, **{k: v for k, v in output.items() if k != "loss"}})
 
 
-def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: Step) -> bool:
-    """Return whether to compute the loss in chunks."""
+def _score_labels(
+    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+) -> TokenLogpOutput:
+    """Return the log-probability of each label of the full sequences."""
+    labels = arguments.pop("labels")
+    if not _is_chunked(model, enabled, labels, step, also_evaluation=True):
+        output = _stock(model)(**arguments)
+        logp = token_logp(output.logits, labels)
+    else:
+
+        def score(head: Head, hidden: Tensor, parameters: list[Tensor], chunk_len: int) -> Tensor:
+            return token_logp((hidden, head), labels, parameters=parameters, chunk_len=chunk_len)
+
+        output, logp = _chunked(model, enabled, arguments, score)
+    _check_no_balance_loss(model, output)
+    return TokenLogpOutput(token_logp=logp)
+
+
+def _check_labels(model: PreTrainedModel, enabled: Enabled, arguments: Mapping[str, Any]) -> None:
+    labels = arguments.get("labels")
+    if enabled.head != "next token" or labels is None or arguments.get("shift_labels") is not None:
+        raise ValueError(
+            f"{type(model).__name__}(token_logp=True) scores each label by the token before it: "
+            "it needs a causal language model and `labels` that are not shifted."
+        )
+
+
+def _logp_of(model: PreTrainedModel, output: Any, arguments: Mapping[str, Any]) -> TokenLogpOutput:
+    """Return the log-probability of each label, from the logits of a stock model."""
+    _check_no_balance_loss(model, output)
+    return TokenLogpOutput(token_logp=token_logp(output.logits, arguments["labels"]))
+
+
+def _check_no_balance_loss(model: PreTrainedModel, output: Any) -> None:
+    if output.get("aux_loss") is not None:
+        raise ValueError(
+            f"{type(model).__name__}(token_logp=True) returns no loss, and would leave out the "
+            "balance loss of its experts. Switch it off: output_router_logits=False."
+        )
+
+
+def _is_chunked(
+    model: PreTrainedModel,
+    enabled: Enabled,
+    labels: Tensor,
+    step: Step,
+    *,
+    also_evaluation: bool = False,
+) -> bool:
+    """Return whether to compute the loss in chunks, without logits to return."""
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if enabled.chunked_loss == "never" or head is None or not enabled.base:
         return False
@@ -153,7 +235,7 @@ def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: 
         return True
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
     num_tokens = labels.shape[0] * step.layout.local_len  # the same on all ranks
-    if not step.training or 4 * num_tokens * vocabulary <= LARGEST_LOGITS:
+    if not (step.training or also_evaluation) or 4 * num_tokens * vocabulary <= LARGEST_LOGITS:
         return False
     # A head that gathers its sharded weights for each call would do so for each chunk.
     return not any(isinstance(p, DTensor) for p in head.parameters())
@@ -199,11 +281,17 @@ def _chunked(
     model: PreTrainedModel,
     enabled: Enabled,
     arguments: dict[str, Any],
-    labels: Tensor,
-    *,
-    shift: bool,
+    score: Callable[[Head, Tensor, list[Tensor], int], Tensor],
 ) -> tuple[Any, Tensor]:
-    """Compute the loss in chunks, with the model's own head: also one that changes its logits."""
+    """Score tokens in chunks, with the model's own head: also one that changes its logits.
+
+    Args:
+        model: the model.
+        enabled: its state.
+        arguments: of the call.
+        score: computes a result from the head, its hidden states and parameters, and the maximal
+            number of tokens of a chunk.
+    """
     stock, base = _stock(model), enabled.base
     real = model.get_submodule(base)
     outputs: list[Any] = []
@@ -226,16 +314,9 @@ def _chunked(
             logits: Tensor = stock(**head_arguments).logits
         return logits
 
-    loss = chunked_token_mean(
-        head,
-        states[0],
-        labels,
-        parameters=parameters,
-        shift=shift,
-        chunk_len=auto_chunk_len(output.logits, parameters),
-    )
+    scored = score(head, states[0], parameters, auto_chunk_len(output.logits, parameters))
     output["logits"] = None
-    return output, loss
+    return output, scored
 
 
 def _head_parameters(model: PreTrainedModel, base: nn.Module) -> list[Tensor]:

@@ -58,6 +58,12 @@ def position_rule(model: PreTrainedModel) -> tuple[str, int]:
     return "index", 0
 
 
+def counts_by_index(model: PreTrainedModel) -> bool:
+    """Return whether positions are indices of tokens, or the caller's, in all of a model."""
+    tuned = (getattr(module, "attn_temperature_tuning", False) for module in model.modules())
+    return position_rule(model)[0] == "index" and not any(tuned)
+
+
 def _fill(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: tuple[str, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

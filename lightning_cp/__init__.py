@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_cp.geometry.mask import Mask
     from lightning_cp.lightning.callback import ContextParallelCallback
     from lightning_cp.lightning.strategy import ContextParallelStrategy
+    from lightning_cp.logp import sequence_logp, token_logp
     from lightning_cp.loss import token_mean
     from lightning_cp.parallel import ContextParallel
     from lightning_cp.torch_prototype import (
@@ -33,7 +34,9 @@ __all__ = [
     "context_parallel",
     "context_parallel_unshard",
     "flex_attention",
+    "sequence_logp",
     "set_rotate_method",
+    "token_logp",
     "token_mean",
     "verify",
 ]
@@ -48,7 +51,9 @@ _MODULES = {
     "context_parallel": "lightning_cp.torch_prototype",
     "context_parallel_unshard": "lightning_cp.torch_prototype",
     "flex_attention": "lightning_cp.attn.flex.api",
+    "sequence_logp": "lightning_cp.logp",
     "set_rotate_method": "lightning_cp.torch_prototype",
+    "token_logp": "lightning_cp.logp",
     "token_mean": "lightning_cp.loss",
     "verify": "lightning_cp.verification",
 }

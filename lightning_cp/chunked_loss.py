@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy of ``head(hidden)`` in chunks: the logits of all tokens never exist at once.
 
-With s the sum over the tokens, s and its gradients ds/dhidden, ds/dweight are accumulated chunk by
-chunk in forward; backward multiplies them by the gradient of the loss with respect to s, a scalar.
-Knows nothing about ranks: `lightning_cp.loss` does.
+`chunked_sum`: with s the sum over the tokens, s and its gradients ds/dhidden, ds/dweight are
+accumulated chunk by chunk in forward; backward multiplies them by the gradient of the loss with
+respect to s, a scalar. `chunked_losses`: one value per token, whose gradients are known in backward
+only, which computes the logits again. Knows nothing about ranks: `lightning_cp.loss` does.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lightning_cp.gradients import add_gradients, unlisted_leaf
-from lightning_cp.precision import accumulation_dtype, autocast_off
+from lightning_cp.precision import ForwardState, accumulation_dtype, autocast_off
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.torch_private import without_tensor_hooks
 
@@ -46,13 +47,13 @@ def auto_chunk_len(logits: Tensor, parameters: Iterable[Tensor]) -> int:
     return max(1, MAX_CHUNK_LOGITS // (4 if is_float16 else 1) // logits.shape[-1])
 
 
-def unique_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+def unique_leaves(parameters: Iterable[Tensor], *, caller: str) -> list[Tensor]:
     """Return each parameter once: a tied weight must not get its gradient twice."""
     leaves = list({id(x): x for x in parameters}.values())
     for x in leaves:
         if not x.is_leaf:
             raise ValueError(
-                f"chunked_token_mean(parameters=...) has a tensor of shape {tuple(x.shape)} that "
+                f"{caller}(parameters=...) has a tensor of shape {tuple(x.shape)} that "
                 "is computed from others. Compute it in the head, and list what it is computed "
                 "from."
             )
@@ -70,6 +71,7 @@ class Problem:
         chunk_len: maximal tokens of a chunk; None for `auto_chunk_len`.
         num_tokens: number of tokens from which the number of chunks is computed.
         grad: whether the caller has gradients enabled.
+        caller: the public function, for messages.
     """
 
     head: Callable[[Tensor], Tensor]
@@ -78,6 +80,7 @@ class Problem:
     chunk_len: int | None
     num_tokens: int
     grad: bool
+    caller: str
 
 
 def chunked_sum(problem: Problem, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,40 +89,85 @@ def chunked_sum(problem: Problem, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return sums
 
 
+def chunked_losses(problem: Problem, hidden: Tensor) -> Tensor:
+    """Return the cross entropy of each token, [B * L]; each may have a gradient of its own."""
+    losses: Tensor = _ChunkedLosses.apply(problem, hidden, *problem.leaves)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _Results(NamedTuple):
+    """What the chunks have computed.
+
+    Args:
+        losses: [tokens], without gradient.
+        hidden_grad: as the hidden states; None where no gradient is needed.
+        leaf_grads: one per leaf, likewise.
+    """
+
+    losses: Tensor
+    hidden_grad: Tensor | None
+    leaf_grads: list[Tensor | None]
+
+
+def _run_chunks(
+    problem: Problem,
+    hidden: Tensor,
+    num_chunks: int,
+    *,
+    gradients: bool = True,
+    weights: Tensor | None = None,
+) -> _Results:
+    """Compute losses chunk by chunk, and the gradients of their sum.
+
+    Args:
+        problem: the other inputs.
+        hidden: [B, L, d].
+        num_chunks: the number of chunks.
+        gradients: whether gradients are computed, if anything requires them.
+        weights: [tokens], the factors of the losses in the sum; None for ones.
+    """
+    tokens = hidden.detach().flatten(0, 1)[None]
+    needs_grad = problem.grad and hidden.requires_grad
+    hidden_grad = torch.zeros_like(tokens) if needs_grad and gradients else None
+    leaf_grads: list[Tensor | None] = [None for _ in problem.leaves]
+    losses: list[Tensor] = []
+    nothing: Sequence[Tensor | None] = (None,) * num_chunks
+    parts = zip(
+        tokens.tensor_split(num_chunks, 1),
+        problem.targets.tensor_split(num_chunks),
+        nothing if weights is None else weights.tensor_split(num_chunks),
+        nothing if hidden_grad is None else hidden_grad.tensor_split(num_chunks, 1),
+        strict=True,
+    )
+    # Hooks of a parameter are for its gradient, which autograd passes to them after backward.
+    with without_tensor_hooks(problem.leaves if problem.grad else ()):
+        for tokens_of_chunk, target, weight, grad_out in parts:
+            chunk = tokens_of_chunk.detach().requires_grad_(needs_grad)
+            with _private_graph(problem):
+                loss = cross_entropy(_logits(problem, chunk), target, "none")
+            losses.append(loss.detach())
+            if not gradients:
+                continue
+            grad = _add_leaf_grads(
+                loss, weight, chunk, problem.leaves, leaf_grads, is_only_chunk=num_chunks == 1
+            )
+            if grad_out is not None and grad is not None:
+                grad_out.copy_(grad)
+    if hidden_grad is not None:
+        hidden_grad = hidden_grad.view(hidden.shape)
+    return _Results(torch.cat(losses), hidden_grad, leaf_grads)
+
+
 class _ChunkedSum(torch.autograd.Function):
     """The summed cross entropy, whose gradients are computed in forward."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = hidden.detach().flatten(0, 1)[None]
-        needs_grad = problem.grad and hidden.requires_grad
-        hidden_grad = torch.zeros_like(tokens) if needs_grad else None
-        leaf_grads: list[Tensor | None] = [None for _ in problem.leaves]
-        losses: list[Tensor] = []
-        num_chunks = _num_chunks(problem, tokens)
-        chunks = tokens.tensor_split(num_chunks, 1)
-        targets = problem.targets.tensor_split(num_chunks)
-        grads: Sequence[Tensor | None] = (None,) * num_chunks
-        if hidden_grad is not None:
-            grads = hidden_grad.tensor_split(num_chunks, 1)
-        # Hooks of a parameter are for its gradient, which autograd passes to them after backward.
-        with without_tensor_hooks(problem.leaves if problem.grad else ()):
-            for tokens_of_chunk, target, grad_out in zip(chunks, targets, grads, strict=True):
-                chunk = tokens_of_chunk.detach().requires_grad_(needs_grad)
-                with _private_graph(problem):
-                    loss = cross_entropy(_logits(problem, chunk), target, "none")
-                losses.append(loss.detach())
-                grad = _add_leaf_grads(
-                    loss, chunk, problem.leaves, leaf_grads, is_only_chunk=num_chunks == 1
-                )
-                if grad_out is not None and grad is not None:
-                    grad_out.copy_(grad)
-        saved = None if hidden_grad is None else hidden_grad.view(hidden.shape)
-        ctx.save_for_backward(saved, *leaf_grads)
+        results = _run_chunks(problem, hidden, _num_chunks(problem, hidden))
+        ctx.save_for_backward(results.hidden_grad, *results.leaf_grads)
         ctx.dtypes = [x.dtype for x in (hidden, *problem.leaves)]
-        token_losses = torch.cat(losses)
-        ctx.mark_non_differentiable(token_losses)
-        return token_losses.sum(), token_losses
+        ctx.mark_non_differentiable(results.losses)
+        return results.losses.sum(), results.losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
@@ -137,6 +185,39 @@ class _ChunkedSum(torch.autograd.Function):
         )
 
 
+class _ChunkedLosses(torch.autograd.Function):
+    """The cross entropy of each token, whose gradients are computed in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, hidden: Tensor, *_: Tensor) -> Tensor:
+        num_chunks = _num_chunks(problem, hidden)
+        # Dropout and autocast of the head must be the same when it runs again.
+        ctx.problem, ctx.num_chunks = problem, num_chunks
+        ctx.state = ForwardState.capture(hidden.device) if problem.grad else None
+        # The leaves too: autograd raises if they have been changed since.
+        ctx.save_for_backward(hidden, *problem.leaves)
+        return _run_chunks(problem, hidden, num_chunks, gradients=False).losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *_ = ctx.saved_tensors
+        needs_hidden, *needed = ctx.needs_input_grad[1:]
+        problem = replace(ctx.problem, grad=True)
+        with ctx.state.restored():
+            results = _run_chunks(problem, hidden, ctx.num_chunks, weights=grad)
+        gradients = zip(
+            (results.hidden_grad, *results.leaf_grads),
+            (hidden, *problem.leaves),
+            (needs_hidden, *needed),
+            strict=True,
+        )
+        return None, *(
+            found.to(x.dtype) if need and found is not None else None
+            for found, x, need in gradients
+        )
+
+
 def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x * factor`` in ``dtype``: one pass, rounded once."""
     if type(x) is not Tensor:  # a DTensor multiplies plain tensors only if they have no dims
@@ -145,13 +226,14 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor.expand_as(x), out=torch.empty_like(x, dtype=dtype))
 
 
-def _num_chunks(problem: Problem, tokens: Tensor) -> int:
+def _num_chunks(problem: Problem, hidden: Tensor) -> int:
     length = problem.chunk_len
     if length is None:
+        first = hidden.detach().flatten(0, 1)[None, :1]
         # Not under no_grad: autocast may cache the weights that it cast there, without gradients,
         # and use them for the chunks too (pytorch/pytorch#112583).
         with _private_graph(problem):
-            length = auto_chunk_len(_logits(problem, tokens[:, :1]), problem.leaves)
+            length = auto_chunk_len(_logits(problem, first), problem.leaves)
     return max(1, -(-problem.num_tokens // length))
 
 
@@ -168,16 +250,17 @@ def _logits(problem: Problem, chunk: Tensor) -> Tensor:
     logits = problem.head(chunk)
     if logits.dim() != 3 or logits.shape[:-1] != chunk.shape[:-1]:
         raise ValueError(
-            "chunked_token_mean() needs a head that computes logits [batch, tokens, classes] from "
+            f"{problem.caller}() needs a head that computes logits [batch, tokens, classes] from "
             f"hidden states [batch, tokens, width]; it returned {tuple(logits.shape)} for "
             f"{tuple(chunk.shape)}."
         )
-    _check_listed(logits, (chunk, *problem.leaves))
+    _check_listed(logits, (chunk, *problem.leaves), problem.caller)
     return logits
 
 
 def _add_leaf_grads(
     losses: Tensor,
+    weights: Tensor | None,
     chunk: Tensor,
     leaves: Sequence[Tensor],
     leaf_grads: list[Tensor | None],
@@ -192,8 +275,9 @@ def _add_leaf_grads(
         return None
     inputs = [x for x in (chunk, *leaves) if x.requires_grad]
     # As in a separate backward: operations run in the dtype that forward chose for them.
+    weights = torch.ones_like(losses) if weights is None else weights
     with autocast_off(losses.device.type):
-        computed = torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
+        computed = torch.autograd.grad(losses, inputs, weights, allow_unused=True)
     gradients = {id(x): gradient for x, gradient in zip(inputs, computed, strict=True)}
     found = [gradients.get(id(leaf)) for leaf in leaves]
     if is_only_chunk:
@@ -203,14 +287,14 @@ def _add_leaf_grads(
     return gradients.get(id(chunk))
 
 
-def _check_listed(logits: Tensor, known: Collection[Tensor]) -> None:
+def _check_listed(logits: Tensor, known: Collection[Tensor], caller: str) -> None:
     """Raise if logits depend on a weight whose gradient would not be computed."""
     leaf = unlisted_leaf(logits, known)
     if leaf is not None:
         raise ValueError(
-            f"chunked_token_mean(): head computes with a tensor of shape {tuple(leaf.shape)} "
+            f"{caller}(): head computes with a tensor of shape {tuple(leaf.shape)} "
             "that requires a gradient and is not in `parameters`: its gradient would be lost. "
-            "Add it. With FSDP2, call chunked_token_mean() in the forward() of the module that "
+            f"Add it. With FSDP2, call {caller}() in the forward() of the module that "
             "is sharded as one unit with the head, and list the parameters there, where they "
             "are unsharded."
         )

@@ -34,9 +34,12 @@ from lightning_cp.torch_private import in_backward, outside_graphs
 __all__ = [
     "MAX_CHUNK_LOGITS",
     "auto_chunk_len",
+    "build_problem",
+    "check_label_shape",
     "chunked_token_mean",
     "global_mean",
     "local_targets",
+    "scored_labels",
     "token_mean",
 ]
 
@@ -60,10 +63,10 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
         >>> round(token_mean(logits, labels).exp().item(), 4)  # a uniform guess among 8
         8.0
     """
-    _check_shapes("token_mean() needs logits [batch, tokens, classes]", logits, labels)
+    check_label_shape("token_mean() needs logits [batch, tokens, classes]", logits, labels)
     step = current()
     check_recompute(step)
-    targets = _targets(labels, shift, step)
+    targets = scored_labels(labels, step, shift=shift)
     per_token = step is not None and bool(step.position_edges)
     losses = cross_entropy(logits, targets, "none" if per_token else "sum")
     by_position = _by_position(losses, targets, step)
@@ -107,26 +110,51 @@ def chunked_token_mean(
         >>> torch.allclose(loss, token_mean(head(hidden), labels))
         True
     """
-    _check_shapes("chunked_token_mean() needs hidden states [batch, tokens, width]", hidden, labels)
-    if chunk_len is not None and chunk_len < 1:
-        raise ValueError(
-            f"chunked_token_mean(chunk_len={chunk_len}): pass a number of tokens above 0, or None "
-            "for chunks of 1 GiB of logits."
-        )
-    leaves = unique_leaves(parameters)
+    check_label_shape(
+        "chunked_token_mean() needs hidden states [batch, tokens, width]", hidden, labels
+    )
     step = current()
     check_recompute(step)
-    targets = _targets(labels, shift, step)
-    # The same number of chunks on all context ranks: a head may run collectives for each chunk.
-    num_tokens = hidden.shape[0] * (hidden.shape[1] if step is None else step.layout.local_len)
-    grad = torch.is_grad_enabled()
-    problem = Problem(head, targets.flatten(), leaves, chunk_len, num_tokens, grad)
+    targets = scored_labels(labels, step, shift=shift)
+    problem = build_problem(
+        head, hidden, targets, parameters, chunk_len, step, caller="chunked_token_mean"
+    )
     total, losses = chunked_sum(problem, hidden)
     by_position = _by_position(losses, targets, step)
     return global_mean(total, _num_valid(targets), by_position=by_position)
 
 
-def _check_shapes(rule: str, x: Tensor, labels: Tensor) -> None:
+def build_problem(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    parameters: Sequence[Tensor],
+    chunk_len: int | None,
+    step: Step | None,
+    *,
+    caller: str,
+) -> Problem:
+    """Check the arguments of a loss in chunks, and collect them."""
+    if chunk_len is not None and chunk_len < 1:
+        raise ValueError(
+            f"{caller}(chunk_len={chunk_len}): pass a number of tokens above 0, or None "
+            "for chunks of 1 GiB of logits."
+        )
+    # The same number of chunks on all context ranks: a head may run collectives for each chunk.
+    num_tokens = hidden.shape[0] * (hidden.shape[1] if step is None else step.layout.local_len)
+    return Problem(
+        head=head,
+        targets=targets.flatten(),
+        leaves=unique_leaves(parameters, caller=caller),
+        chunk_len=chunk_len,
+        num_tokens=num_tokens,
+        grad=torch.is_grad_enabled(),
+        caller=caller,
+    )
+
+
+def check_label_shape(rule: str, x: Tensor, labels: Tensor) -> None:
+    """Raise unless labels [B, L] belong to the tokens of ``x`` [B, L, ...]."""
     if x.shape[:-1] != labels.shape or labels.dim() != 2:
         raise ValueError(
             f"{rule} and labels [batch, tokens]; it got {tuple(x.shape)} and "
@@ -150,7 +178,13 @@ def _by_position(losses: Tensor, targets: Tensor, step: Step | None) -> Tensor |
     return pairs.new_zeros(2, len(edges) + 1).index_add_(1, bucket, pairs)
 
 
-def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = None) -> Tensor:
+def global_mean(
+    total: Tensor,
+    count: Tensor,
+    *,
+    by_position: Tensor | None = None,
+    unit: str = "tokens",
+) -> Tensor:
     """Return the mean over all ranks of a loss that this rank has summed over its tokens.
 
     For custom losses: pass the sum over this rank's tokens and their number. Inside a step every
@@ -160,6 +194,8 @@ def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = No
         total: the sum of this rank's losses, a scalar.
         count: the number of tokens in the sum, a scalar; may be 0.
         by_position: sums and counts per bucket of positions, for logging.
+        unit: what is counted. The exponential of a mean per token is logged as perplexity, that of
+            others is not.
 
     Example:
         >>> global_mean(torch.tensor(6.0), torch.tensor(4))
@@ -169,12 +205,12 @@ def global_mean(total: Tensor, count: Tensor, *, by_position: Tensor | None = No
     check_recompute(step)
     mean, num_tokens = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
     if step is not None and not in_backward():
-        step.note_loss(LossMark(mean.detach(), num_tokens, by_position))
+        step.note_loss(LossMark(mean.detach(), num_tokens, by_position, unit))
     result: Tensor = mean
     return result
 
 
-def _targets(labels: Tensor, shift: bool, step: Step | None) -> Tensor:
+def scored_labels(labels: Tensor, step: Step | None, *, shift: bool = True) -> Tensor:
     """Return the label that each local token is scored against.
 
     Labels are gathered, because the next token may be on another rank. If the step shifted them
@@ -199,8 +235,8 @@ def local_targets(labels: Tensor, step: Step) -> Tensor:
     """Return, for each of this rank's tokens, the label of the next token of its document."""
     layout = step.layout
     full = unshard(labels, 1, layout=layout, transport=step.groups.context)
-    documents = step.documents
-    ids = None if documents is None else to_device(torch.from_numpy(documents), labels.device)
+    runs = step.label_runs
+    ids = None if runs is None else to_device(torch.from_numpy(runs), labels.device)
     shifted = shift_labels(full, ids)
     return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 

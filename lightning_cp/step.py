@@ -9,13 +9,15 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor
 
 from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.bounds import Bounds
+from lightning_cp.geometry.branches import Branches
 from lightning_cp.geometry.layout import Layout
-from lightning_cp.geometry.mask import Mask
+from lightning_cp.geometry.mask import NO_DOCUMENT, Mask
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.options import Options
 
@@ -31,14 +33,16 @@ class LossMark:
 
     Args:
         value: the loss, detached.
-        num_tokens: the number of tokens of all ranks over which it is the mean.
+        num_tokens: the number of tokens of all ranks over which it is the mean, or of other units.
         by_position: [2, buckets], sums and numbers of this rank's tokens by global position; None
             unless the step has ``position_edges``.
+        unit: what it is a mean of: ``tokens``, or a name of the caller.
     """
 
     value: Tensor
     num_tokens: Tensor
     by_position: Tensor | None = None
+    unit: str = "tokens"
 
 
 class StepCache(MutableMapping[object, Any]):
@@ -91,6 +95,7 @@ class Step:
         is_checked: whether the ranks compare what they hold in this step.
         is_stock: on full sequences, with models of other libraries unchanged: the reference of a
             comparison.
+        branches: parts of documents that do not see each other; None where there are none.
     """
 
     layout: Layout
@@ -104,6 +109,7 @@ class Step:
     has_position_ids: bool = False
     is_checked: bool = False
     is_stock: bool = False
+    branches: Branches | None = None
     uid: int = field(default_factory=lambda: next(_uids))
     cache: StepCache = field(default_factory=StepCache, repr=False)
     # The values that the user received, by name; several tensors of a batch may have the same.
@@ -139,6 +145,22 @@ class Step:
     def tensor_len(self) -> int:
         """Return the number of tokens per sequence in this rank's tensors."""
         return self.layout.tensor_len(self.cp_rank)
+
+    @property
+    def label_runs(self) -> IntArray | None:
+        """Return ids of tokens of which each is followed by the next, [B, S]; None for one run.
+
+        Documents; a branch does not go on in the next one. The first goes on from the beginning.
+        """
+        if self.branches is None:
+            return self.documents
+        numbers, count = self.branches.numbers.clip(min=0), self.branches.count
+        if self.documents is None:
+            return numbers
+        runs: IntArray = np.where(
+            self.documents == NO_DOCUMENT, NO_DOCUMENT, self.documents * count + numbers
+        )
+        return runs
 
     def note_loss(self, mark: LossMark) -> None:
         """Record a token mean, also in the step that this one is a part of."""

@@ -44,10 +44,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import recipes.data  # makes short class names known to the parser
+import recipes.preference
 from lightning_cp import ContextParallelCallback
 from lightning_cp.checkpoint import aside_of
 from recipes.data.module import PackedData, PackingOptions
 from recipes.module import CausalLMModule
+from recipes.preference.module import PreferenceModule
 
 HELP: Final = """\
 Train language models on long sequences that are sharded over several devices.
@@ -82,7 +84,7 @@ class RecipesCLI(LightningCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options, those that change most often first; set defaults."""
-        parser.add_lightning_class_args(CausalLMModule, "model")
+        parser.add_lightning_class_args(self._model_class, "model")
         # No default class: jsonargparse would keep its values when another class is given.
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
         parser.add_lightning_class_args(ContextParallelCallback, "monitor")
@@ -284,7 +286,7 @@ def _parse_int_before_float(fn: Any) -> None:
 def _run(args: Sequence[str], prog: str) -> None:
     _parse_int_before_float(Trainer.__init__)
     RecipesCLI(
-        CausalLMModule,
+        PreferenceModule if _data_class(args) == "PairData" else CausalLMModule,
         LightningDataModule,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
@@ -332,14 +334,23 @@ def _rank() -> int:
 
 def _names_data(args: Sequence[str]) -> bool:
     """Return whether the command line or a config names a data module."""
+    return bool(_data_class(args))
+
+
+def _data_class(args: Sequence[str]) -> str:
+    """Return the name of the data module's class, without its path; empty if there is none."""
+    found = ""
     for file in _configs(args):
         try:
-            class_path = yaml.safe_load(Path(file).read_text())["data"]["class_path"]
+            found = yaml.safe_load(Path(file).read_text())["data"]["class_path"] or found
         except (OSError, yaml.YAMLError, KeyError, TypeError):
             continue  # it names none; the parser reports errors
-        if class_path:
-            return True
-    return any(arg == "--data" or arg.startswith("--data=") for arg in args)
+    for flag, value in pairwise([*args, ""]):
+        if flag == "--data":
+            found = value
+        elif flag.startswith("--data="):
+            found = flag.removeprefix("--data=")
+    return str(found).rpartition(".")[2]
 
 
 def _configs(args: Sequence[str]) -> Iterator[str]:

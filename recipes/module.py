@@ -148,19 +148,23 @@ class CausalLMModule(LightningModule):
         """Build the model on the meta device; the strategy materializes and shards it."""
         if self.model is not None:
             return
+        self.model = self._build(trained=True)
+
+    def _build(self, *, trained: bool) -> Any:
+        """Build a model that is trained, or a frozen copy without adapters."""
         has_trainer = self._trainer is not None  # load_from_checkpoint() has none
         with torch.device("meta" if has_trainer else "cpu"):
             # A copy: settings for training do not belong into the exported config.
             model = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
         model.config.use_cache = False
-        if self._lora is not None:
+        if self._lora is not None and trained:
             model = add_lora(model, self._lora)
-        freeze(model, self.hparams["freeze"] or ())
+        freeze(model, (self.hparams["freeze"] or ()) if trained else ["*"])
         cast(model, self.hparams["dtype"], self.trainer.precision if has_trainer else "32-true")
-        if self.hparams["gradient_checkpointing"]:
+        if self.hparams["gradient_checkpointing"] and trained:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         enable(model, chunked_loss=self.hparams["chunked_loss"])
-        self.model = model.train()
+        return model.train(trained)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize a module as its innermost model does. Called by the strategy.

@@ -3,7 +3,8 @@
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -169,6 +170,27 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> Any:
                 part.to_empty(device="cpu")
             layer.reset_lora_parameters("default", init_lora_weights=True)
     return adapted
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute without LoRA inside.
+
+    PEFT's own context also lets adapters require no gradient; FSDP2 would keep that for parameters
+    that stay gathered until backward. This sets what adapted layers read in forward (PEFT 0.17:
+    `BaseTunerLayer._disable_adapters`).
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    former = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, former, strict=True):
+            layer._disable_adapters = value
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

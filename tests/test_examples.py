@@ -28,6 +28,7 @@ EXAMPLES = {
     "evaluation and predictions": ("docs/evaluation.md", 0, 1),
     "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
     "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
+    "preferences in a loop": ("docs/preference.md", 0, 5),
 }
 
 

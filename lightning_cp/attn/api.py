@@ -19,6 +19,7 @@ from lightning_cp.attn.call import (
 )
 from lightning_cp.attn.choose import build_step_call, build_unsharded_call
 from lightning_cp.data.sharding import pad_end
+from lightning_cp.geometry.branches import BranchMask
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.step import Step, StepMask
@@ -84,6 +85,48 @@ def attention(
         has_bias = score_bias is not None
         call = build_unsharded_call(mask, scores, q, k, v, has_bias=has_bias)
         return call.run(q, k, v, sinks, score_bias)
+    if step.branches is None:
+        return _attend(step, mask, q, k, v, scale, softcap, sinks, score_bias)
+    check_branches(mask, step, has_slopes=alibi is not None)
+    parts = (
+        BranchMask(causal=True, branches=step.branches, number=number)
+        for number in range(step.branches.count)
+    )
+    outs = [_attend(step, part, q, k, v, scale, softcap, sinks, score_bias) for part in parts]
+    return sum(outs[1:], outs[0])
+
+
+def check_branches(mask: Mask, step: Step, *, has_slopes: bool) -> None:
+    """Raise for attention that is not defined between branches of a document."""
+    problems = {
+        "no causal mask": not mask.causal,
+        "a window or chunks": mask.is_windowed(step.layout.seq_len),
+        "spans": mask.spans is not None,
+        "ALiBi slopes": has_slopes,
+        "documents or padding of its own": mask.documents is not None or mask.padding is not None,
+    }
+    found = ", ".join(name for name, is_present in problems.items() if is_present)
+    if found:
+        raise ValueError(
+            f"attention() got {found} inside a step whose batch has `branch_ids`. Only plain "
+            "causal attention knows branches: elsewhere distances of tokens would not be those of "
+            "their positions. Put each branch into a document of its own, behind a copy of what it "
+            "shares. (SDPA calls ignore documents and branches: use attention().)"
+        )
+
+
+def _attend(
+    step: Step,
+    mask: Mask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    score_bias: ScoreBias | None,
+) -> Tensor:
+    """Attend under one mask of a step."""
     # All layers make the same call: it is checked and planned once.
     tensors = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
     key = (mask.key(), q.shape, k.shape, v.shape, *tensors, scale, softcap, score_bias is None)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import shard
 from lightning_cp.data.structure import Leaf, flatten, parts_of, rebuild
+from lightning_cp.geometry.branches import SHARED, Branches, read_branches
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
@@ -32,6 +33,7 @@ SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "attention_mask": 1,
     "token_type_ids": 1,
     "document_ids": 1,
+    "branch_ids": 1,
     "loss_mask": 1,
     "special_tokens_mask": 1,
     "mm_token_type_ids": 1,
@@ -50,6 +52,7 @@ _FILL: Final[Mapping[str, int]] = {
     "labels": IGNORED_LABEL,
     "shift_labels": IGNORED_LABEL,
     "document_ids": NO_DOCUMENT,
+    "branch_ids": SHARED,
 }
 
 
@@ -72,6 +75,7 @@ class FullBatch:
         metadata: the values that describe the sequences, by name: ``position_ids``,
             ``attention_mask``.
         names: the name of each path; None where it has none.
+        branches: parts of documents that do not see each other; None where there are none.
     """
 
     tensors: Mapping[str, Any]
@@ -82,6 +86,7 @@ class FullBatch:
     padding: BoolArray | None
     metadata: Mapping[str, Any]
     names: Mapping[str, str | None]
+    branches: Branches | None = None
 
     @property
     def is_unsharded(self) -> bool:
@@ -145,7 +150,11 @@ def read_batch(
         batch_size,
         seq_len,
     )
-    return FullBatch(tensors, dims, batch_size, seq_len, documents, padding, metadata, names)
+    ids = _read_ids("branch_ids", metadata.get("branch_ids"), batch_size, seq_len)
+    branches = None if ids is None else read_branches(ids, documents, padding)
+    return FullBatch(
+        tensors, dims, batch_size, seq_len, documents, padding, metadata, names, branches
+    )
 
 
 def _user_dim(path: str, leaf: Leaf, dims: SequenceDims) -> tuple[int | None] | None:
@@ -357,6 +366,7 @@ def _check_unknown(path: str, value: object, seq_len: int) -> None:
 
 _METADATA: Final = (
     "attention_mask",
+    "branch_ids",
     "document_ids",
     "position_ids",
     "cu_seq_lens_q",
@@ -470,12 +480,16 @@ def _read_documents(
 ) -> IntArray | None:
     """Return the documents, from any of the three values that may describe them."""
     sources = {
-        "document_ids": _documents_from_ids(metadata.get("document_ids"), batch_size, seq_len),
+        "document_ids": _read_ids(
+            "document_ids", metadata.get("document_ids"), batch_size, seq_len
+        ),
         "cu_seq_lens_q": _documents_from_lengths(metadata, batch_size, seq_len),
     }
     has_documents = any(x is not None for x in sources.values())
+    # Positions of branches start again where the document does not.
+    has_branches = metadata.get("branch_ids") is not None
     sources["position_ids"] = _documents_from_jumps(
-        metadata.get("position_ids"),
+        None if has_branches else metadata.get("position_ids"),
         padding,
         has_documents=has_documents,
         has_mask=metadata.get("attention_mask") is not None,
@@ -498,13 +512,13 @@ def _read_documents(
     return ids if (ids != ids[:, :1]).any() or (ids == NO_DOCUMENT).any() else None
 
 
-def _documents_from_ids(value: object, batch_size: int, seq_len: int) -> IntArray | None:
+def _read_ids(name: str, value: object, batch_size: int, seq_len: int) -> IntArray | None:
     if value is None:
         return None
     ids = torch.as_tensor(value)
     if ids.is_floating_point() or ids.dim() != 2 or ids.shape[0] not in (1, batch_size):
         raise ValueError(
-            f"`document_ids` must be integers of shape [{batch_size}, {seq_len}], but are "
+            f"`{name}` must be integers of shape [{batch_size}, {seq_len}], but are "
             f"{ids.dtype} of shape {tuple(ids.shape)}."
         )
     return ids.detach().cpu().numpy().astype(np.int64)
@@ -598,9 +612,11 @@ def build_position_ids(full: FullBatch, device: torch.device) -> Tensor:
     ids = full.metadata.get("position_ids")
     if isinstance(ids, Tensor):
         return ids.expand(full.batch_size, -1) if ids.dim() <= 2 else ids
-    if full.documents is None:
+    if full.documents is None and full.branches is None:
         return torch.arange(full.seq_len, device=device).expand(full.batch_size, -1)
     positions = count_positions(full.documents, full.seq_len)
+    if full.branches is not None:
+        positions = positions - full.branches.offsets
     return to_device(torch.from_numpy(positions), device).expand(full.batch_size, -1)
 
 

@@ -63,6 +63,12 @@ def open_step(
             groups, options, training=training, is_checked=is_checked, is_stock=is_stock
         )
         return step, batch
+    if is_stock and full.branches is not None:
+        raise ValueError(
+            "A batch with `branch_ids` cannot be compared with a stock model, which knows no "
+            "branches. Compare a batch in which each branch is a document of its own, behind a "
+            "copy of what it shares."
+        )
     if is_stock and full.documents is not None:
         batch = unpack_documents(batch, full)
         full = read_batch(batch, sequence_dims=dims, checked_paths=checked_paths)
@@ -86,6 +92,7 @@ def open_step(
         has_position_ids=isinstance(full.metadata.get("position_ids"), Tensor),
         is_checked=is_checked,
         is_stock=is_stock,
+        branches=full.branches,
         yielded=yielded,
         shards=[(local[path], dim) for path, dim in full.dims.items()],
         outer_losses=None if outer is None else outer.losses,

@@ -143,6 +143,8 @@ class Bounds:
             if trimmed is None:
                 continue
             query, keys = trimmed
+            if not self._has_real(keys):
+                continue
             common = self._common(query, keys)
             if common == keys:
                 yield Tile(query, keys, "full")
@@ -170,6 +172,25 @@ class Bounds:
         real = self.real_before[:, keys.stop] - self.real_before[:, keys.start]
         return bool((real == keys.size).all())
 
+    def _has_real(self, keys: Range) -> bool:
+        real = self.real_before[:, keys.stop] - self.real_before[:, keys.start]
+        return bool(real.any())
+
+    def _hole(self, keys: Range, size: int) -> int | None:
+        """Return where a long run of keys that are padding in all samples starts or stops.
+
+        None if there is none inside of ``keys``; what it separates is then split in few tiles.
+        """
+        if self._is_unpadded(keys):
+            return None
+        real = (np.diff(self.real_before[:, keys.start : keys.stop + 1]) > 0).any(0)
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], real, [True]]).astype(np.int8)))
+        starts, stops = edges[::2], edges[1::2]
+        long = stops - starts >= size
+        inside = np.concatenate([starts[long], stops[long]])
+        inside = inside[(inside > 0) & (inside < keys.size)]
+        return keys.start + int(inside[0]) if inside.size else None
+
     def _is_causal(self, square: Range) -> bool:
         """Return whether the square on the diagonal holds exactly the pairs ``k <= q``."""
         steps = np.arange(square.start + 1, square.stop + 1)
@@ -181,7 +202,12 @@ class Bounds:
         )
 
     def _halves(self, query: Range, keys: Range, size: int) -> Iterator[tuple[Range, Range]]:
-        """Split the queries where a document starts, else the longer side in the middle."""
+        """Split keys at padding or queries where a document starts, else the longer side."""
+        hole = self._hole(keys, size)
+        if hole is not None:
+            yield query, Range(keys.start, hole)
+            yield query, Range(hole, keys.stop)
+            return
         jumps = np.diff(self.first[:, query.start : query.stop].max(0))
         starts = np.flatnonzero(jumps >= max(size // 2, 1)) + query.start + 1
         if starts.size:

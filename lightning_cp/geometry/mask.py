@@ -166,7 +166,7 @@ def _to_host(name: str, value: Tensor | Literal[False] | None, seq_len: int) -> 
     return value.detach().cpu().reshape(-1, seq_len).numpy()
 
 
-def _runs(ids: IntArray) -> tuple[IntArray, IntArray]:
+def runs(ids: IntArray) -> tuple[IntArray, IntArray]:
     """Return, for each position, where its run of equal ids starts and where it stops."""
     length = ids.shape[1]
     positions = np.arange(length)
@@ -233,7 +233,7 @@ def _compute_bounds(
     if padding is not None:
         real = real & ~padding.astype(np.bool_)
 
-    document_first, document_last = _runs(document)
+    document_first, document_last = runs(document)
     first, last = (
         np.broadcast_to(x, (num_samples, seq_len)) for x in (document_first, document_last)
     )
@@ -251,7 +251,7 @@ def _compute_bounds(
     if spans is not None:
         # The query is in its span and in what the rest allows, so that the union of the two
         # is one interval again.
-        span_first, span_last = _runs(spans)
+        span_first, span_last = runs(spans)
         inside = spans != NO_DOCUMENT
         first = np.where(inside, np.minimum(first, np.maximum(span_first, document_first)), first)
         last = np.where(inside, np.maximum(last, np.minimum(span_last, document_last)), last)

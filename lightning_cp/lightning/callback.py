@@ -160,7 +160,8 @@ class ContextParallelCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Add the loss of a batch."""
-        for mark in _strategy(trainer).last_step.losses[:1]:
+        marks = [mark for mark in _strategy(trainer).last_step.losses if mark.unit == "tokens"]
+        for mark in marks[:1]:
             count = mark.num_tokens.double()
             part = torch.stack([mark.value.double() * count, count])
             self._loss = self._loss.to(part.device) + part

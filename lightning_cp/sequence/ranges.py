@@ -128,6 +128,12 @@ class TokenMap:
 
 def token_map(step: Step) -> TokenMap:
     """Return the token map of a step; computed once."""
+    if step.branches is not None:
+        raise ValueError(
+            "A convolution, a recurrence or a halo was called inside a step whose batch has "
+            "`branch_ids`: the token before a branch is not the one that it follows. Put each "
+            "branch into a document of its own, behind a copy of what it shares."
+        )
     if TokenMap not in step.cache:
         step.cache[TokenMap] = build_token_map(
             step.layout, step.cp_rank, documents=step.documents, padding=step.padding

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -228,6 +228,9 @@ class PackedData(SampleData):
     column_option: str
     """The name of the option for the column, for messages."""
 
+    columns: tuple[str, ...] = COLUMNS
+    """The keys of a sample."""
+
     def __init__(self, source: str | None, *, column: str, options: PackingOptions) -> None:
         super().__init__(
             seq_len=options.seq_len,
@@ -251,6 +254,10 @@ class PackedData(SampleData):
     def column_of(self, known: Collection[str]) -> str:
         """Return the column to read, given the columns of the source."""
         return self.column
+
+    def value_of(self, record: Any, column: str) -> Any:
+        """Return what `encode` gets of a record."""
+        return record[column]
 
     def fingerprint_options(self) -> dict[str, Any]:
         """Return other options that the samples depend on."""
@@ -358,7 +365,7 @@ class PackedData(SampleData):
 
     def _pack_to(self, file: Path, split: Split) -> None:
         start = time.monotonic()
-        num_samples, num_tokens = write_samples(file, self._pack(split), self.seq_len)
+        num_samples, num_tokens = write_samples(file, self._pack(split), self.seq_len, self.columns)
         name = self._sources[split].name
         if not num_samples:
             file.unlink()
@@ -396,12 +403,12 @@ class PackedData(SampleData):
             for number, record in enumerate(islice(records, limit)):
                 column = self.column_of(record)
                 check(record, column)
-                yield number, record[column]
+                yield number, self.value_of(record, column)
             return
         column = self.column_of(records.column_names)
         check(records.column_names, column)
         for number in self._chosen(split, min(len(records), limit or len(records)), source.name):
-            yield number, records[number][column]
+            yield number, self.value_of(records[number], column)
 
     def _chosen(self, split: Split, num_documents: int, name: str) -> list[int]:
         """Return the documents of a split; splits are by document, so that no text is in both."""
@@ -418,7 +425,9 @@ class PackedData(SampleData):
         return sorted(chosen)
 
 
-def write_samples(file: Path, samples: Iterable[Sample], seq_len: int) -> tuple[int, int]:
+def write_samples(
+    file: Path, samples: Iterable[Sample], seq_len: int, columns: Sequence[str] = COLUMNS
+) -> tuple[int, int]:
     """Write samples to an Arrow file, renamed when it is complete; count samples and tokens.
 
     Fixed-size lists of int32 can be read without a copy.
@@ -427,12 +436,12 @@ def write_samples(file: Path, samples: Iterable[Sample], seq_len: int) -> tuple[
 
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
-    schema = pa.schema([(name, pa.list_(pa.int32(), seq_len)) for name in COLUMNS])
+    schema = pa.schema([(name, pa.list_(pa.int32(), seq_len)) for name in columns])
     num_samples = num_tokens = 0
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for chunk in _chunks(samples, max(1, _CHUNK_TOKENS // seq_len)):
-                flat = [np.concatenate([sample[name] for sample in chunk]) for name in COLUMNS]
+                flat = [np.concatenate([sample[name] for sample in chunk]) for name in columns]
                 lists = [pa.FixedSizeListArray.from_arrays(pa.array(x), seq_len) for x in flat]
                 writer.write_batch(pa.record_batch(lists, schema=schema))
                 num_samples += len(chunk)

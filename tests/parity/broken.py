@@ -44,12 +44,12 @@ def _no_sinks():
 def _lost_label():
     """Each rank shifts its own labels: the last token of a part loses its target."""
 
-    def local(labels, shift, step):
+    def local(labels, step, shift=True):
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         return shifted
 
-    return mock.patch.object(lightning_cp.loss, "_targets", local)
+    return mock.patch.object(lightning_cp.loss, "scored_labels", local)
 
 
 def _local_positions():

@@ -323,7 +323,7 @@ def test_evaluation_does_not_wait_for_other_rows(ranks):
 # Break one thing, and parity must notice.
 
 
-def shift_locally(labels, shift, step):
+def shift_locally(labels, step, shift=True):
     """Shift as if each rank had only its own part."""
     return shift_labels(labels, None)
 
@@ -332,7 +332,7 @@ def broken_step(what):
     cp, rows, model = build(), BATCHES["plain"](11), build_model()
     with cp.step(rows.batch) as local, pytest.MonkeyPatch.context() as patch:
         if what == "label shift":
-            patch.setattr(loss_module, "_targets", shift_locally)
+            patch.setattr(loss_module, "scored_labels", shift_locally)
         if what == "token count":  # a mean over each rank's own tokens
             patch.setattr(Step, "loss_groups", ())
         loss = token_mean(model(local["input_ids"], cp.position_ids()), local["labels"])

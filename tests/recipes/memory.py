@@ -113,6 +113,7 @@ class Job:
         lora_targets: names of linear layers, or ``all-linear``.
         freeze: patterns of parameters that are not trained.
         keeps_attention: whether attention results are kept for backward.
+        num_branches: completions that share a prompt; 1 for plain samples.
     """
 
     config: PreTrainedConfig
@@ -125,6 +126,7 @@ class Job:
     lora_targets: Sequence[str] | str = ()
     freeze: Sequence[str] = ()
     keeps_attention: bool = False
+    num_branches: int = 1
 
 
 def job_of(config: Mapping[str, Any]) -> Job:
@@ -144,6 +146,7 @@ def job_of(config: Mapping[str, Any]) -> Job:
         lora_targets=lora.get("target_modules", ()),
         freeze=model.get("freeze", ()),
         keeps_attention=trainer["strategy"]["init_args"].get("keep_attention") == "all",
+        num_branches=2 if data.get("share_prompts") else 1,
     )
 
 
@@ -189,7 +192,11 @@ def compute(job: Job) -> dict[str, float]:
     if job.keeps_attention:
         # the output in bfloat16, and lse in float32
         per_token = 2 * queries + 4 * text.num_attention_heads
-        taken["kept attention"] = layers * tokens * per_token
+        taken["kept attention"] = layers * tokens * per_token * job.num_branches
+    if job.num_branches > 1:
+        # another call of attention for each: its output, and the gradients of queries and keys
+        calls = job.num_branches - 1
+        taken["attention of another branch"] = calls * tokens * (4 * queries + 8 * keys)
     if job.ulysses > 1:
         # queries, keys, values and output once more, and their gradients
         taken["tokens swapped for heads"] = tokens * 2 * (queries + keys) * 2 * 2
