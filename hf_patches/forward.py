@@ -87,23 +87,48 @@ class Enabled:
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Run an enabled model: sharded inside a step, as the stock model outside."""
     step = active()
-    enabled: Enabled = model.__dict__[MARK]
     arguments = name_arguments(model, args, kwargs)
-    arguments.pop("document_ids", None)  # part of a batch, but not an argument of models
     if step is None:
-        return _stock(model)(**arguments)
-    check_call(model, arguments, step)
-    check_agreed(model, arguments, step, labels_are_ids=enabled.head == "next token")
-    for name in _NOT_FOR_MODEL:
-        arguments.pop(name, None)
+        arguments.pop("document_ids", None)  # part of a batch, but not an argument of models
+        return stock_forward(model)(**arguments)
+    return forward_in_step(model, arguments, step)
+
+
+def forward_in_step(
+    model: PreTrainedModel,
+    arguments: dict[str, Any],
+    step: Step,
+    *,
+    num_items: Tensor | int | None = None,
+) -> Any:
+    """Run an enabled model on this rank's tokens.
+
+    Args:
+        model: the model.
+        arguments: of the call, by name.
+        step: the active step.
+        num_items: what the loss of labels is divided by, instead of the number of valid labels.
+    """
+    enabled: Enabled = model.__dict__[MARK]
+    arguments = prepare_arguments(model, arguments, step)
     as_tuple = arguments.get("return_dict") is False
     arguments["return_dict"] = True
     score = _score_sequences if enabled.head == "sequence" else _score_tokens
-    output = score(model, enabled, arguments, step)
+    output = score(model, enabled, arguments, step, num_items)
     return output.to_tuple() if as_tuple else output
 
 
-def _stock(model: PreTrainedModel) -> Callable[..., Any]:
+def prepare_arguments(
+    model: PreTrainedModel, arguments: Mapping[str, Any], step: Step
+) -> dict[str, Any]:
+    """Return the arguments of a call inside a step, checked, without those that only we read."""
+    head = model.__dict__[MARK].head
+    check_call(model, arguments, step)
+    check_agreed(model, arguments, step, labels_are_ids=head == "next token")
+    return {name: value for name, value in arguments.items() if name not in _NOT_FOR_MODEL}
+
+
+def stock_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the forward method that the model had before `enable`."""
     override: Callable[..., Any] | None = model.__dict__[MARK].forward
     if override is not None:
@@ -116,13 +141,17 @@ def _stock(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def _score_tokens(
-    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+    model: PreTrainedModel,
+    enabled: Enabled,
+    arguments: dict[str, Any],
+    step: Step,
+    num_items: Tensor | int | None,
 ) -> Any:
     labels, shift = arguments.pop("labels", None), enabled.head == "next token"
     shifted = arguments.pop("shift_labels", None)
     if shifted is not None:
         labels, shift = shifted, False
-    stock = _stock(model)
+    stock = stock_forward(model)
     if labels is None or enabled.head == "none":
         output = stock(**arguments)
         auxiliary = balance_loss(model, output, step)
@@ -134,6 +163,8 @@ def _score_tokens(
     else:
         output = stock(**arguments)
         loss = token_mean(output.logits, labels, shift=shift)
+    if num_items is not None:
+        loss = loss * (step.losses[-1].num_tokens / num_items).to(loss.dtype)
     auxiliary = balance_loss(model, output, step)
     if auxiliary is not None:
         output["aux_loss"], coefficient = auxiliary
@@ -175,7 +206,7 @@ class _Replacement(nn.Module):
 
 
 @contextmanager
-def _replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -> Iterator[None]:
     """Call a function in place of a submodule."""
     path, _, name = base.rpartition(".")
     owner, real = model.get_submodule(path), model.get_submodule(base)
@@ -184,6 +215,19 @@ def _replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -
         yield
     finally:
         owner._modules[name] = real
+
+
+@contextmanager
+def recorded(model: PreTrainedModel, base: str, outputs: list[Any]) -> Iterator[None]:
+    """Append what a submodule returns to ``outputs``."""
+    real = model.get_submodule(base)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        outputs.append(real(*args, **kwargs))
+        return outputs[-1]
+
+    with replaced(model, base, record):
+        yield
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
@@ -204,7 +248,7 @@ def _chunked(
     shift: bool,
 ) -> tuple[Any, Tensor]:
     """Compute the loss in chunks, with the model's own head: also one that changes its logits."""
-    stock, base = _stock(model), enabled.base
+    stock, base = stock_forward(model), enabled.base
     real = model.get_submodule(base)
     outputs: list[Any] = []
 
@@ -213,7 +257,7 @@ def _chunked(
         outputs.append(output)
         return _with_hidden(output, output[0][:, :1])  # the head sees one token
 
-    with _replaced(model, base, record):
+    with replaced(model, base, record):
         output = stock(**arguments)
     (states,), parameters = outputs, _head_parameters(model, real)
 
@@ -222,7 +266,7 @@ def _chunked(
         head_arguments["output_router_logits"] = False
 
     def head(hidden: Tensor) -> Tensor:
-        with _replaced(model, base, lambda *_, **__: _with_hidden(states, hidden)):
+        with replaced(model, base, lambda *_, **__: _with_hidden(states, hidden)):
             logits: Tensor = stock(**head_arguments).logits
         return logits
 
@@ -251,7 +295,11 @@ def _head_parameters(model: PreTrainedModel, base: nn.Module) -> list[Tensor]:
 
 
 def _score_sequences(
-    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+    model: PreTrainedModel,
+    enabled: Enabled,
+    arguments: dict[str, Any],
+    step: Step,
+    num_items: Tensor | int | None,
 ) -> Any:
     """Run the head on full sequences, replicated on every rank."""
     if step.documents is not None and (step.documents > 0).any():
@@ -278,8 +326,10 @@ def _score_sequences(
         hidden = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
         return _with_hidden(output, hidden)
 
-    with _replaced(model, enabled.base, compute):
-        output = _stock(model)(**{**arguments, **full})
+    if num_items is not None:
+        full["num_items_in_batch"] = num_items  # the head has all sequences, as the stock model
+    with replaced(model, enabled.base, compute):
+        output = stock_forward(model)(**{**arguments, **full})
     loss = output.get("loss")
     if loss is not None:
         count = _num_scored(arguments, step).to(loss.device)
