@@ -312,7 +312,7 @@ def _score_sequences(
     local = {
         name: arguments[name] for name in _SEQUENCES if isinstance(arguments.get(name), Tensor)
     }
-    full = {
+    full: dict[str, Any] = {
         name: unshard(x, 1, layout=layout, transport=transport, uid=step.uid)
         for name, x in local.items()
     }

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class RowsHandle:
         self.model.forward = rows.forward
         self.model.__dict__.pop("generate", None)
         if rows.generate is not None:
-            self.model.generate = rows.generate  # type: ignore[method-assign]
+            self.model.generate = rows.generate  # type: ignore[assignment]
         if self.enabled is not None:
             self.enabled.undo()
 
@@ -155,7 +155,7 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
     # Methods, not partials: accelerate binds what it finds to the model, when it unwraps it.
     inner.forward = MethodType(_with_signature(type(inner).forward), inner)
     if hasattr(inner, "generate"):
-        inner.generate = MethodType(_generate, inner)  # type: ignore[method-assign]
+        inner.generate = MethodType(_generate, inner)  # type: ignore[assignment]
     return RowsHandle(inner, handle)
 
 
@@ -171,9 +171,9 @@ def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Generate on full sequences: ranks may sample different tokens, and as many as they like."""
-    own = model.__dict__[_MARK].generate
+    own, cls = model.__dict__[_MARK].generate, cast(Any, type(model))
     with active_step.paused():
-        return own(*args, **kwargs) if own else type(model).generate(model, *args, **kwargs)
+        return own(*args, **kwargs) if own else cls.generate(model, *args, **kwargs)
 
 
 def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,7 @@ def _unshard_field(
     if not isinstance(value, Tensor):
         return value
     if name == "router_logits" and value.dim() == 2:  # [B * L, experts]
-        local = value.unflatten(0, (step.batch_size, step.tensor_len))
+        local = value.view(step.batch_size, step.tensor_len, -1)
         return _unshard(local, step).flatten(0, 1)
     return _unshard(value, step)
 
