@@ -53,7 +53,9 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
     exact = ranks(num_ranks // size).run(train, Job(kind, 0, tuple(flags.split())))[0]
     found = ranks(num_ranks).run(train, Job(kind, size, tuple(flags.split())))[0]
     largest = differences(found, exact)
-    assert {name: x for name, x in largest.items() if x > 2e-6} == {}
+    # Under checkpointing, float32 inside of the model: predictions have the size of logits, 10.
+    limits = {"predictions": 2e-5}
+    assert {name: x for name, x in largest.items() if x > limits.get(name, 2e-6)} == {}
     assert len(exact.log) > 3
     assert max(entry["grad_norm"] for entry in exact.log if "grad_norm" in entry) > 0.1
 

@@ -133,7 +133,8 @@ def _fsdp_on_cpu(is_used: bool) -> Iterator[None]:
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+            for state in (AcceleratorState, PartialState):
+                state._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 
     if is_used:
