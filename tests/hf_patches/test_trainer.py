@@ -26,6 +26,7 @@ CASES = [
     ("trainer", "flattened fsdp", 2, 2),
     ("sft", "packed", 2, 2),
     ("dpo", "", 2, 2),
+    ("accelerate", "", 2, 2),
     ("accelerate", "", 4, 2),
     ("trainer", "stream", 4, 2),
     pytest.param("trainer", "flattened checkpointing", 2, 2, marks=slow),
@@ -44,7 +45,7 @@ CASES = [
     pytest.param("grpo", "", 2, 2, marks=slow),
     pytest.param("grpo", "", 4, 2, marks=slow),
     pytest.param("rloo", "", 2, 2, marks=slow),
-    pytest.param("accelerate", "", 2, 2, marks=slow),
+    pytest.param("grpo", "drift", 2, 2, marks=slow),
 ]
 
 
@@ -53,6 +54,8 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
     exact = ranks(num_ranks // size).run(train, Job(kind, 0, tuple(flags.split())))[0]
     found = ranks(num_ranks).run(train, Job(kind, size, tuple(flags.split())))[0]
     largest = differences(found, exact)
+    if "drift" in flags:
+        del largest["reward"]  # the mean over all ranks, whose rewards differ
     # Under checkpointing, float32 inside of the model: predictions have the size of logits, 10.
     limits = {"predictions": 2e-5}
     assert {name: x for name, x in largest.items() if x > limits.get(name, 2e-6)} == {}

@@ -1,6 +1,9 @@
 """Runs of transformers' Trainer, of TRL's trainers and of accelerate, on ranks and alone."""
 
+import contextlib
+import io
 import os
+import runpy
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -258,11 +262,11 @@ def _arguments(job: Job, folder: str) -> dict[str, Any]:
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": "FULL_STATE_DICT",
         }
-    data_ranks = dist.group.WORLD.size() // max(job.size, 1)
     if "stream" in job.flags:
         arguments |= {"max_steps": 4, "eval_strategy": "no"}
         # By default data ranks need batches of equal shapes: rank 0 reads them all.
-        arguments["accelerator_config"] = {"dispatch_batches": False if data_ranks > 1 else None}
+        if job.size == 0:
+            arguments["accelerator_config"] = {"dispatch_batches": False}
     if "smoothing" in job.flags:
         arguments["label_smoothing_factor"] = 0.1
     if "own_average" in job.flags:
@@ -364,7 +368,9 @@ def _build_policy(job: Job, arguments: dict[str, Any], common: dict[str, Any]) -
     from datasets import Dataset
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [sum(i % 3 == 0 for i in ids) / max(1, len(ids)) for ids in completion_ids]
+        scores = [sum(i % 3 == 0 for i in ids) / max(1, len(ids)) for ids in completion_ids]
+        noise = dist.get_rank() if "drift" in job.flags else 0
+        return [score + noise * i * i for i, score in enumerate(scores)]
 
     folder = [str(Path(arguments["output_dir"]) / "reference")]
     dist.broadcast_object_list(folder)
@@ -412,7 +418,10 @@ def train(job: Job) -> Run | None:
         build = _build_trainer if job.kind == "trainer" else _build_trl
         trainer = build(job, job.folder or temporary)
         if job.size:
-            context_parallel(trainer, size=job.size)
+            handle = context_parallel(trainer, size=job.size)
+            assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)
+        if "drift" in job.flags:  # each rank would sample something else
+            torch.manual_seed(100 + dist.get_rank())
         trainer.train(resume_from_checkpoint=True if "resume" in job.flags else None)
         prediction = None
         if job.kind in ("trainer", "sft") and "no_predictions" not in job.flags:
@@ -441,6 +450,7 @@ def train_by_accelerate(job: Job) -> Run | None:
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     log = []
     for _ in range(2):
+        torch.rand(dist.get_rank())  # as dropout on shards of different lengths may draw
         for batch in loader:
             valid = (batch["labels"][:, 1:] != -100).sum()
             items = accelerator.gather(valid).sum()
@@ -457,3 +467,12 @@ def train_by_accelerate(job: Job) -> Run | None:
             log.append({name: float(x) for name, x in values.items()})
     state = accelerator.unwrap_model(model).state_dict()
     return Run(log, {name: x.detach().clone() for name, x in state.items()})
+
+
+def run_example(path: str) -> str:
+    """Return what an example prints; its process group is that of the tests, and stays."""
+    printed = io.StringIO()
+    with processes(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(HFTrainer, "end", lambda self: None)
+        runpy.run_path(path)["main"]()
+    return printed.getvalue()
