@@ -15,6 +15,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 _TRL: Final = "1.15"
 """The first version whose trainers share one fused head."""
 
+_TRANSFORMERS: Final = "5.19"
+"""The first version that divides the number of labels by the ranks that share a batch."""
+
 _SERVED: Final = (
     "SFTTrainer",
     "DPOTrainer",
@@ -96,7 +99,8 @@ def check_trainer(trainer: Any, size: int) -> None:
     """Raise for trainers and arguments that are not supported."""
     args = trainer.args
     check_model(trainer.model)
-    if trainer.is_distributed_loading_by_transformers or trainer.get_tp_size() > 1:
+    is_loaded_sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    if is_loaded_sharded or trainer.get_tp_size() > 1:
         raise ValueError(
             "The model was loaded with a distributed_config or a tp_plan of transformers, which is "
             "not supported. Load it without; FSDP2: fsdp_config={'version': 2, ...}."
@@ -161,6 +165,16 @@ def _check_trl(trainer: Any, size: int) -> None:
         raise ValueError(
             f"{ours.__name__} of TRL has not been tried under context parallelism. Supported are "
             f"transformers' Trainer and {', '.join(_SERVED)}."
+        )
+    transformers = metadata.version("transformers")
+    if (
+        ours.__name__ == "SFTTrainer"
+        and Version(transformers) < Version(_TRANSFORMERS)
+        and size > 1
+    ):
+        raise ValueError(
+            f"context_parallel() of an SFTTrainer needs transformers >= {_TRANSFORMERS}, and "
+            f"{transformers} is installed: before, it counts labels in another way than TRL."
         )
     if not hasattr(trainer, "num_generations"):
         return

@@ -210,6 +210,11 @@ def test_trainers_of_trl_that_were_not_tried_are_refused(monkeypatch):
     for name, value in trainer_checks._OVER_ALL.items():
         with pytest.raises(ValueError, match=f"{name}={value!r} .*Use the default"):
             trainer_checks._check_trl(policy(**{name: value}), 2)
+    sft = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})()
+    versions = {"trl": "1.16.0", "transformers": "5.18.0"}
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    with pytest.raises(ValueError, match="SFTTrainer needs transformers >= 5.19, and 5.18.0 is"):
+        trainer_checks._check_trl(sft, 2)
     monkeypatch.setattr(metadata, "version", lambda _: "1.14.2")
     with pytest.raises(ValueError, match="needs trl >= 1.15, and 1.14.2 is installed"):
         trainer_checks._check_trl(policy(), 2)
