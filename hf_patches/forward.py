@@ -8,13 +8,14 @@ classification, question answering) run on full sequences, replicated on every r
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -32,6 +33,7 @@ from lightning_cp.loss import (
     token_mean,
 )
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
+from lightning_cp.torch_private import stays_unsharded
 
 HeadKind = Literal["next token", "same token", "sequence", "none"]
 """What a label belongs to: the next token, the same token or the sequence."""
@@ -187,7 +189,11 @@ def _is_chunked(model: PreTrainedModel, enabled: Enabled, labels: Tensor, step: 
     if not step.training or 4 * num_tokens * vocabulary <= LARGEST_LOGITS:
         return False
     # A head that gathers its sharded weights for each call would do so for each chunk.
-    return not any(isinstance(p, DTensor) for p in head.parameters())
+    return not _is_sharded(head) or stays_unsharded(head)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters())
 
 
 class _Replacement(nn.Module):
@@ -265,8 +271,18 @@ def _chunked(
     if "output_router_logits" in parameters_of(type(model).forward):
         head_arguments["output_router_logits"] = False
 
+    last: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    # A head that is an FSDP2 unit of its own has gathered its weights for the token above. FSDP2's
+    # hooks would free them after the backward of each chunk: they are for the model's backward.
+    keeps_weights = not _is_sharded(last) and isinstance(last, FSDPModule)
+    path = next(name for name, module in model.named_modules() if module is last)
+
     def head(hidden: Tensor) -> Tensor:
-        with replaced(model, base, lambda *_, **__: _with_hidden(states, hidden)):
+        with ExitStack() as stack:
+            given = replaced(model, base, lambda *_, **__: _with_hidden(states, hidden))
+            stack.enter_context(given)
+            if keeps_weights:
+                stack.enter_context(replaced(model, path, last.forward))
             logits: Tensor = stock(**head_arguments).logits
         return logits
 
