@@ -93,7 +93,7 @@ def enable(
         'sdpa'
     """
     check_choice("chunked_loss", chunked_loss, get_args(ChunkedLoss))
-    inner = _unwrap(model)
+    inner = inner_model(model)
     if is_enabled(inner):
         return Handle(inner)
     known = _check_known(inner, allow_unknown=allow_unknown)
@@ -159,7 +159,7 @@ def _our_name(name: str) -> str:
 
 def is_enabled(model: nn.Module) -> bool:
     """Return whether a model is enabled."""
-    return forward.MARK in _unwrap(model).__dict__
+    return forward.MARK in inner_model(model).__dict__
 
 
 def _base_of(model: PreTrainedModel) -> str:
@@ -171,7 +171,7 @@ def _base_of(model: PreTrainedModel) -> str:
     return f"{prefix}.decoder" if inside else prefix
 
 
-def _unwrap(model: nn.Module) -> PreTrainedModel:
+def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the model inside of a compiled or a PEFT model."""
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):

@@ -8,13 +8,14 @@ classification, question answering) run on full sequences, replicated on every r
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -33,6 +34,7 @@ from lightning_cp.loss import (
     token_mean,
 )
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
+from lightning_cp.torch_private import stays_unsharded
 
 HeadKind = Literal["next token", "same token", "sequence", "none"]
 """What a label belongs to: the next token, the same token or the sequence."""
@@ -103,16 +105,51 @@ class Enabled:
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Run an enabled model: sharded inside a step, as the stock model outside."""
     step = active()
-    enabled: Enabled = model.__dict__[MARK]
     arguments = name_arguments(model, args, kwargs)
     for name in ("document_ids", "branch_ids"):  # of a batch, but not arguments of models
         arguments.pop(name, None)
+    if step is not None:
+        return forward_in_step(model, arguments, step)
+    scores_tokens = bool(arguments.pop("token_logp", False))
+    if scores_tokens:
+        _check_labels(model, model.__dict__[MARK], arguments)
+    output = stock_forward(model)(**arguments)
+    return _logp_of(model, output, arguments) if scores_tokens else output
+
+
+def forward_in_step(
+    model: PreTrainedModel,
+    arguments: dict[str, Any],
+    step: Step,
+    *,
+    num_items: Tensor | int | None = None,
+) -> Any:
+    """Run an enabled model on this rank's tokens.
+
+    Args:
+        model: the model.
+        arguments: of the call, by name.
+        step: the active step.
+        num_items: what the loss of labels is divided by, instead of the number of valid labels.
+    """
+    enabled: Enabled = model.__dict__[MARK]
     scores_tokens = bool(arguments.pop("token_logp", False))
     if scores_tokens:
         _check_labels(model, enabled, arguments)
-    if step is None:
-        output = _stock(model)(**arguments)
-        return _logp_of(model, output, arguments) if scores_tokens else output
+    arguments = prepare_arguments(model, arguments, step)
+    as_tuple = arguments.get("return_dict") is False
+    arguments["return_dict"] = True
+    score = _score_sequences if enabled.head == "sequence" else _score_tokens
+    score = _score_labels if scores_tokens else score
+    output = score(model, enabled, arguments, step, num_items)
+    return output.to_tuple() if as_tuple else output
+
+
+def prepare_arguments(
+    model: PreTrainedModel, arguments: Mapping[str, Any], step: Step
+) -> dict[str, Any]:
+    """Return the arguments of a call inside a step, checked, without those that only we read."""
+    enabled: Enabled = model.__dict__[MARK]
     check_call(model, arguments, step)
     if step.branches is not None and not enabled.only_attends:
         raise ValueError(
@@ -121,17 +158,10 @@ def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             "of what it shares."
         )
     check_agreed(model, arguments, step, labels_are_ids=enabled.head == "next token")
-    for name in _NOT_FOR_MODEL:
-        arguments.pop(name, None)
-    as_tuple = arguments.get("return_dict") is False
-    arguments["return_dict"] = True
-    score = _score_sequences if enabled.head == "sequence" else _score_tokens
-    score = _score_labels if scores_tokens else score
-    output = score(model, enabled, arguments, step)
-    return output.to_tuple() if as_tuple else output
+    return {name: value for name, value in arguments.items() if name not in _NOT_FOR_MODEL}
 
 
-def _stock(model: PreTrainedModel) -> Callable[..., Any]:
+def stock_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the forward method that the model had before `enable`."""
     override: Callable[..., Any] | None = model.__dict__[MARK].forward
     if override is not None:
@@ -144,13 +174,17 @@ def _stock(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def _score_tokens(
-    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+    model: PreTrainedModel,
+    enabled: Enabled,
+    arguments: dict[str, Any],
+    step: Step,
+    num_items: Tensor | int | None,
 ) -> Any:
     labels, shift = arguments.pop("labels", None), enabled.head == "next token"
     shifted = arguments.pop("shift_labels", None)
     if shifted is not None:
         labels, shift = shifted, False
-    stock = _stock(model)
+    stock = stock_forward(model)
     if labels is None or enabled.head == "none":
         output = stock(**arguments)
         auxiliary = balance_loss(model, output, step)
@@ -168,6 +202,8 @@ def _score_tokens(
     else:
         output = stock(**arguments)
         loss = token_mean(output.logits, labels, shift=shift)
+    if num_items is not None:
+        loss = loss * (step.losses[-1].num_tokens / num_items).to(loss.dtype)
     auxiliary = balance_loss(model, output, step)
     if auxiliary is not None:
         output["aux_loss"], coefficient = auxiliary
@@ -179,12 +215,16 @@ def _score_tokens(
 
 
 def _score_labels(
-    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+    model: PreTrainedModel,
+    enabled: Enabled,
+    arguments: dict[str, Any],
+    step: Step,
+    num_items: Tensor | int | None,
 ) -> TokenLogpOutput:
-    """Return the log-probability of each label of the full sequences."""
+    """Return the log-probability of each label of the full sequences; no mean is taken."""
     labels = arguments.pop("labels")
     if not _is_chunked(model, enabled, labels, step, also_evaluation=True):
-        output = _stock(model)(**arguments)
+        output = stock_forward(model)(**arguments)
         logp = token_logp(output.logits, labels)
     else:
 
@@ -238,7 +278,11 @@ def _is_chunked(
     if not (step.training or also_evaluation) or 4 * num_tokens * vocabulary <= LARGEST_LOGITS:
         return False
     # A head that gathers its sharded weights for each call would do so for each chunk.
-    return not any(isinstance(p, DTensor) for p in head.parameters())
+    return not _is_sharded(head) or stays_unsharded(head)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters())
 
 
 class _Replacement(nn.Module):
@@ -257,7 +301,7 @@ class _Replacement(nn.Module):
 
 
 @contextmanager
-def _replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -> Iterator[None]:
     """Call a function in place of a submodule."""
     path, _, name = base.rpartition(".")
     owner, real = model.get_submodule(path), model.get_submodule(base)
@@ -266,6 +310,19 @@ def _replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) -
         yield
     finally:
         owner._modules[name] = real
+
+
+@contextmanager
+def recorded(model: PreTrainedModel, base: str, outputs: list[Any]) -> Iterator[None]:
+    """Append what a submodule returns to ``outputs``."""
+    real = model.get_submodule(base)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        outputs.append(real(*args, **kwargs))
+        return outputs[-1]
+
+    with replaced(model, base, record):
+        yield
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
@@ -292,7 +349,7 @@ def _chunked(
         score: computes a result from the head, its hidden states and parameters, and the maximal
             number of tokens of a chunk.
     """
-    stock, base = _stock(model), enabled.base
+    stock, base = stock_forward(model), enabled.base
     real = model.get_submodule(base)
     outputs: list[Any] = []
 
@@ -301,7 +358,7 @@ def _chunked(
         outputs.append(output)
         return _with_hidden(output, output[0][:, :1])  # the head sees one token
 
-    with _replaced(model, base, record):
+    with replaced(model, base, record):
         output = stock(**arguments)
     (states,), parameters = outputs, _head_parameters(model, real)
 
@@ -309,8 +366,18 @@ def _chunked(
     if "output_router_logits" in parameters_of(type(model).forward):
         head_arguments["output_router_logits"] = False
 
+    last: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    # A head that is an FSDP2 unit of its own has gathered its weights for the token above. FSDP2's
+    # hooks would free them after the backward of each chunk: they are for the model's backward.
+    keeps_weights = not _is_sharded(last) and isinstance(last, FSDPModule)
+    path = next(name for name, module in model.named_modules() if module is last)
+
     def head(hidden: Tensor) -> Tensor:
-        with _replaced(model, base, lambda *_, **__: _with_hidden(states, hidden)):
+        with ExitStack() as stack:
+            given = replaced(model, base, lambda *_, **__: _with_hidden(states, hidden))
+            stack.enter_context(given)
+            if keeps_weights:
+                stack.enter_context(replaced(model, path, last.forward))
             logits: Tensor = stock(**head_arguments).logits
         return logits
 
@@ -332,7 +399,11 @@ def _head_parameters(model: PreTrainedModel, base: nn.Module) -> list[Tensor]:
 
 
 def _score_sequences(
-    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+    model: PreTrainedModel,
+    enabled: Enabled,
+    arguments: dict[str, Any],
+    step: Step,
+    num_items: Tensor | int | None,
 ) -> Any:
     """Run the head on full sequences, replicated on every rank."""
     if step.documents is not None and (step.documents > 0).any():
@@ -345,7 +416,7 @@ def _score_sequences(
     local = {
         name: arguments[name] for name in _SEQUENCES if isinstance(arguments.get(name), Tensor)
     }
-    full = {
+    full: dict[str, Any] = {
         name: unshard(x, 1, layout=layout, transport=transport, uid=step.uid)
         for name, x in local.items()
     }
@@ -359,8 +430,10 @@ def _score_sequences(
         hidden = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
         return _with_hidden(output, hidden)
 
-    with _replaced(model, enabled.base, compute):
-        output = _stock(model)(**{**arguments, **full})
+    if num_items is not None:
+        full["num_items_in_batch"] = num_items  # the head has all sequences, as the stock model
+    with replaced(model, enabled.base, compute):
+        output = stock_forward(model)(**{**arguments, **full})
     loss = output.get("loss")
     if loss is not None:
         count = _num_scored(arguments, step).to(loss.device)

@@ -118,6 +118,13 @@ def _param_groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def stays_unsharded(module: object) -> bool:
+    """Return whether a module is an FSDP2 unit whose weights stay gathered after its forward."""
+    if not isinstance(module, FSDPModule):
+        return False
+    return all(group.post_forward_mesh_info is None for group in _param_groups(module))
+
+
 def reduce_unused_parameters(module: FSDPModule) -> None:
     """Let a rank that did not use a parameter reduce a zero gradient for it.
 

@@ -102,6 +102,36 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
     assert "Same results" in done.stdout
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
+def test_an_example_of_trl_has_the_losses_of_one_process(ranks, name):
+    from tests.hf_patches.trainer_jobs import run_example
+
+    path = str(ROOT / "examples" / f"{name}.py")
+    printed = [ranks(size).run(run_example, path)[0] for size in (1, 2)]
+    losses = [[float(x) for x in re.findall(r"^loss ([\d.]+)$", text, re.M)] for text in printed]
+    assert len(losses[0]) >= 8
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_an_example_of_trl_runs_by_torchrun():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, "examples/trl_sft.py"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(re.findall(r"^loss ", done.stdout, re.M)) == 12
+
+
 def headings(page):
     """Return the anchors of a page, as GitHub makes them from its headings."""
     titles = re.findall(

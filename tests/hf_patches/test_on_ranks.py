@@ -191,3 +191,62 @@ def eager_units():
 
 def test_attention_that_is_sharded_by_itself_keeps_its_stock_function(ranks):
     assert max(ranks(2).run(eager_units)) < 1e-5
+
+
+def head_unit(mode, tied, accumulates):
+    """Return the error of gradients, whether logits were held, and how often weights travelled.
+
+    Embedding, and last norm and head, are units of their own, as accelerate wraps a model.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from hf_patches import forward
+    from lightning_cp import chunked_loss
+
+    def build():
+        model = double("llama").train()
+        if tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+    batch, cp, stock, model = plain(), build_cp(layout="zigzag"), build(), build()
+    with Double():
+        (2 * stock(**batch).loss).backward()
+    enable(model, chunked_loss=mode)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    tail = [model.model.norm, model.lm_head]
+    if tied:
+        tail.insert(1, model.model.embed_tokens)
+    fully_shard(tail, reshard_after_forward=False)
+    fully_shard(model)
+    gathered, unshard = [], FSDPParamGroup.unshard
+
+    def count(group, *args, **kwargs):
+        if group._all_gather_result is None and not group.is_unsharded:
+            gathered.append(group)
+        return unshard(group, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "unshard", count)
+        patch.setattr(forward, "LARGEST_LOGITS", 0)
+        patch.setattr(chunked_loss, "MAX_CHUNK_LOGITS", 8 * zoo.VOCAB_SIZE)
+        for is_last in (False, True):
+            if accumulates:
+                model.set_requires_gradient_sync(is_last)
+            with cp.step(batch) as local, Double():
+                output = model(**local)
+            output.loss.backward()
+    error = max(errors(gradients(model, cp), gradients(stock)).values())
+    return error, output.logits is not None, len(gathered)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_a_unit_is_scored_in_chunks_with_weights_that_stay(ranks, tied):
+    error, has_logits, num_gathered = ranks(2).run(head_unit, "never", tied, False)[0]
+    assert has_logits
+    for accumulates in (False, True):
+        found = ranks(2).run(head_unit, "auto", tied, accumulates)[0]
+        assert not found[1]
+        assert max(error, found[0]) < 1e-9
+        assert found[2] <= num_gathered

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context_parallel(trainer, size=8)`: for transformers' Trainer, TRL's trainers and accelerate.
+
+The models shard full sequences in their forward (`whole_rows`). To a trainer, context ranks then
+look like tensor-parallel ones: they get the same batches and compute the same losses. What is
+changed here is who gets which batch, and what is counted once per rank.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hf_patches.trainer_checks import check_accelerator, check_size, check_trainer
+from hf_patches.whole_rows import RowsHandle, whole_rows
+from lightning_cp.data.sharding import shift_labels
+from lightning_cp.parallel import ContextParallel
+
+_logger = logging.getLogger(__name__)
+
+_MARK: Final = "_lightning_cp"
+
+
+@dataclass(eq=False)
+class TrainerHandle:
+    """A trainer or an accelerator under context parallelism, until `undo()`.
+
+    Args:
+        cp: the context ranks.
+        mesh: axes ``dp_replicate`` (ranks with other batches) and ``cp``; None for one process.
+        models: the handles of the models.
+    """
+
+    cp: ContextParallel
+    mesh: DeviceMesh | None
+    models: list[RowsHandle] = field(default_factory=list)
+    _replaced: list[tuple[Any, str, bool, Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Return the number of context ranks."""
+        return self.cp.cp_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return the number of groups of context ranks: each group gets batches of its own."""
+        return 1 if self.mesh is None else self.mesh["dp_replicate"].size()
+
+    def undo(self) -> None:
+        """Restore the trainer, the accelerator and the models; prepared loaders stay."""
+        for owner, name, existed, value in reversed(self._replaced):
+            if existed:
+                setattr(owner, name, value)
+            else:
+                delattr(owner, name)
+        self._replaced.clear()
+        for model in self.models:
+            model.undo()
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an instance until `undo()`."""
+        self._replaced.append((owner, name, name in vars(owner), vars(owner).get(name)))
+        setattr(owner, name, value)
+
+
+def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any) -> TrainerHandle:
+    """Shard every sequence of a training run over ``size`` processes.
+
+    ``context_parallel(trainer, size=8)`` for a built `transformers.Trainer`, or a trainer of TRL
+    (SFT, DPO, KTO, Reward, GRPO, RLOO), before ``train()``. ``context_parallel(accelerator, model,
+    size=8)`` for a loop with accelerate, before ``prepare()``; name every model that it trains or
+    calls on long sequences.
+
+    ``size`` neighbouring processes together are one data rank: ``per_device_train_batch_size`` is
+    the number of samples of such a group, and a step has ``per_device_train_batch_size x (processes
+    / size) x gradient_accumulation_steps`` samples. Losses, metrics, predictions and checkpoints
+    are those of ``processes / size`` processes without context parallelism.
+
+    Args:
+        target: the trainer or the accelerator.
+        models: of an accelerate loop; a trainer has its own.
+        size: the number of processes that share each sequence; a divisor of their number.
+        options: of `lightning_cp.ContextParallel`, such as ``layout`` and ``algorithm``.
+
+    Returns:
+        A handle; its ``undo()`` restores the trainer and its models.
+    """
+    trainer, accelerator = _parts(target, models)
+    if getattr(target, _MARK, None) is not None:
+        raise ValueError(
+            f"context_parallel() was called before for this {type(target).__name__}. Call undo() "
+            "of its handle first."
+        )
+    check_size(size, accelerator)
+    check_accelerator(accelerator, models)
+    if trainer is not None:
+        check_trainer(trainer, size)
+        models = tuple(m for m in (trainer.model, _reference(trainer)) if m is not None)
+    mesh = None
+    if accelerator.num_processes > 1:
+        shape = accelerator.num_processes // size, size
+        names = ("dp_replicate", "cp")
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+    handle = TrainerHandle(ContextParallel(mesh if mesh is None else mesh["cp"], **options), mesh)
+    try:
+        handle.models += [whole_rows(model, handle.cp) for model in models]
+        if size > 1:
+            _share_batches(accelerator, handle)
+            if trainer is not None:
+                _count_once(trainer, handle)
+        if trainer is not None:
+            _adapt_trainer(trainer, handle)
+    except Exception:
+        handle.undo()
+        raise
+    handle.replace(target, _MARK, handle)
+    _logger.info(
+        "context parallelism of %s: context_ranks=%d, data_ranks=%d, models=%d",
+        type(target).__name__,
+        size,
+        handle.num_data_ranks,
+        len(handle.models),
+    )
+    return handle
+
+
+def _parts(target: Any, models: tuple[nn.Module, ...]) -> tuple[Any, Any]:
+    """Return the trainer, if there is one, and the accelerator."""
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from transformers import Trainer
+
+    if isinstance(target, Trainer):
+        if models:
+            raise TypeError(
+                "context_parallel(trainer, size=...) takes the models of the trainer; it got "
+                f"{type(models[0]).__name__} too. Leave it out."
+            )
+        return target, target.accelerator
+    if isinstance(target, Accelerator):
+        if not models:
+            raise TypeError(
+                "context_parallel(accelerator, model, size=...) needs the model, before "
+                "accelerator.prepare(model). Add it."
+            )
+        return None, target
+    raise TypeError(
+        "context_parallel() takes a Trainer of transformers or TRL, or an Accelerator with a "
+        f"model; it got a {type(target).__name__}. In Lightning use ContextParallelStrategy; for a "
+        "loop without accelerate, hf_patches.whole_rows(model, cp)."
+    )
+
+
+def _reference(trainer: Any) -> nn.Module | None:
+    """Return the reference model of a preference or a policy trainer."""
+    model: nn.Module | None = getattr(trainer, "ref_model", None)
+    return model
+
+
+# ---------------------------------------------------------------- the accelerator
+
+
+def _share_batches(accelerator: Any, handle: TrainerHandle) -> None:
+    """Give context ranks the same batches, and count what is gathered from them once."""
+    handle.replace(accelerator, "_prepare_device_mesh", lambda: handle.mesh)
+    config = accelerator.dataloader_config
+    # Batches that rank 0 dispatches would differ between context ranks (accelerate#3626).
+    handle.replace(config, "dispatch_batches", False)
+    if not config.use_seedable_sampler:
+        # Each rank shuffles by its own generator: start every epoch from that of rank 0.
+        handle.replace(accelerator, "rng_types", [*accelerator.rng_types, "torch"])
+    gather_for_metrics, gather = accelerator.gather_for_metrics, accelerator.gather
+    size = handle.size
+
+    def gather_once(data: Any) -> Any:
+        from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
+
+        first = functools.partial(_first_of_each, num_groups=handle.num_data_ranks, size=size)
+        return recursively_apply(first, gather(data))
+
+    def gather_for_metrics_once(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not _is_tensors(input_data):
+            is_first = handle.cp.cp_rank == 0
+            return gather_for_metrics(input_data if is_first else [], use_gather_object=True)
+        with _set(accelerator, "gather", gather_once):
+            return gather_for_metrics(input_data)
+
+    handle.replace(accelerator, "gather_for_metrics", gather_for_metrics_once)
+    prepare_scheduler = accelerator.prepare_scheduler
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        return _step_per_data_rank(prepare_scheduler(*args, **kwargs), handle.num_data_ranks)
+
+    handle.replace(accelerator, "prepare_scheduler", prepare)
+
+
+def _first_of_each(x: Tensor, *, num_groups: int, size: int) -> Tensor:
+    """Return what the first rank of each group has sent, of what all ranks have sent."""
+    length = x.shape[0] // (num_groups * size)
+    return x.view(num_groups, size, length, *x.shape[1:])[:, 0].flatten(0, 1)
+
+
+def _is_tensors(data: Any) -> bool:
+    if isinstance(data, Mapping):
+        return all(_is_tensors(x) for x in data.values())
+    if isinstance(data, tuple | list):
+        return all(_is_tensors(x) for x in data)
+    return isinstance(data, Tensor)
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    existed, previous = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if existed:
+            setattr(owner, name, previous)
+        else:
+            delattr(owner, name)
+
+
+def _step_per_data_rank(prepared: Any, num_data_ranks: int) -> Any:
+    """Let a prepared scheduler advance by one step per data rank; accelerate has one per process.
+
+    With ``split_batches`` it advances by one at each call.
+    """
+    step = prepared.step
+    prepared.split_batches = True
+
+    def step_once_each(*args: Any, **kwargs: Any) -> None:
+        scheduler = prepared.scheduler
+        is_update = prepared.step_with_optimizer and prepared.gradient_state.sync_gradients
+        for _ in range(num_data_ranks if is_update else 1):
+            total = getattr(scheduler, "total_steps", None)
+            if total is not None and is_update and scheduler._step_count > total:
+                return
+            step(*args, **kwargs)
+
+    prepared.step = step_once_each
+    return prepared
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def _count_once(trainer: Any, handle: TrainerHandle) -> None:
+    """Count tokens, operations and samples of a group of context ranks once."""
+    size = handle.size
+    handle.replace(
+        trainer,
+        "gather_function",
+        functools.partial(
+            trainer.accelerator.gather_for_metrics,
+            use_gather_object=trainer.args.eval_use_gather_object,
+        ),
+    )
+    # Tensor-parallel ranks share batches too, and the trainer divides by their number.
+    tp_size = trainer.get_tp_size
+    handle.replace(trainer, "get_tp_size", lambda: tp_size() * size)
+    count_items = trainer._get_num_items_in_batch
+
+    def count_own_items(batch_samples: Any, device: Any) -> Any:
+        if trainer.args.average_tokens_across_devices:
+            return count_items(batch_samples, device)
+        with _set(trainer, "get_tp_size", tp_size):  # no sum over ranks, nothing to divide
+            return count_items(batch_samples, device)
+
+    handle.replace(trainer, "_get_num_items_in_batch", count_own_items)
+    track, operations = trainer._track_num_input_tokens, trainer.floating_point_ops
+
+    def track_once(inputs: Any) -> None:
+        before = trainer.state.num_input_tokens_seen
+        track(inputs)
+        added = trainer.state.num_input_tokens_seen - before
+        trainer.state.num_input_tokens_seen = before + added // size
+
+    handle.replace(trainer, "_track_num_input_tokens", track_once)
+    handle.replace(trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
+    if hasattr(trainer, "_generate_and_score_completions"):
+        _share_completions(trainer, handle)
+
+
+def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
+    """Let a trainer ask for logits where it needs them, and know of documents."""
+    predict = trainer.prediction_step
+
+    def prediction_step(
+        model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        rows = handle.models[0]
+        previous, rows.logits = rows.logits, "never" if prediction_loss_only else "auto"
+        try:
+            return predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        finally:
+            rows.logits = previous
+
+    handle.replace(trainer, "prediction_step", prediction_step)
+    count_items = trainer._get_num_items_in_batch
+    handle.replace(trainer, "_get_num_items_in_batch", functools.partial(_count_items, count_items))
+    trainer._set_signature_columns_if_needed()
+    columns = trainer._signature_columns
+    if columns is not None and "document_ids" not in columns:
+        # Else it would be dropped like any column that is no argument of the model.
+        handle.replace(trainer, "_signature_columns", [*columns, "document_ids"])
+
+
+def _count_items(count: Callable[..., Any], batch_samples: Any, device: Any) -> Any:
+    """Count labels as the model scores them: none across the documents of ``document_ids``."""
+
+    def shifted(batch: Any) -> Any:
+        if "document_ids" not in batch or "labels" not in batch or "shift_labels" in batch:
+            return batch
+        labels = shift_labels(batch["labels"], batch["document_ids"])
+        return {"labels": batch["labels"], "shift_labels": labels}
+
+    return count([shifted(batch) for batch in batch_samples], device)
+
+
+def _share_completions(trainer: Any, handle: TrainerHandle) -> None:
+    """Let context ranks train on the completions that their first rank has sampled."""
+    from accelerate.utils import set_seed
+
+    args, mesh = trainer.args, handle.mesh
+    assert mesh is not None  # noqa: S101
+    handle.replace(args, "generation_batch_size", args.generation_batch_size // handle.size)
+    # TRL seeds each process differently; each group is one process here.
+    set_seed(args.seed + mesh["dp_replicate"].get_local_rank())
+    group, device = mesh["cp"].get_group(), trainer.accelerator.device
+
+    def from_first(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = [_moved(function(*args, **kwargs), "cpu")]
+            dist.broadcast_object_list(result, dist.get_global_rank(group, 0), group)
+            return _moved(result[0], device)
+
+        return call
+
+    # Sampled tokens, and whatever a reward function or a shuffle has drawn on each rank.
+    for name in ("_generate_single_turn", "_prepare_inputs"):
+        handle.replace(trainer, name, from_first(getattr(trainer, name)))
+    generate = trainer._generate
+
+    def generate_counted(*args: Any, **kwargs: Any) -> Any:
+        before = trainer.state.num_input_tokens_seen
+        result = generate(*args, **kwargs)
+        added = trainer.state.num_input_tokens_seen - before
+        trainer.state.num_input_tokens_seen = before + added // handle.size
+        mode = "train" if trainer.model.training else "eval"
+        trainer._metrics[mode]["num_tokens"] = [trainer.state.num_input_tokens_seen]
+        return result
+
+    handle.replace(trainer, "_generate", generate_counted)
+
+
+def _moved(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(x, device) for key, x in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(x, device) for x in value)
+    return value

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whole_rows(model, cp)`: a model that takes full sequences and shards them in its forward.
+
+It opens a step for each call, and returns what the stock model would return, the same on every
+context rank. Code around it, a loop or a trainer, needs no step of its own.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Final, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_patches import forward
+from hf_patches.enable import Handle, enable, inner_model, is_enabled
+from hf_patches.forward import Enabled, TokenLogpOutput
+from hf_patches.input_checks import name_arguments, parameters_of
+from hf_patches.moe_loss import balance_loss
+from lightning_cp import active_step
+from lightning_cp.data.sharding import shift_labels, unshard
+from lightning_cp.options import check_choice
+from lightning_cp.parallel import ContextParallel
+from lightning_cp.step import IGNORED_LABEL, Step
+
+Logits = Literal["auto", "always", "never"]
+"""Whether an output has logits where labels are given; ``auto``: not in training."""
+
+_MARK: Final = "_lightning_cp_rows"
+
+# Fields of an output: those with one entry per token, and those that all ranks have in common.
+_PER_TOKEN: Final = ("last_hidden_state", "hidden_states", "logits", "router_logits")
+_COMMON: Final = ("loss", "aux_loss", "pooler_output", "start_logits", "end_logits")
+
+
+@dataclass(eq=False)
+class Rows:
+    """The state of a model that takes full sequences.
+
+    Args:
+        cp: shards them.
+        logits: whether an output has logits where labels are given.
+        forward: the instance's ``forward`` before `whole_rows`.
+        generate: the instance's own ``generate`` before it, if it had one.
+    """
+
+    cp: ContextParallel
+    logits: Logits
+    forward: Callable[..., Any]
+    generate: Callable[..., Any] | None
+
+    def __deepcopy__(self, _: object) -> "Rows":
+        return self  # groups cannot be copied; a copy of the model has the same ranks
+
+
+@dataclass(eq=False)
+class RowsHandle:
+    """A model that takes full sequences, until `undo()`.
+
+    Args:
+        model: the transformers model, without a PEFT model around it.
+        enabled: the handle of `enable`, if `whole_rows` has called it.
+    """
+
+    model: PreTrainedModel
+    enabled: Handle | None = None
+
+    def undo(self) -> None:
+        """Restore the model; one that was enabled before stays enabled."""
+        rows: Rows | None = self.model.__dict__.pop(_MARK, None)
+        if rows is None:
+            return
+        self.model.forward = rows.forward
+        self.model.__dict__.pop("generate", None)
+        if rows.generate is not None:
+            self.model.generate = rows.generate  # type: ignore[assignment]
+        if self.enabled is not None:
+            self.enabled.undo()
+
+    @property
+    def logits(self) -> Logits:
+        """Return whether an output has logits where labels are given; it can be set."""
+        rows: Rows = self.model.__dict__[_MARK]
+        return rows.logits
+
+    @logits.setter
+    def logits(self, logits: Logits) -> None:
+        check_choice("logits", logits, get_args(Logits))
+        self.model.__dict__[_MARK].logits = logits
+
+
+def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto") -> RowsHandle:
+    """Let a model be called with full sequences, and shard them inside of its forward.
+
+    Every context rank calls the model with the same arguments, as the stock model is called, and
+    gets what that would return: the loss (``num_items_in_batch`` is taken), full logits and hidden
+    states. Gradients are exact once they are averaged over the ranks, as DDP and FSDP2 do, if every
+    rank computes the same loss from the output. Give ``cp`` no data group: as under DDP, the loss
+    is that of this data rank's samples.
+
+    Inside of a step, and under ``cp.paused()``, the model behaves as an enabled one. Calls with a
+    KV cache (``past_key_values``, ``use_cache=True``) and ``generate()`` run the stock model on
+    full sequences, on each rank alone. Outputs have no cache.
+
+    The model is enabled if it is not. Models with TRL's fused head (``add_fused_lm_head``, which
+    comes first) take ``fused_lm_head=True``.
+
+    Args:
+        model: a model from transformers, or a PEFT model around one, before DDP or FSDP2.
+        cp: the context ranks.
+        logits: whether an output has logits, and router logits, where labels are given. ``auto``:
+            not in training, where the loss needs none; full logits take B x S x V numbers on every
+            rank. Without labels there are always logits.
+
+    Returns:
+        A handle; its ``undo()`` restores the model.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = LlamaForCausalLM(config)
+        >>> handle = whole_rows(model, ContextParallel(None))
+        >>> model(input_ids=torch.arange(6).view(1, 6)).logits.shape
+        torch.Size([1, 6, 8])
+        >>> handle.undo()
+    """
+    check_choice("logits", logits, get_args(Logits))
+    inner = inner_model(model)
+    rows: Rows | None = inner.__dict__.get(_MARK)
+    if rows is not None:
+        if rows.cp is not cp:
+            raise ValueError(
+                f"whole_rows() was called before for this {type(inner).__name__}, with another "
+                "ContextParallel. Call undo() of its handle first."
+            )
+        return RowsHandle(inner)
+    if cp.groups.data.size > 1:
+        raise ValueError(
+            f"whole_rows() got a ContextParallel with {cp.groups.data.size} data ranks: its loss "
+            "would be a mean over all of them, where the stock model's loss is that of its own "
+            "samples. Build it without them: ContextParallel(mesh['cp'])."
+        )
+    handle = None if is_enabled(inner) else enable(model)
+    generate = inner.__dict__.get("generate")
+    inner.__dict__[_MARK] = Rows(cp, logits, inner.forward, generate)
+    # Methods, not partials: accelerate binds what it finds to the model, when it unwraps it.
+    inner.forward = MethodType(_with_signature(type(inner).forward), inner)
+    if hasattr(inner, "generate"):
+        inner.generate = MethodType(_generate, inner)  # type: ignore[assignment]
+    return RowsHandle(inner, handle)
+
+
+def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward method with the stock one's signature, which trainers inspect."""
+
+    def forward_rows(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return _forward(model, *args, **kwargs)
+
+    forward_rows.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    return forward_rows
+
+
+def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Generate on full sequences: ranks may sample different tokens, and as many as they like."""
+    own, cls = model.__dict__[_MARK].generate, cast(Any, type(model))
+    with active_step.paused():
+        return own(*args, **kwargs) if own else cls.generate(model, *args, **kwargs)
+
+
+def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Run a model on full sequences."""
+    arguments = name_arguments(model, args, kwargs)
+    has_cache = arguments.get("past_key_values") is not None or arguments.get("use_cache")
+    if active_step.opened() is not None or active_step.is_paused() or has_cache:
+        return forward.forward(model, **arguments)
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    as_tuple = not arguments.pop("return_dict", getattr(model.config, "return_dict", True))
+    num_items = arguments.pop("num_items_in_batch", None)
+    if "use_cache" in parameters_of(type(model).forward):
+        arguments["use_cache"] = False  # it would hold this rank's tokens
+    run = _run_fused if arguments.pop("fused_lm_head", False) else _run
+    output = run(model, arguments, num_items)
+    return output.to_tuple() if as_tuple else output
+
+
+def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | int | None) -> Any:
+    rows: Rows = model.__dict__[_MARK]
+    enabled: Enabled = model.__dict__[forward.MARK]
+    labels, keep = arguments.get("labels"), None
+    if enabled.head != "sequence" and not _takes_num_items(type(model).forward):
+        num_items = None
+    batch = _tensors(arguments)
+    if labels is None:
+        batch.pop("shift_labels", None)  # as the stock model, which then computes no loss
+        keep = arguments.pop("logits_to_keep", None)
+        batch.pop("logits_to_keep", None)
+    elif enabled.head == "next token" and not arguments.get("token_logp"):
+        batch["shift_labels"] = _targets(batch)
+        del batch["labels"]
+    with rows.cp.step(batch) as local:
+        step = active_step.current()
+        assert step is not None  # noqa: S101
+        call = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | local
+        if "shift_labels" in local:
+            call["labels"] = local["shift_labels"]  # for the check of ids
+        output = forward.forward_in_step(model, call, step, num_items=num_items)
+        if isinstance(output, TokenLogpOutput):
+            return output  # of full sequences already
+        wanted = rows.logits == "always" or (rows.logits == "auto" and not torch.is_grad_enabled())
+        left_out = ["past_key_values", "cache_params"]
+        if labels is not None and enabled.head != "sequence" and not wanted:
+            left_out += ["logits", "router_logits"]
+        full = {
+            name: _unshard_field(model, enabled, name, value, step)
+            for name, value in output.items()
+            if value is not None and name not in left_out
+        }
+    if keep is not None and "logits" in full:
+        full["logits"] = full["logits"][:, _kept(keep)]
+    return type(output)(**full)
+
+
+@functools.cache
+def _takes_num_items(stock: Callable[..., Any]) -> bool:
+    """Return whether a forward method passes ``num_items_in_batch`` on to its loss function.
+
+    Heads of token classifiers and of older masked language models do not: trainers pass it, and
+    their loss is a mean over the batch all the same.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(stock)))
+    except (OSError, TypeError):  # no source: generated code
+        return True
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    losses = [call for call in calls if getattr(call.func, "attr", "") == "loss_function"]
+    passed = {keyword.arg for call in losses for keyword in call.keywords}
+    return bool(passed & {None, "num_items_in_batch"})  # None: **kwargs
+
+
+def _tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def _targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the labels of next tokens as the stock model takes them, in full sequences.
+
+    It counts a document's first label too, unless that is -100; for ``document_ids``, which it
+    does not know, labels are not shifted across documents.
+    """
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    return shift_labels(batch["labels"], batch.get("document_ids"))
+
+
+def _kept(keep: int | Tensor) -> Any:
+    return keep if isinstance(keep, Tensor) else slice(-keep or None, None)
+
+
+def _unshard_field(
+    model: PreTrainedModel, enabled: Enabled, name: str, value: Any, step: Step
+) -> Any:
+    """Return a field of an output for full sequences."""
+    if name in _COMMON or (name == "logits" and enabled.head == "sequence"):
+        return value
+    if name not in _PER_TOKEN:
+        raise ValueError(
+            f"{type(model).__name__} returned `{name}`, which is not known to be the same on all "
+            "ranks, and cannot be unsharded. Leave out the argument that requests it, or open a "
+            "step around the call: `with cp.step(batch) as local:`."
+        )
+    if isinstance(value, tuple | list):
+        return tuple(_unshard_field(model, enabled, name, x, step) for x in value)
+    if not isinstance(value, Tensor):
+        return value
+    if name == "router_logits" and value.dim() == 2:  # [B * L, experts]
+        local = value.view(step.batch_size, step.tensor_len, -1)
+        return _unshard(local, step).flatten(0, 1)
+    return _unshard(value, step)
+
+
+def _unshard(x: Tensor, step: Step) -> Tensor:
+    return unshard(x, 1, layout=step.layout, transport=step.groups.context, uid=step.uid)
+
+
+# ---------------------------------------------------------------- TRL's fused head
+
+# Fields of its output that have one number per token, [B, L].
+_FUSED: Final = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def _run_fused(
+    model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | int | None
+) -> Any:
+    """Run TRL's fused head on this rank's tokens, and unshard what it returns per token.
+
+    The loss is computed from full sequences, on every rank, as the head does it.
+    """
+    rows: Rows = model.__dict__[_MARK]
+    enabled: Enabled = model.__dict__[forward.MARK]
+    if enabled.forward is None or "labels" not in arguments:
+        raise ValueError(
+            f"fused_lm_head=True needs labels, and a head that trl.trainer.utils."
+            f"add_fused_lm_head({type(model).__name__}) has added before whole_rows() or enable() "
+            "is called. Trainers of TRL add it when they are built."
+        )
+    has_last = "shift_labels" in arguments
+    batch = _tensors(arguments)
+    targets = batch["shift_labels"] = _targets(batch)
+    del batch["labels"]
+    with rows.cp.step(batch) as local:
+        step = active_step.current()
+        assert step is not None  # noqa: S101
+        others = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}
+        call = {**others, **local, "labels": local["shift_labels"]}
+        call = forward.prepare_arguments(model, call, step)
+        del call["labels"]
+        outputs: list[Any] = []
+        with forward.recorded(model, enabled.base, outputs):
+            output = forward.stock_forward(model)(fused_lm_head=True, **call)
+        names = [name for name in _FUSED if output.get(name) is not None]
+        values = torch.stack([output[name].to(output.log_probs.dtype) for name in names], -1)
+        values = _unshard(values, step)
+        auxiliary = None
+        if output.get("aux_loss") is not None:
+            router = {"aux_loss": output.aux_loss, "router_logits": outputs[0].get("router_logits")}
+            auxiliary = balance_loss(model, router, step)
+    if not has_last:  # the last token has no next one
+        values, targets = values[:, :-1], targets[:, :-1]
+    full = {name: values[..., i].to(output[name].dtype) for i, name in enumerate(names)}
+    is_counted = targets != IGNORED_LABEL
+    count = is_counted.sum().clamp(min=1) if num_items is None else num_items
+    loss = -full["log_probs"].sum() / count
+    if auxiliary is not None:
+        full["aux_loss"], coefficient = auxiliary
+        loss = loss + coefficient * full["aux_loss"].to(loss.dtype)
+    return type(output)(loss=loss, label_mask=is_counted, **full)
