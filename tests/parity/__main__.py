@@ -198,6 +198,9 @@ def all_cases(sizes: list[int]) -> list[Case]:
         options = {"head": head, "dtype": torch.float64}
         jobs = {size: _spread(name, kinds, turn + size // 2, **options) for size in sizes}
         cases.append(Case("head", name, head, jobs, DOUBLE_LIMIT, DOUBLE_LIMIT))
+    for turn, name in enumerate(filter(is_served, zoo.causal_names())):
+        jobs = {min(sizes): _spread(name, KINDS, turn, trained_by="trainer")}
+        cases.append(Case("trainer", name, "by Trainer", jobs))
     recomputed = [name for name in RECOMPUTED if ":" not in name or name in zoo.VARIANTS]
     for turn, name in enumerate(filter(is_served, recomputed)):
         cases.append(_recomputed(name, turn, sizes))
@@ -352,6 +355,7 @@ _PARTS = {
     "variant": "Variants",
     "head": "Heads",
     "recomputed": "Activation checkpointing",
+    "trainer": "Steps of transformers' Trainer",
 }
 
 
@@ -426,6 +430,12 @@ def page(
             "auxiliary losses, and of keys that layers share.",
             "",
             *_table(["name", "variant", "supported", *measured], plain["recomputed"]),
+            "## Steps of transformers' Trainer",
+            "",
+            f"`context_parallel(trainer, size={min(sizes)})`, then one `training_step` with "
+            "full batches of each kind. Layouts and algorithms take turns.",
+            "",
+            *_table(["name", "variant", "supported", *measured], plain["trainer"]),
         ]
     )
 

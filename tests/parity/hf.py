@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hf_patches import enable
 from lightning_cp import ContextParallel
 from tests.parity import zoo
+from tests.parity.trainer_step import trainer_step
 
 IGNORED = -100
 KINDS = ("plain", "packed", "left", "right")
@@ -47,6 +48,8 @@ class Job:
         options: of the ContextParallel.
         enabling: of enable().
         checkpointing: activation checkpointing: None, or its use_reentrant.
+        trained_by: ``step``: full batches are sharded around the model; ``trainer``: a step of
+            transformers' Trainer, whose model shards them.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
     enabling: tuple[tuple[str, Any], ...] = ()
     checkpointing: bool | None = None
+    trained_by: str = "step"
     given: tuple[str, ...] = field(default=("input_ids", "attention_mask", "labels"))
 
     def __str__(self) -> str:
@@ -208,6 +212,9 @@ def run(job: Job) -> dict[str, Tensor]:
     cp = build_cp(**dict(job.options))
     model = zoo.build_model(job.name, head=job.head, dtype=job.dtype).eval()
     batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    if job.trained_by == "trainer":
+        loss = trainer_step(model, batch, dict(job.options))
+        return _averaged(loss, model, cp)
     enable(model, **dict(job.enabling))
     if job.checkpointing is not None:
         model.train()
@@ -217,6 +224,10 @@ def run(job: Job) -> dict[str, Tensor]:
     with cp.step(batch) as local, _precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
+    return _averaged(loss, model, cp)
+
+
+def _averaged(loss: Tensor, model: torch.nn.Module, cp: ContextParallel) -> dict[str, Tensor]:
     found = _gradients(model)
     for gradient in found.values():
         dist.all_reduce(gradient)
