@@ -77,7 +77,8 @@ def test_no_example_is_left_out():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["2", "3"])
 def test_flex_attention_over_documents_is_that_of_one_device(ranks):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     done = subprocess.run(

@@ -159,6 +159,7 @@ def test_layers_of_hybrids_send_as_much_for_any_length(tmp_path):
         assert sent[f"{name} 32k"] == sent[f"{name} 128k"] > 0
 
 
+@pytest.mark.slow
 def test_plans_are_compared_with_steps(tmp_path):
     from benchmarks import plan_gpu
 

@@ -101,7 +101,7 @@ MEMORY = {**KEEP, "activation_checkpointing": True, "offload": "all", "tile": 8}
 @pytest.mark.parametrize(
     ("name", "lora", "options"),
     [
-        ("llama", False, {}),
+        pytest.param("llama", False, {}, marks=pytest.mark.slow),
         ("llama", False, MEMORY),
         pytest.param("gpt_oss", True, MEMORY, marks=pytest.mark.slow),
         pytest.param("llama", True, {**MEMORY, "compile": "layers"}, marks=pytest.mark.slow),

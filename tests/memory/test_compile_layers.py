@@ -160,7 +160,7 @@ def test_other_models_of_a_class_stay_plain(counter):
     assert counter.frame_count == before > 0
 
 
-@pytest.mark.parametrize("first", ["compiled", "lora"])
+@pytest.mark.parametrize("first", [pytest.param("compiled", marks=pytest.mark.slow), "lora"])
 def test_with_lora(counter, first):
     batch = zoo.sample_batch("llama", rows=2, length=19)
     exact = train(lora(zoo.build_model("llama", dtype=torch.float64)).double(), batch)

@@ -363,7 +363,7 @@ def draw_documents(seed, length):
     return Mask(causal=True, documents=starts.cumsum(1))
 
 
-@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
     """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
     monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 16384 if is_short else 0)
@@ -404,7 +404,9 @@ def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("added", [{}, {"bias": SLOPES}])
 def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     """Ranks in turn, with the keys that a stage would bring; groups of one key head."""
@@ -454,7 +456,9 @@ def bias_of(kind, length):
     return SLOPES if kind == "slopes" else None
 
 
-@pytest.mark.parametrize("kind", ["none", "slopes", "numbers"])
+@pytest.mark.parametrize(
+    "kind", ["slopes", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "numbers"))]
+)
 def test_padding_of_queries_and_keys_changes_nothing(counter, kind):
     """Lengths next to the edges of blocks and of lengths that kernels are compiled for."""
     for length, sinks in [(127, True), (128, False), (129, False), (260, True)]:

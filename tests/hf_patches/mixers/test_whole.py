@@ -107,6 +107,7 @@ def test_rows_have_a_length_that_the_mixer_takes():
 # ---------------------------------------------------------------- models on ranks
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_models_are_those_of_one_process(ranks):
     check(ranks, 2, list(spread(("jamba", "zaya", "deepseek_v4", "recurrent_gemma"))))
