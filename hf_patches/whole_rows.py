@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_patches import forward
@@ -212,6 +213,7 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
         call = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | local
         if "shift_labels" in local:
             call["labels"] = local["shift_labels"]  # for the check of ids
+        call = _run_hooks(model, enabled, call)
         output = forward.forward_in_step(model, call, step, num_items=num_items)
         if isinstance(output, TokenLogpOutput):
             return output  # of full sequences already
@@ -227,6 +229,22 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     if keep is not None and "logits" in full:
         full["logits"] = full["logits"][:, _kept(keep)]
     return type(output)(**full)
+
+
+def _run_hooks(
+    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments after the hooks that `enable` has on the model itself.
+
+    Torch has run them before the step was open, when they change nothing.
+    """
+    ours = {handle.id for handle in enabled.hooks if isinstance(handle, RemovableHandle)}
+    for number, hook in tuple(model._forward_pre_hooks.items()):
+        if number in ours:
+            takes_names = number in model._forward_pre_hooks_with_kwargs
+            changed = cast(Any, hook)(model, (), *([arguments] if takes_names else []))
+            arguments = arguments if changed is None else changed[1]
+    return arguments
 
 
 @functools.cache

@@ -117,6 +117,14 @@ def cases(cp):
     short = {"input_ids": torch.tensor([[7, 8]]), "labels": torch.tensor([[7, 8]])}
     yield "two tokens", worst(build().train(), build().train(), short, cp)
 
+    def of_hidden(output):
+        return output.last_hidden_state.square().mean()
+
+    for name, kind in (("llama", "packed"), ("gpt2", "plain")):
+        call = {k: v for k, v in batch_of(kind).items() if k != "labels"}
+        models = [build(name).base_model for _ in range(2)]
+        yield f"{name} without a head", worst(*models, call, cp, loss=of_hidden)
+
     ours, stock = build("qwen3_moe").train(), build("qwen3_moe").train()
     call = {**batch, "num_items_in_batch": items, "output_router_logits": True}
     yield "experts", worst(ours, stock, call, cp)
@@ -190,7 +198,7 @@ def test_a_model_returns_what_the_stock_model_returns(ranks, num_ranks):
     found = ranks(num_ranks).run(run_cases)
     for name, error in found[0].items():
         assert error < (2e-6 if name == "checkpointing" else 1e-9), name
-    assert len(found[0]) == 17
+    assert len(found[0]) == 19
 
 
 def fused_cases(cp):
