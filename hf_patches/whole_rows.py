@@ -29,6 +29,7 @@ from lightning_cp.data.sharding import shift_labels, unshard
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL, Step
+from lightning_cp.torch_private import run_pre_hooks
 
 Logits = Literal["auto", "always", "never"]
 """Whether an output has logits where labels are given; ``auto``: not in training."""
@@ -239,12 +240,7 @@ def _run_hooks(
     Torch has run them before the step was open, when they change nothing.
     """
     ours = {handle.id for handle in enabled.hooks if isinstance(handle, RemovableHandle)}
-    for number, hook in tuple(model._forward_pre_hooks.items()):
-        if number in ours:
-            takes_names = number in model._forward_pre_hooks_with_kwargs
-            changed = cast(Any, hook)(model, (), *([arguments] if takes_names else []))
-            arguments = arguments if changed is None else changed[1]
-    return arguments
+    return run_pre_hooks(model, arguments, ours)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import atexit
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -290,6 +290,25 @@ def module_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Ten
 def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace all parameters and buffers (`nn.Module._apply`, where FSDP2 tracks new memory)."""
     module._apply(fn)  # type: ignore[no-untyped-call]
+
+
+def run_pre_hooks(
+    module: nn.Module, arguments: dict[str, Any], numbers: Container[int]
+) -> dict[str, Any]:
+    """Return the arguments of a call, by name, after forward pre-hooks (`_forward_pre_hooks`).
+
+    Args:
+        module: the module; hooks of its submodules do not run.
+        arguments: of the call.
+        numbers: the ids of the handles of the hooks to run.
+    """
+    for number, hook in tuple(module._forward_pre_hooks.items()):
+        if number in numbers:
+            takes_names = number in module._forward_pre_hooks_with_kwargs
+            call: Callable[..., Any] = hook
+            changed = call(module, (), *([arguments] if takes_names else []))
+            arguments = arguments if changed is None else changed[1]
+    return arguments
 
 
 def module_hooks(module: nn.Module) -> list[object]:
