@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.packing import COLUMNS, IGNORED_LABEL, NO_DOCUMENT, OPEN_SAMPLES, Sample
+from recipes.data.packing import COLUMNS, IGNORED_LABEL, NO_DOCUMENT, Sample, fill_samples
 
 IntArray = NDArray[np.int32]
 
@@ -119,27 +119,19 @@ def pack_pairs(
         ...     print(*sample["branch_ids"])
         -1 0 0 1 1 -1 2 2 3 3 -1 -1
     """
-    open_samples: list[_OpenSample] = []
-    for pair in pairs:
-        part = lay_out(pair, share_prompt=share_prompt)
-        size = len(part["input_ids"])
-        if size > seq_len:
-            raise ValueError(
-                f"Pair {pair.number} takes {size} tokens, but samples hold seq_len={seq_len}. Use "
-                "a larger seq_len, or long_pairs='skip' to leave such pairs out."
-            )
-        fitting = [sample for sample in open_samples if sample.free >= size]
-        best = min(fitting, key=lambda sample: sample.free, default=None)
-        if best is None:
-            best = _OpenSample(seq_len, pad_id, tuple(part))
-            open_samples.append(best)
-        best.add(part)
-        if not best.free or len(open_samples) > OPEN_SAMPLES:
-            fullest = min(open_samples, key=lambda sample: sample.free)
-            open_samples.remove(fullest)
-            yield fullest.sample
-    for sample in open_samples:
-        yield sample.sample
+
+    def parts() -> Iterator[tuple[Sample, int]]:
+        for pair in pairs:
+            part = lay_out(pair, share_prompt=share_prompt)
+            size = len(part["input_ids"])
+            if size > seq_len:
+                raise ValueError(
+                    f"Pair {pair.number} takes {size} tokens, but samples hold seq_len={seq_len}. "
+                    "Use a larger seq_len, or long_pairs='skip' to leave such pairs out."
+                )
+            yield part, size
+
+    return fill_samples(parts(), lambda part: _OpenSample(seq_len, pad_id, tuple(part)))
 
 
 class _OpenSample:
