@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_patches.input_checks import check_no_weights
 from hf_patches.mask_reader import mask_of_step
 from hf_patches.names import NAMES, active, find_in_modules, stock_name
 from hf_patches.positions import temperature
@@ -161,11 +162,7 @@ def _check(
             "and are not supported: ignoring them could train another model. If the model ignores "
             "them, do not pass them; else run it on full sequences: `with cp.paused():`."
         )
-    if others.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True inside a step: no rank holds the attention weights of a full "
-            "sequence. Leave it out, or use full sequences: `with cp.paused():`."
-        )
+    check_no_weights(others)
     if query.shape[2] != key.shape[2] or query.shape[2] != step.tensor_len:
         raise ValueError(
             f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} keys "

@@ -139,9 +139,11 @@ def forward_in_step(
     arguments = prepare_arguments(model, arguments, step)
     as_tuple = arguments.get("return_dict") is False
     arguments["return_dict"] = True
-    score = _score_sequences if enabled.head == "sequence" else _score_tokens
-    score = _score_labels if scores_tokens else score
-    output = score(model, enabled, arguments, step, num_items)
+    if scores_tokens:
+        output = _score_labels(model, enabled, arguments, step)
+    else:
+        score = _score_sequences if enabled.head == "sequence" else _score_tokens
+        output = score(model, enabled, arguments, step, num_items)
     return output.to_tuple() if as_tuple else output
 
 
@@ -215,11 +217,7 @@ def _score_tokens(
 
 
 def _score_labels(
-    model: PreTrainedModel,
-    enabled: Enabled,
-    arguments: dict[str, Any],
-    step: Step,
-    num_items: Tensor | int | None,
+    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
 ) -> TokenLogpOutput:
     """Return the log-probability of each label of the full sequences; no mean is taken."""
     labels = arguments.pop("labels")

@@ -45,6 +45,15 @@ def name_arguments(
     return dict(zip(parameters_of(type(module).forward), args, strict=False)) | kwargs
 
 
+def check_no_weights(arguments: Mapping[str, Any]) -> None:
+    """Raise if a call of a model or of a layer asks for attention weights."""
+    if arguments.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True inside a step: no rank holds the attention weights of a full "
+            "sequence. Leave it out, or use full sequences: `with cp.paused():`."
+        )
+
+
 def check_call(model: PreTrainedModel, arguments: Mapping[str, Any], step: Step) -> None:
     """Raise for arguments that are not supported; every rank sees the same problem."""
     implementation = model.config.get_text_config()._attn_implementation
@@ -72,11 +81,7 @@ def check_call(model: PreTrainedModel, arguments: Mapping[str, Any], step: Step)
             "past_key_values or use_cache=True inside a step: a KV cache would hold this rank's "
             "tokens only. Leave them out; call generate() under `with cp.paused():`."
         )
-    if arguments.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True inside a step: no rank holds the attention weights of a full "
-            "sequence. Leave it out, or use full sequences: `with cp.paused():`."
-        )
+    check_no_weights(arguments)
     logits_to_keep = arguments.get("logits_to_keep")
     if isinstance(logits_to_keep, Tensor) or logits_to_keep:
         raise ValueError(

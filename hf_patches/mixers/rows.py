@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_patches.mixers.common import once
 from hf_patches.names import active
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import IntArray
@@ -97,11 +98,12 @@ def build_rows(x: Tensor, chunk_size: int) -> Rows:
     """
     step = active()
     assert step is not None  # noqa: S101
-    key = Rows, chunk_size, x.shape[0], x.device
-    if key not in step.cache:
-        step.cache[key] = _arrange(token_map(step), chunk_size, x.shape[0], x.device)
-    rows: Rows = step.cache[key]
-    return rows
+    batch_size, device = x.shape[0], x.device
+    return once(
+        step,
+        (Rows, chunk_size, batch_size, device),
+        lambda: _arrange(token_map(step), chunk_size, batch_size, device),
+    )
 
 
 def _arrange(tokens: TokenMap, chunk_size: int, batch_size: int, device: torch.device) -> Rows:

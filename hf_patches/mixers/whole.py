@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
 from hf_patches.input_checks import name_arguments
-from hf_patches.mixers.common import Replacement, full_tokens, kind_of
+from hf_patches.mixers.common import Replacement, full_tokens, kind_of, once
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
@@ -159,7 +159,6 @@ def full_source(tokens: TokenMap, *, batch_size: int, seq_len: int) -> Source:
     is_real = np.broadcast_to(tokens.is_real[:, :seq_len], first.shape)
     real = np.flatnonzero(is_real)
     counted, begins, lengths = np.unique(first.ravel()[real], return_index=True, return_counts=True)
-    _check_holes(real, begins, lengths)
     inside = tokens.positions < seq_len
     local = samples + np.where(inside, tokens.positions, 0)
     return Source(
@@ -203,8 +202,12 @@ def near_source(tokens: TokenMap, *, batch_size: int, reach: int) -> Source:
     )
 
 
-def _check_holes(real: IntArray, begins: IntArray, lengths: IntArray) -> None:
-    if (real[begins + lengths - 1] - real[begins] != lengths - 1).any():
+def _check_holes(tokens: TokenMap) -> None:
+    """Raise if padding separates real tokens of a document."""
+    sample, position = np.nonzero(tokens.is_real)
+    first = tokens.first[sample, position]
+    goes_on = (np.diff(sample) == 0) & (np.diff(first) == 0)
+    if (goes_on & (np.diff(position) != 1)).any():
         raise ValueError(
             "The attention mask of the batch hides tokens in the middle of a sequence or document. "
             "This model mixes tokens outside of attention, where such tokens cannot be left out. "
@@ -258,30 +261,30 @@ def pack(
 
 def rows_of(step: Step, *, reach: int | None, multiple: int) -> Rows:
     """Return the rows of a step, on the device of its tokens; computed once."""
-    key = Rows, reach, multiple
-    if key not in step.cache:
-        tokens, batch_size = token_map(step), step.batch_size
+    return once(step, (Rows, reach, multiple), lambda: _build_rows(step, reach, multiple))
+
+
+def _build_rows(step: Step, reach: int | None, multiple: int) -> Rows:
+    tokens, batch_size = token_map(step), step.batch_size
+    _check_holes(tokens)
+    if reach is None:
         source = full_source(tokens, batch_size=batch_size, seq_len=step.layout.seq_len)
-        if reach is not None:
-            source = near_source(tokens, batch_size=batch_size, reach=reach)
-        if not len(source.starts):  # a rank that holds padding only computes something as well
-            source = replace(
-                source, starts=np.array([0]), lengths=np.array([1]), counted=np.array([0])
-            )
-        # Among equal scores, some indexers choose by the length of the row: keep that of the batch.
-        is_plain = reach is None and step.documents is None
-        width = step.layout.seq_len if is_plain else None
-        index, by_count, back = pack(source, width=width, multiple=multiple)
-        if step.has_position_ids or reach is not None:
-            by_count = index  # each token has its own position
-        device = step.position_ids.device
-        pairs = zip(index, by_count, strict=True)
-        step.cache[key] = Rows(
-            tuple(Group(*(to_device(torch.from_numpy(x), device) for x in pair)) for pair in pairs),
-            to_device(torch.from_numpy(back), device),
-        )
-    rows: Rows = step.cache[key]
-    return rows
+    else:
+        source = near_source(tokens, batch_size=batch_size, reach=reach)
+    if not len(source.starts):  # a rank that holds padding only computes something as well
+        source = replace(source, starts=np.array([0]), lengths=np.array([1]), counted=np.array([0]))
+    # Among equal scores, some indexers choose by the length of the row: keep that of the batch.
+    is_plain = reach is None and step.documents is None
+    width = step.layout.seq_len if is_plain else None
+    index, by_count, back = pack(source, width=width, multiple=multiple)
+    if step.has_position_ids or reach is not None:
+        by_count = index  # each token has its own position
+    device = step.position_ids.device
+    pairs = zip(index, by_count, strict=True)
+    return Rows(
+        tuple(Group(*(to_device(torch.from_numpy(x), device) for x in pair)) for pair in pairs),
+        to_device(torch.from_numpy(back), device),
+    )
 
 
 # ---------------------------------------------------------------- the tokens of rows
@@ -315,10 +318,8 @@ def _once(function: Callable[..., Tensor], x: Tensor, step: Step, *args: Any) ->
     """Call a function; only once per step for what layers share and needs no gradient."""
     if x.requires_grad:
         return function(x, step, *args)
-    key = (function, id(x), *args)
-    if key not in step.cache:
-        step.cache[key] = x, function(x, step, *args)  # keeps x alive: its id is not reused
-    found: Tensor = step.cache[key][1]
+    # The cache holds x as well: its id is not reused.
+    _, found = once(step, (function, id(x), *args), lambda: (x, function(x, step, *args)))
     return found
 
 
@@ -415,17 +416,16 @@ class RowMixer(Replacement):
                 "4-D masks, or run the model on full sequences: `with cp.paused():`."
             )
         window = mask.window[0] + 1 if isinstance(mask.window, tuple) else mask.window
-        key = group, window, self.spec.dense_mask, hidden.dtype
-        if key not in step.cache:
-            step.cache[key] = create_causal_mask(
-                config=self.module.config,  # type: ignore[arg-type]
-                inputs_embeds=hidden.detach()[..., :1],
-                attention_mask=None,
-                past_key_values=None,
-                and_mask_function=None if window is None else sliding_window_overlay(window),
-                allow_is_causal_skip=not self.spec.dense_mask,
-            )
-        return step.cache[key]
+        build = partial(
+            create_causal_mask,
+            config=self.module.config,  # type: ignore[arg-type]
+            inputs_embeds=hidden.detach()[..., :1],
+            attention_mask=None,
+            past_key_values=None,
+            and_mask_function=None if window is None else sliding_window_overlay(window),
+            allow_is_causal_skip=not self.spec.dense_mask,
+        )
+        return once(step, (group, window, self.spec.dense_mask, hidden.dtype), build)
 
     def _own_tokens(
         self, outputs: list[Any], rows: Rows, step: Step, arguments: Mapping[str, Any]
