@@ -16,6 +16,25 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+def torchrun(ranks):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+
+
+def run_script(arguments, folder):
+    """Run Python in a folder, and return what it printed."""
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished.stdout
+
+
 # Page, which of its examples, how many losses it prints.
 EXAMPLES = {
     "a Lightning script": ("README.md", 0, 1),
@@ -47,22 +66,10 @@ def test_an_example_trains_on_two_ranks_as_on_one(name, tmp_path):
     for ranks in ("1", "2"):
         script = tmp_path / f"train_{ranks}.py"
         script.write_text(code.replace("DEVICES = 2", f"DEVICES = {ranks}"))
-        launch = [sys.executable, str(script)]
-        if "DEVICES" not in code:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-            launch = [sys.executable, *torchrun, str(script)]
-        done = subprocess.run(
-            launch,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        launch = [] if "DEVICES" in code else torchrun(ranks)
+        text = run_script([*launch, str(script)], tmp_path)
         # Scripts that start their own processes print on each rank.
-        losses = [float(x) for x in re.findall(r"loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+        losses = [float(x) for x in re.findall(r"loss ([\d.]+)$", text, re.MULTILINE)]
         printed.append(losses[:num_losses])
     assert len(printed[0]) == num_losses
     assert printed[1] == pytest.approx(printed[0], abs=2e-5)
@@ -80,18 +87,8 @@ def test_no_example_is_left_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["2", "3"])
 def test_flex_attention_over_documents_is_that_of_one_device(ranks):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = subprocess.run(
-        [sys.executable, *launch, "examples/flex_documents.py"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert re.findall(r"^(\S+) +\d\.\de[-+]\d\d$", done.stdout, re.MULTILINE) == [
+    printed = run_script([*torchrun(ranks), "examples/flex_documents.py"], ROOT)
+    assert re.findall(r"^(\S+) +\d\.\de[-+]\d\d$", printed, re.MULTILINE) == [
         "loss",
         "slopes",
         "tokens.weight",
@@ -100,7 +97,7 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
         "head.weight",
         "head.bias",
     ]
-    assert "Same results" in done.stdout
+    assert "Same results" in printed
 
 
 @pytest.mark.ranks
@@ -119,18 +116,8 @@ def test_an_example_of_trl_has_the_losses_of_one_process(ranks, name):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_an_example_of_trl_runs_by_torchrun():
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, "examples/trl_sft.py"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert len(re.findall(r"^loss ", done.stdout, re.M)) == 12
+    printed = run_script([*torchrun("2"), "examples/trl_sft.py"], ROOT)
+    assert len(re.findall(r"^loss ", printed, re.M)) == 12
 
 
 def headings(page):

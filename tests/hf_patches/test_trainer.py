@@ -15,7 +15,8 @@ from transformers import T5Config, T5ForConditionalGeneration, Trainer, Training
 from hf_patches import trainer_checks
 from hf_patches.trainer import context_parallel
 from tests.hf_patches import trainer_jobs
-from tests.hf_patches.trainer_jobs import Job, differences, processes, train
+from tests.hf_patches.trainer_jobs import Job, differences, train
+from tests.parity.trainer_step import forget_processes, processes
 
 pytestmark = pytest.mark.ranks
 
@@ -156,7 +157,7 @@ def messages(folder):
             set_value(trainer, path, value)
             refuse(trainer, size=2)
             vars(trainer.args).update(before)
-            trainer_jobs.forget_processes()
+            forget_processes()
         trainer = build(folder)
         refuse(trainer, size=0)
         refuse(trainer, size=3)
@@ -277,7 +278,7 @@ def documents(folder):
             context_parallel(trainer, size=2)
             trainer.train()
             losses.append(trainer.state.log_history[0]["loss"])
-            trainer_jobs.forget_processes()
+            forget_processes()
     return losses
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import runpy
 import tempfile
 import warnings
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -46,6 +45,7 @@ from trl import (
 
 from hf_patches.trainer import context_parallel
 from tests.parity.hf import Double
+from tests.parity.trainer_step import processes
 
 VOCAB = 97
 METRICS = (
@@ -103,30 +103,6 @@ def differences(found: Run, exact: Run) -> dict[str, float]:
         assert (found.label_ids == exact.label_ids).all()
     assert found.counts == exact.counts
     return largest
-
-
-def forget_processes() -> None:
-    """Let accelerate look for its processes again."""
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
-    GradientState._reset_state()
-
-
-@contextmanager
-def processes() -> Iterator[None]:
-    """Let accelerate find the process group of the tests, and forget it afterwards."""
-    before = dict(os.environ)
-    world, rank = str(dist.group.WORLD.size()), str(dist.get_rank())
-    os.environ |= {"ACCELERATE_USE_CPU": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if dist.group.WORLD.size() > 1:
-        os.environ |= {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    try:
-        yield
-    finally:
-        forget_processes()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

@@ -36,11 +36,18 @@ def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any)
         return trainer.training_step(model, dict(batch), num_items)
 
 
+def forget_processes() -> None:
+    """Let accelerate look for its processes again."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
 @contextmanager
 def processes() -> Iterator[None]:
     """Let accelerate find the process group of the tests, and forget it afterwards."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     before = dict(os.environ)
     world, rank = str(dist.group.WORLD.size()), str(dist.get_rank())
     os.environ |= {"ACCELERATE_USE_CPU": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -50,8 +57,6 @@ def processes() -> Iterator[None]:
     try:
         yield
     finally:
-        AcceleratorState._reset_state(True)
-        PartialState._reset_state()
-        GradientState._reset_state()
+        forget_processes()
         os.environ.clear()
         os.environ.update(before)
