@@ -1,6 +1,7 @@
 """The scripts that time GPUs, in small on the CPU: they must run when a GPU is there."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -192,3 +193,13 @@ def test_host_time_is_measured_for_two_ways(tmp_path):
     assert [line["way"] for line in lines] == ["plain", "ours-none"]
     assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], rel=1e-2)
     assert all(set(host_gpu.PHASES) <= line["phases"].keys() for line in lines)
+
+
+@pytest.mark.slow
+def test_the_cost_of_whole_rows_is_printed(capsys):
+    from benchmarks import trainer_gpu
+
+    trainer_gpu.main(["--tiny", "--ranks", "1"])
+    said = capsys.readouterr().out
+    for way in ("whole_rows", "context_parallel"):
+        assert re.search(rf"\| 1 \| {way} \| [\d.]+ \| [\d.]+ of ", said), said

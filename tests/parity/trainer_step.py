@@ -46,13 +46,16 @@ def forget_processes() -> None:
 
 
 @contextmanager
-def processes() -> Iterator[None]:
-    """Let accelerate find the process group of the tests, and forget it afterwards."""
+def processes(*, use_cpu: bool = True) -> Iterator[None]:
+    """Let accelerate find the process group of the tests, and forget it afterwards.
+
+    Ranks on a GPU share one.
+    """
     before = dict(os.environ)
     world, rank = str(dist.group.WORLD.size()), str(dist.get_rank())
-    os.environ |= {"ACCELERATE_USE_CPU": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"ACCELERATE_USE_CPU": str(use_cpu), "TOKENIZERS_PARALLELISM": "false"}
     if dist.group.WORLD.size() > 1:
-        os.environ |= {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ |= {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank if use_cpu else "0"}
         os.environ |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     try:
         yield
