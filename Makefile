@@ -21,9 +21,10 @@ test-with:
 	.venv-with/bin/python -m pip install --quiet --editable ".[dev]" $(WITH)
 	.venv-with/bin/python -m pytest -m "not slow and not gpu" $(TESTS)
 
-# Every architecture that is served, against the stock model: about 30 minutes on 2 cores
+# Every architecture that is served, against the stock model: an hour and a half on 2 cores.
+# RESULTS=FILE keeps results, so that a second run continues the first.
 parity: .venv/.installed
-	$(BIN)/python -m tests.parity --write docs/support.md
+	$(BIN)/python -m tests.parity --write docs/support.md $(if $(RESULTS),--results $(RESULTS))
 
 # Lightning's own tests: LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
 conformance: .venv/.installed-dev

@@ -40,7 +40,7 @@ def stacked(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in features]) for name in features[0]}
 
 
-def train(size: int, *, bf16: bool) -> list[dict[str, Any]]:
+def train(size: int, bf16: bool) -> list[dict[str, Any]]:
     """Return what a run logs; ``size`` 0: by transformers alone, one sample per rank."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def train(size: int, *, bf16: bool) -> list[dict[str, Any]]:
 
 def test_fsdp2_in_bf16_is_within_the_noise_of_data_parallelism(nccl):
     exact, stock, ours = (
-        nccl(2).run(train, size, bf16=bf16)[0] for size, bf16 in ((0, False), (0, True), (2, True))
+        nccl(2).run(train, size, bf16)[0] for size, bf16 in ((0, False), (0, True), (2, True))
     )
     assert len(ours) == STEPS
 

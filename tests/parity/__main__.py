@@ -4,13 +4,16 @@
     make parity
     python -m tests.parity --names llama,gpt_oss --ranks 2
     python -m tests.parity --write docs/support.md
+    python -m tests.parity --results parity.jsonl --write docs/support.md    # in several runs
 
 The exit code is 1 if something differs, or if a model that is not served is let through.
 """
 
 import argparse
 import datetime
+import functools
 import itertools
+import json
 import math
 import os
 import platform
@@ -23,6 +26,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.measure import describe
 from hf_patches import enable
 from hf_patches.support import ARCHITECTURES, Architecture
 from tests.parity import zoo
@@ -113,10 +117,15 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name} {self.detail}".strip()
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Return what tells this case from others, the ranks included."""
+        return (self.part, self.name, self.detail, *map(str, self.jobs))
+
 
 @dataclass(frozen=True)
 class Result:
-    """The worst that was found in a case, and what is wrong with it."""
+    """The worst that was found in a case, what is wrong with it, and commit and versions."""
 
     case: Case
     loss: float
@@ -124,6 +133,7 @@ class Result:
     parameter: str
     seconds: float
     failures: list[str]
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,9 @@ def main() -> int:
     parser.add_argument("--names", default="", help="model types or variants; all if left out")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
     parser.add_argument("--write", type=Path, help="the page to write")
+    parser.add_argument(
+        "--results", type=Path, help="JSON lines: cases that are there are not run again"
+    )
     given = parser.parse_args()
     names = [name for name in given.names.split(",") if name]
     sizes = [int(size) for size in given.ranks.split(",")]
@@ -152,13 +165,18 @@ def main() -> int:
             parser.error(f"{name} is not a model of transformers {transformers.__version__}.")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # of the ranks
     transformers.logging.set_verbosity_error()
-    start = time.monotonic()
     refusals = [refuse(name, head) for name, head in unserved]
     for refusal in refusals:
         if refusal.failure:
             _say(f"{refusal.name}: FAILED\n    {refusal.failure}\n")
-    results = list(run(cases, sizes))
-    seconds = time.monotonic() - start
+    known = load(given.results, cases) if given.results else {}
+    rest = [case for case in cases if case.key not in known]
+    for result in run(rest, sizes):
+        known[result.case.key] = result
+        if given.results:
+            save(given.results, result)
+    results = [known[case.key] for case in cases]
+    seconds = sum(result.seconds for result in results)
     summary = summarize(results, refusals, seconds)
     _say(f"\n{summary}\n")
     if given.write:
@@ -274,7 +292,36 @@ def _run_case(case: Case, pools: dict[int, RankPool]) -> Result:
     if failures and not worst[0]:
         loss, worst = math.nan, ("", math.nan)
     seconds = time.monotonic() - start
-    return Result(case, loss, worst[1], worst[0], seconds, failures)
+    return Result(case, loss, worst[1], worst[0], seconds, failures, _where())
+
+
+@functools.cache
+def _where() -> str:
+    """Return the commit and the versions that a result is from."""
+    commit = describe(torch.device("cpu"))["commit"]
+    return (
+        f"commit {commit.removesuffix('-dirty')}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}"
+    )
+
+
+def load(path: Path, cases: list[Case]) -> dict[tuple[str, ...], Result]:
+    """Return results of earlier runs, by the key of their case; failures are run again."""
+    by_key = {case.key: case for case in cases}
+    results = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        values = json.loads(line)
+        key = tuple(values.pop("case"))
+        if key in by_key and not values["failures"]:
+            results[key] = Result(by_key[key], **values)
+    return results
+
+
+def save(path: Path, result: Result) -> None:
+    """Add a result to those of earlier runs."""
+    values = {name: value for name, value in vars(result).items() if name != "case"}
+    with path.open("a") as file:
+        file.write(json.dumps({"case": result.case.key, **values}) + "\n")
 
 
 def _badness(value: float) -> float:
@@ -396,8 +443,9 @@ def page(
             "",
             "## How exact",
             "",
-            f"Written by `make parity` on {datetime.date.today()}: torch {torch.__version__}, "
-            f"transformers {transformers.__version__}, Python {platform.python_version()}.{said}",
+            f"Written by `make parity` on {datetime.date.today()}.{said} Results are from:",
+            "",
+            *(f"- {where}" for where in dict.fromkeys(r.where for r in results)),
             "",
             _PREAMBLE.format(ranks=_listed(sizes)),
             *(f"- {line}" for line in summary.splitlines()),
