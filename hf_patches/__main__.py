@@ -153,7 +153,7 @@ def _verify(args: argparse.Namespace) -> int:
             f"--packed puts several documents into a sequence, but the head '{head}' scores full "
             "sequences. Leave it out."
         )
-    with _join_ranks(args.device) as device:
+    with join_ranks(args.device) as device:
         world = dist.group.WORLD if dist.is_initialized() else None
         cp = ContextParallel(world, layout=args.layout, algorithm=args.algorithm)
         dtype = _DTYPES[args.dtype]
@@ -188,7 +188,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _join_ranks(name: str) -> Iterator[torch.device]:
+def join_ranks(name: str) -> Iterator[torch.device]:
     """Join the processes that torchrun has started, if any; yield the device of this one."""
     launched = dist.is_torchelastic_launched()
     local_rank = _local_rank()
@@ -243,14 +243,19 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m hf_patches
     try:
         status: int = args.run(args)
     except (OSError, ValueError, ImportError) as error:
-        rank = _local_rank()
-        if rank > 0:
-            # torchrun ends all processes when one fails; usually rank 0 reports the same error.
-            time.sleep(2)
-        where = f" (process {rank})" if rank > 0 else ""
-        sys.stderr.write(f"error{where}: {' '.join(str(error).split())}\n")
-        return 2
+        return report_error(error)
     return status
+
+
+def report_error(error: Exception) -> int:
+    """Print a user error in one line, and return the exit status."""
+    rank = _local_rank()
+    if rank > 0:
+        # torchrun ends all processes when one fails; usually rank 0 reports the same error.
+        time.sleep(2)
+    where = f" (process {rank})" if rank > 0 else ""
+    sys.stderr.write(f"error{where}: {' '.join(str(error).split())}\n")
+    return 2
 
 
 if __name__ == "__main__":

@@ -7,20 +7,24 @@ changed here is who gets which batch, and what is counted once per rank.
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_patches.trainer_checks import check_accelerator, check_size, check_trainer
+from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, whole_rows
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.verification import Report
 
 _logger = logging.getLogger(__name__)
 
@@ -128,6 +132,81 @@ def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any)
         len(handle.models),
     )
     return handle
+
+
+def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report]:
+    """Compare a trainer's first batches with the stock model: loss and every gradient. Collective.
+
+    After `context_parallel`, before ``train()``. What is compared is the model's own loss of a
+    batch, in the way that the trainer's model computes it; see `hf_patches.verify`. The batches are
+    those that this data rank would get first; training begins with them all the same.
+
+    Args:
+        trainer: under context parallelism.
+        num_batches: how many.
+        options: of `hf_patches.verify`: ``max_len``, ``tolerance``, ``oracle``.
+
+    Returns:
+        A report for each batch of this data rank.
+
+    Raises:
+        RuntimeError: on all ranks, if a batch of any of them differs.
+    """
+    handle: TrainerHandle | None = getattr(trainer, _MARK, None)
+    if handle is None:
+        raise ValueError(
+            f"verify() got a {type(trainer).__name__} without context parallelism. Call "
+            "context_parallel(trainer, size=...) before it."
+        )
+    model, accelerator = trainer.model, trainer.accelerator
+    device = next(model.parameters()).device
+    if device.type != accelerator.device.type:
+        raise ValueError(
+            f"verify() got a model on {device.type}, and the processes communicate on "
+            f"{accelerator.device.type}: under FSDP2 train() moves it. Call verify(trainer) in "
+            "on_train_begin() of a TrainerCallback."
+        )
+    reports, problem = list[Report](), None
+    try:
+        for batch in _first_batches(trainer, num_batches):
+            if "labels" not in batch:
+                raise ValueError(
+                    f"verify() compares the model's own loss, and a batch of this "
+                    f"{type(trainer).__name__} has no labels for it: it holds {', '.join(batch)}. "
+                    "Verify an SFTTrainer or a Trainer with the same model and data."
+                )
+            reports.append(verify_model(model, batch, cp=handle.cp, **options))
+    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
+        problem = error
+    is_wrong = [problem is not None, not all(report.passed for report in reports)]
+    failed = accelerator.gather(torch.tensor([is_wrong], device=device)).any(0).tolist()
+    if problem is not None:
+        raise problem
+    if failed[0]:
+        raise RuntimeError("verify() failed on another rank; see its error.")
+    if failed[1]:
+        wrong = next((report for report in reports if not report.passed), None)
+        raise RuntimeError(
+            f"Context parallelism changes the results of this {type(trainer).__name__}: "
+            f"{wrong.summary() if wrong else 'another data rank has found it'}."
+            + (f"\n{wrong}" if wrong else "")
+        )
+    return reports
+
+
+def _first_batches(trainer: Any, number: int) -> list[dict[str, Any]]:
+    """Return the first batches of a trainer's loader; its random state stays as it is."""
+    with torch.random.fork_rng():
+        loader = trainer.get_train_dataloader()
+        batches = [dict(batch) for batch in itertools.islice(loader, number)]
+    if hasattr(loader, "end"):
+        loader.end()  # for accelerate: it is not iterated any more
+    if len(batches) < number:
+        raise ValueError(
+            f"verify(num_batches={number}): the training data has {len(batches)} batches for this "
+            "data rank. Give a smaller number."
+        )
+    return batches
 
 
 def _parts(target: Any, models: tuple[nn.Module, ...]) -> tuple[Any, Any]:

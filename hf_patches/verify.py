@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_patches.enable import enable, is_enabled
 from hf_patches.guard import REGISTERED
 from hf_patches.names import STOCK
+from hf_patches.whole_rows import takes_full_sequences
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import TOLERANCES, Gradients, Report, compare, gradients
@@ -48,7 +49,8 @@ def verify(
     precision. Otherwise it is fixed per dtype (`lightning_cp.verification.TOLERANCES`).
 
     Args:
-        model: from transformers, or a PEFT model around one; may be sharded by FSDP2.
+        model: from transformers, or a PEFT model around one; may be sharded by FSDP2. One that
+            `whole_rows` has changed shards the batch by itself, as it does in a loop.
         batch: a full batch with labels, as for ``cp.step``; all data ranks use that of the first.
         cp: the ranks and their options.
         max_len: truncate sequences to this length, so that one rank can hold them; None for full
@@ -92,6 +94,7 @@ def verify(
                 stock=True,
                 exact=partial(_exact, model, cp) if measured else None,
                 hint=_hint(model),
+                takes_full=takes_full_sequences(model),
             )
     finally:
         if not was_enabled:

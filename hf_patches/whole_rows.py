@@ -161,6 +161,11 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
     return RowsHandle(inner, handle)
 
 
+def takes_full_sequences(model: nn.Module) -> bool:
+    """Return whether `whole_rows` has changed a model, or the one inside a PEFT model."""
+    return _MARK in inner_model(model).__dict__
+
+
 def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward method with the stock one's signature, which trainers inspect."""
 

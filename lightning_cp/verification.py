@@ -6,7 +6,7 @@ plain models, and restores the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -182,6 +182,7 @@ def compare(
     stock: bool = False,
     exact: Callable[[dict[str, Any]], Gradients] | None = None,
     hint: str = "",
+    takes_full: bool = False,
 ) -> Report:
     """Compare as `verify` does, and return the result without raising.
 
@@ -196,13 +197,15 @@ def compare(
         exact: computes `gradients` of full sequences in float64, for unsharded parameters. Then the
             allowed error is twice the error of full sequences in the model's own dtype.
         hint: another possible reason for a difference, for the report.
+        takes_full: the model takes full sequences and shards them by itself, outside of a step.
     """
     compute = loss_fn or (lambda local: model(**local).loss)
     part = truncate_batch(cp.groups.data.first(batch), cp=cp, max_len=max_len)
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
-        loss, sharded = gradients(model, compute, cp.step(part, training=True))
+        step = nullcontext(part) if takes_full else cp.step(part, training=True)
+        loss, sharded = gradients(model, compute, step)
         sharded = _averaged(sharded, model, cp)
         alone = cp.alone(part, training=True, stock=stock)
         full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)

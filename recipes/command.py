@@ -48,6 +48,12 @@ def _run_plan(args: Sequence[str], prog: str) -> int:
     return main(args, prog=prog)
 
 
+def _run_reference(args: Sequence[str], prog: str) -> int:
+    from recipes.preference.reference import main
+
+    return main(args, prog=prog)
+
+
 class Command(NamedTuple):
     """A subcommand: what it does, and the function that runs it."""
 
@@ -61,6 +67,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "test": Command("compute the test loss of a checkpoint", run_recipes),
     "predict": Command("write the most likely next token of each token", run_recipes),
     "plan": Command("compute memory and time of a run, and what fits", _run_plan),
+    "reference": Command("store log-probabilities of a reference model", _run_reference),
     "verify": Command("compare loss and gradients with the stock model", _run_hf_patches),
     "export": Command("turn a checkpoint into a Hugging Face folder", _run_hf_patches),
     "consolidate": Command("turn a checkpoint folder into a single file", _run_lightning_cp),

@@ -2,7 +2,7 @@
 """`PairData`: prompts with a chosen and a rejected completion, as packed samples."""
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from recipes.data.packing import Sample
 from recipes.preference.pairs import PAIR_COLUMNS, REFERENCE, Pair, pack_pairs
 
 LongPairs = Literal["refuse", "skip"]
-_STORED = ("ref_chosen_logps", "ref_rejected_logps")
+STORED: Final = ("ref_chosen_logps", "ref_rejected_logps")
+"""Columns of stored log-probabilities; `lightning-cp reference` writes them."""
 
 
 class PairData(PackedData):
@@ -95,7 +96,7 @@ class PairData(PackedData):
         if self.source is None:
             return record[column]
         names = (column, self.chosen_column, self.rejected_column)
-        stored = _STORED if self.stored_reference else ()
+        stored = STORED if self.stored_reference else ()
         for name in (*names, *stored):
             if name not in record:
                 raise ValueError(
@@ -103,6 +104,12 @@ class PairData(PackedData):
                     "Name the columns: prompt_column=..., chosen_column=..., rejected_column=..."
                 )
         return tuple(record[name] for name in (*names, *stored))
+
+    def pairs_with_records(self) -> Iterator[tuple[dict[str, Any], Pair]]:
+        """Yield each record of the source, and its pair."""
+        records = self._sources["train"].read(cache_dir=self.options.cache_dir)
+        for number, value in self._records("train"):
+            yield records[number], self._read(value, number)
 
     def _pack(self, split: Split) -> Iterator[Sample]:
         pad_id = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0

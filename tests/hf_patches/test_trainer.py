@@ -57,9 +57,7 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
     largest = differences(found, exact)
     if "drift" in flags:
         del largest["reward"]  # the mean over all ranks, whose rewards differ
-    # Under checkpointing, float32 inside of the model: predictions have the size of logits, 10.
-    limits = {"predictions": 2e-5}
-    assert {name: x for name, x in largest.items() if x > limits.get(name, 2e-6)} == {}
+    assert {name: x for name, x in largest.items() if not x < 2e-6} == {}
     assert len(exact.log) > 3
     assert max(entry["grad_norm"] for entry in exact.log if "grad_norm" in entry) > 0.1
 
@@ -77,7 +75,7 @@ def test_a_run_resumes_on_other_numbers_of_processes(ranks, tmp_path):
         job = Job(size=num_ranks - num_ranks % 2, flags=("resume", "no_predictions"), folder=folder)
         resumed = ranks(num_ranks).run(train, job)[0]
         largest = differences(resumed, exact)
-        assert {name: x for name, x in largest.items() if x > 2e-6} == {}, num_ranks
+        assert {name: x for name, x in largest.items() if not x < 2e-6} == {}, num_ranks
 
 
 @slow

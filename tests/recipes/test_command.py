@@ -15,6 +15,7 @@ TARGETS = {
     "test": "recipes.cli.main",
     "predict": "recipes.cli.main",
     "plan": "recipes.plan.main",
+    "reference": "recipes.preference.reference.main",
     "verify": "hf_patches.__main__.main",
     "export": "hf_patches.__main__.main",
     "consolidate": "lightning_cp.__main__.main",
