@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankPool, run_threads
+from tests.ranks import RankError, RankPool, average_over_ranks, run_threads
 
 pytestmark = pytest.mark.ranks
 
@@ -21,6 +21,20 @@ def total_of_ranks():
     x = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(x)
     return x.item()
+
+
+def averages():
+    rank = float(dist.get_rank())
+    tensors = [torch.tensor([[rank, 1.0], [2.0, rank]]), torch.tensor(10 * rank).double()]
+    average_over_ranks(tensors)
+    return [x.tolist() for x in tensors]
+
+
+def count_loops_of_gloo():
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=dist.new_group())
+    threads = Path("/proc/self/task").iterdir()
+    return sum((thread / "comm").read_text().startswith("gloo_tcp_loop") for thread in threads)
 
 
 def fail_on_one_rank(failing):
@@ -48,6 +62,16 @@ def answer_with_what_does_not_pickle():
 
 def test_every_rank_returns_its_result(ranks):
     assert ranks(3).run(total_of_ranks) == [6.0] * 3
+
+
+@pytest.mark.parametrize(("size", "mean"), [(1, 0.0), (2, 0.5), (3, 1.0)])
+def test_tensors_are_averaged_in_their_places(ranks, size, mean):
+    expected = [[[mean, 1.0], [2.0, mean]], 10 * mean]
+    assert ranks(size).run(averages) == [expected] * size
+
+
+def test_groups_share_the_thread_that_polls(ranks):
+    assert max(ranks(2).run(count_loops_of_gloo)) <= 1  # torch may have no names for threads
 
 
 def test_the_failing_rank_is_raised_and_the_pool_serves_again():

@@ -4,9 +4,10 @@ The reference knows nothing of our code: documents are cut out of the rows by ha
 row of its own, and the stock model runs on them with its own eager attention, masks and loss.
 """
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hf_patches import enable
 from lightning_cp import ContextParallel
 from tests.parity import zoo
 from tests.parity.trainer_step import trainer_step
+from tests.ranks import average_over_ranks
 
 IGNORED = -100
 KINDS = ("plain", "packed", "left", "right")
@@ -175,12 +177,21 @@ def _pad(model: torch.nn.Module) -> int:
     return 1 if pad is None else int(pad)
 
 
+# Jobs of one model follow each other, and copying it takes a fraction of building it.
+_build_once = lru_cache(maxsize=4)(zoo.build_model)
+
+
+def build_model(name: str, **options: Any) -> torch.nn.Module:
+    """Return a model of the zoo of its own, which may be changed."""
+    return copy.deepcopy(_build_once(name, **options))
+
+
 @cache
 def _exact(name: str, kind: str, head: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     job = Job(name, kind, head, dtype)
     # Answers are sought among padding too, which sees nothing: SDPA gives 0 there, as we do.
     attention = "sdpa" if head == "question" else "eager"
-    model = zoo.build_model(name, head=head, dtype=dtype, attention=attention)
+    model = build_model(name, head=head, dtype=dtype, attention=attention)
     batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
     base = name.partition(":")[0]
     unpad, multiple = base in _PADDING_LEAKS, _MULTIPLES.get(base, 1)
@@ -210,11 +221,11 @@ def build_cp(**options: Any) -> ContextParallel:
 def run(job: Job) -> dict[str, Tensor]:
     """Return the loss of a job and the average over ranks of each gradient."""
     cp = build_cp(**dict(job.options))
-    model = zoo.build_model(job.name, head=job.head, dtype=job.dtype).eval()
+    model = build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
     batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
     if job.trained_by == "trainer":
         loss = trainer_step(model, batch, dict(job.options))
-        return _averaged(loss, model, cp)
+        return _averaged(loss, model)
     enable(model, **dict(job.enabling))
     if job.checkpointing is not None:
         model.train()
@@ -224,14 +235,12 @@ def run(job: Job) -> dict[str, Tensor]:
     with cp.step(batch) as local, _precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
-    return _averaged(loss, model, cp)
+    return _averaged(loss, model)
 
 
-def _averaged(loss: Tensor, model: torch.nn.Module, cp: ContextParallel) -> dict[str, Tensor]:
+def _averaged(loss: Tensor, model: torch.nn.Module) -> dict[str, Tensor]:
     found = _gradients(model)
-    for gradient in found.values():
-        dist.all_reduce(gradient)
-        gradient /= cp.cp_size
+    average_over_ranks(list(found.values()))
     return {"loss": loss.detach(), **found}
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
 from tests.oracle import visible
+from tests.ranks import average_over_ranks
 from tests.tiny import TinyLM, attend_shared
 
 IGNORED = -100
@@ -99,8 +100,7 @@ def average_(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()  # noqa: TID251
+    average_over_ranks([parameter.grad for parameter in model.parameters()])
 
 
 def recomputed(kind: str | None, cp: ContextParallel) -> Callable[..., Any] | None:

@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from hf_patches import enable
 from hf_patches.mixers import whole
@@ -18,6 +17,7 @@ from lightning_cp.sequence.ranges import build_token_map
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, build_cp, compare, errors
 from tests.parity.test_hf import check, spread
+from tests.ranks import average_over_ranks
 
 PAD = 1
 LAYOUTS = ("contiguous", "zigzag", "balanced")
@@ -153,9 +153,7 @@ def short_step(name):
         loss.backward()
     exact = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
     found = {name: p.grad for name, p in model.named_parameters() if name in exact}
-    for gradient in found.values():
-        dist.all_reduce(gradient)
-        gradient /= cp.cp_size
+    average_over_ranks(list(found.values()))
     return errors(found, exact)
 
 
