@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lightning-cp reference`: stores log-probabilities of a reference model beside each pair.
+"""`lightning-cp reference`: stores log-probabilities of a reference model for each pair.
 
 For `reference: stored` of `PreferenceModule`, which then needs no second model. Tokens are those of
 `PairData`, and each pair is sharded over all processes.

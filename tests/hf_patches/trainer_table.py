@@ -6,7 +6,7 @@
 
 replaces the text between the two marks. Every case runs, on two CPU processes: a whole run of the
 trainer with `ParallelismConfig(cp_size=2)`, and one with `context_parallel(trainer, size=2)`, each
-compared with one process. accelerate shards on GPUs only; here it is told to do so on CPUs
+compared with one process. accelerate shards on GPUs only; here it is patched to do so on CPUs
 (`fsdp_on_cpu`). Where a run ends at torch's attention, which has no context parallelism on CPUs,
 the table says in another column what the source shows.
 """
