@@ -149,6 +149,7 @@ class Refusal:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity")
     parser.add_argument("--names", default="", help="model types or variants; all if left out")
+    parser.add_argument("--parts", default="", help=f"of {', '.join(_PARTS)}; all if left out")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
     parser.add_argument("--write", type=Path, help="the page to write")
     parser.add_argument(
@@ -157,7 +158,12 @@ def main() -> int:
     given = parser.parse_args()
     names = [name for name in given.names.split(",") if name]
     sizes = [int(size) for size in given.ranks.split(",")]
+    parts = given.parts.split(",") if given.parts else list(_PARTS)
+    for part in parts:
+        if part not in _PARTS:
+            parser.error(f"--parts {part}: it is none of {', '.join(_PARTS)}.")
     cases = [case for case in all_cases(sizes) if _is_asked(case.name, names)]
+    cases = [case for case in cases if case.part in parts]
     unserved = [pair for pair in unserved_models() if _is_asked(pair[0], names)]
     found = {case.name for case in cases} | {name for name, _ in unserved}
     for name in names:
@@ -180,7 +186,8 @@ def main() -> int:
     summary = summarize(results, refusals, seconds)
     _say(f"\n{summary}\n")
     if given.write:
-        given.write.write_text(page(results, refusals, names, sizes, summary))
+        text = page(results, refusals, [given.names, given.parts], sizes, summary)
+        given.write.write_text(text)
     failed = any(result.failures for result in results) or any(r.failure for r in refusals)
     return int(failed)
 
@@ -409,12 +416,12 @@ _PARTS = {
 def page(
     results: list[Result],
     refusals: list[Refusal],
-    names: list[str],
+    only: list[str],
     sizes: list[int],
     summary: str,
 ) -> str:
     """Return the page: what was compared, and one row for each."""
-    said = "" if not names else f" Only a part was run: `--names {','.join(names)}`."
+    said = "" if not any(only) else f" Only a part was run: {', '.join(filter(None, only))}."
     parts = {part: [r for r in results if r.case.part == part] for part in _PARTS}
     measured = ["worst loss difference", "worst gradient error"]
     both = ["name", "supported", "features", "caveats", *measured]
