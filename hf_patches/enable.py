@@ -309,7 +309,7 @@ def _with_decoder(
     decoder: Any = model.get_submodule(find_decoder(model, known.media or Media()))
     kind = decoder.config.model_type
     text = ARCHITECTURES.get(kind)
-    if text is None and kind.removesuffix("_text").startswith(_family(model)):
+    if text is None and _belongs_to(kind, model):
         return known
     if text is None and allow_unknown:
         return known
@@ -324,15 +324,11 @@ def _with_decoder(
     return replace(known, mixers=known.mixers or text.mixers)
 
 
-def _family(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return how the names of the text decoders begin that belong to a type of model."""
-    name = str(model.config.model_type)
-    own = type(model.config.get_text_config()).__name__
-    built_for = type(type(model.config)().get_text_config()).__name__
-    family = {name.removesuffix("_thinker"), name.replace("-", "_")}
-    if own == built_for:
-        family.add(str(model.config.get_text_config().model_type))
-    return tuple(sorted(family))
+def _belongs_to(kind: str, model: PreTrainedModel) -> bool:
+    """Return whether a text decoder is the one that a type of model is built with."""
+    name = str(model.config.model_type).removesuffix("_thinker").replace("-", "_")
+    default = type(model.config)().get_text_config()
+    return kind.startswith(name) or kind == default.model_type
 
 
 def _custom_modules(model: PreTrainedModel) -> list[str]:

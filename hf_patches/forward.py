@@ -23,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 from hf_patches.input_checks import check_agreed, check_call, name_arguments, parameters_of
 from hf_patches.moe_loss import balance_loss
 from hf_patches.multimodal import outer
+from hf_patches.multimodal.seam import ROUTERS
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
 from lightning_cp.data.sharding import shard, unshard
@@ -189,17 +190,15 @@ def _around_decoder(
     decoder: Any = model.get_submodule(enabled.decoder)
     configs = (model.config, model.config.get_text_config(), decoder.config)
     _check_dropout(model, enabled)
-    text = model.config.get_text_config()
-    if arguments.get("output_router_logits", getattr(text, "output_router_logits", False)):
-        raise ValueError(
-            f"output_router_logits=True: the balance loss of the experts of {type(model).__name__} "
-            "is not supported for models with media yet. Switch it off: output_router_logits=False."
-        )
     if step.documents is not None:
         arguments = _with_documents(model, enabled, arguments, step)
     if "use_cache" in parameters_of(type(model).forward):
         arguments["use_cache"] = False
-    return outer.run(stock, arguments, step, frozenset(map(id, configs)))
+    output = outer.run(stock, arguments, step, frozenset(map(id, configs)))
+    routers = step.cache.pop(ROUTERS, None)
+    if routers is not None:
+        output["router_logits"] = routers
+    return output
 
 
 def _with_documents(

@@ -261,6 +261,9 @@ _LEAVES: Final[Mapping[str, Callable[[Mapping[str, Any]], _Visible]]] = {
     "transformers.models.gemma3.modeling_gemma3.Gemma3TextModel.forward.<locals>.<lambda>": (
         _everything
     ),
+    # A window that begins after the prompt: in training all is prompt.
+    "transformers.models.unlimited_ocr.modeling_unlimited_ocr"
+    ".create_reference_sliding_window_causal_mask.<locals>.prefill_overlay": _everything,
     f"{_GEMMA4}.inner_mask": lambda closure: _Visible(
         closure["sliding_window"][0] - 1, max(closure["sliding_window"][1] - 1, 0)
     ),

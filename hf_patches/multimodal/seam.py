@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.utils.generic import ModelOutput
 
 from hf_patches.input_checks import FILLED, name_arguments, parameters_of
 from hf_patches.multimodal.outer import on_full_sequences
@@ -23,6 +24,9 @@ from lightning_cp.step import Step, StepMask
 
 PREPARED: Final = "mask of the model around the decoder"
 """Key of `Step.cache`: a mask that a decoder takes instead of building one."""
+
+ROUTERS: Final = "scores of routers"
+"""Key of `Step.cache`: what a decoder returned of its routers, for the balance loss."""
 
 _ENTERED: Final = "_lightning_cp_entered"
 
@@ -113,12 +117,19 @@ def _prepare(module: nn.Module, local: dict[str, Any], step: Step) -> None:
         step.cache.setdefault(FILLED, []).append(local["position_ids"])
 
 
-def _leave(module: nn.Module, *_: object) -> None:
+def _leave(module: nn.Module, _: object, output: Any = None) -> Any:
     entered = module.__dict__.get(_ENTERED)
-    if entered:
-        number, step = entered.pop()
-        active_step.exchange_unsharded(number)
-        step.cache.pop(PREPARED, None)
+    if not entered:
+        return None
+    number, step = entered.pop()
+    active_step.exchange_unsharded(number)
+    step.cache.pop(PREPARED, None)
+    if not isinstance(output, ModelOutput) or output.get("router_logits") is None:
+        return None
+    # The model around the decoder would compute a balance loss from this rank's tokens and the
+    # full mask; without scores it is 0.
+    step.cache[ROUTERS] = output["router_logits"]
+    return type(output)(**{k: v for k, v in output.items() if k != "router_logits"})
 
 
 def _shard_rows(given: Mapping[str, Any], step: Step) -> dict[str, Any]:

@@ -102,14 +102,6 @@ def test_dropout_outside_of_the_decoder_is_refused_in_training(cp):
         run(model, cp, batch)
 
 
-def test_the_balance_loss_of_experts_is_refused(cp):
-    batch, _ = media_zoo.build_batches("qwen3_vl_moe", "plain")
-    model = media_zoo.build_model("qwen3_vl_moe")
-    enable(model)
-    with pytest.raises(ValueError, match="balance loss of the experts of Qwen3VLMoe"):
-        run(model, cp, {**batch, "output_router_logits": True})
-
-
 def test_a_block_in_several_parts_is_refused(cp):
     batch, _ = media_zoo.build_batches("paligemma", "plain")
     batch["token_type_ids"][0, -3:] = 0

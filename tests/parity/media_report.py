@@ -21,6 +21,7 @@ import transformers
 from hf_patches.support import MULTIMODAL
 from tests.parity import media_zoo
 from tests.parity.media import MediaJob, compare_all
+from tests.parity.table import features_of
 from tests.ranks import RankError, RankPool
 
 BEGIN: Final = "<!-- multimodal: begin -->"
@@ -93,7 +94,7 @@ def main() -> int:
         loss, gradient, failures = run(name, turn, pools)
         failed |= bool(failures)
         verdict = f"FAILED: {failures[0]}" if failures else "yes"
-        rows.append([name, verdict, known.features, f"{loss:.1e}", f"{gradient:.1e}"])
+        rows.append([name, verdict, features_of(known), f"{loss:.1e}", f"{gradient:.1e}"])
         seconds = time.monotonic() - start
         _say(f"{name:24} {loss:.1e} {gradient:.1e} {seconds:5.1f}s {' | '.join(failures)[:600]}\n")
     for pool in pools.values():
@@ -110,7 +111,9 @@ Images, video and audio: {exact} of the {all} names of `AutoModelForImageTextToT
 `AutoModelForMultimodalLM` ({refused} refused). Written by
 `python -m tests.parity.media_report`, transformers {version}: tiny random models on {ranks} ranks,
 with items of several tokens, several per sample or none, across the borders of ranks, of uneven
-sizes, padded on either side, and packed; towers and projectors are compared too. Limits as above.
+sizes; towers and projectors are compared too. Plain batches ran on 2 ranks, packed and left-padded
+ones on 3, right-padded ones on 4; layouts and algorithms take turns. Limits as above. The slow
+tests run every kind of batch on each number of ranks.
 """
 
 

@@ -164,6 +164,7 @@ def pixels(model: PreTrainedModel, kind: int, size: int, generator: torch.Genera
         side = config.vq_config.resolution
     else:
         side = _vision(model).image_size
+        side = side if isinstance(side, int) else side[0]
     media = {"pixel_values": _noise(generator, 1, 3, side, side)}
     if config.model_type == "deepseek_vl_hybrid":
         side = config.high_res_vision_config.image_size
@@ -409,7 +410,7 @@ def _grids(changes: dict[str, Any] | None = None, kinds: tuple[int, ...] = _FILM
     return Entry(grids, changes or {}, kinds)
 
 
-ENTRIES: Mapping[str, Entry] = {
+_TYPES: dict[str, Entry] = {
     "audioflamingo3": Entry(sound, {"audio_config": _EARS}, (AUDIO,)),
     "fun_asr_nano": Entry(
         sound,
@@ -683,7 +684,7 @@ ENTRIES: Mapping[str, Entry] = {
     "unlimited_ocr": Entry(
         crops,
         {
-            "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+            "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
             "vision_config": {
                 "sam_config": {
                     "image_size": 64,
@@ -786,10 +787,25 @@ ENTRIES: Mapping[str, Entry] = {
     "qwen3_5_moe": _grids({"text_config": zoo._QWEN3_5}),
     "qwen3_vl": _grids({"vision_config": _DEEP, **_TEXT_ROPE}),
     "qwen3_vl_moe": _grids({"vision_config": _DEEP, **_TEXT_ROPE}),
-    "qwen4_exp": _grids({"text_config": zoo._QWEN4}),
     "shieldgemma2": Entry(pixels, zoo._TWEAKS["gemma3"]),
     "video_llama_3": _grids(),
     "vipllava": Entry(pixels, {"vision_feature_layers": [-2, -1]}),
+}
+
+_WITH_AUX = zoo._words(
+    "ernie4_5_vl_moe glm4v_moe minimax_m3_vl qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe"
+)
+
+
+def _aux(entry: Entry) -> Entry:
+    text = {**entry.changes.get("text_config", {}), **zoo._AUX}
+    return dataclasses.replace(entry, changes={**entry.changes, "text_config": text})
+
+
+ENTRIES: Mapping[str, Entry] = {
+    **_TYPES,
+    # With the loss that balances experts.
+    **{f"{name}:aux": _aux(_TYPES[name]) for name in _WITH_AUX},
 }
 
 

@@ -56,6 +56,7 @@ def test_loss_and_gradients_are_those_of_the_stock_model(ranks):
         with_options("chameleon", "plain"),
         with_options("llava", "text"),
         with_options("gemma3:wide", "plain"),
+        with_options("qwen3_vl_moe:aux", "packed"),
     ]
     check(ranks, 2, jobs)
 
@@ -68,6 +69,12 @@ def test_every_name_is_exact(ranks, name, cp_size):
     if not media_zoo.takes_text(name):
         kinds.remove("text")
     check(ranks, cp_size, [MediaJob(name, kind) for kind in kinds])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in media_zoo.ENTRIES if ":" in name])
+def test_every_variant_is_exact(ranks, name):
+    check(ranks, 2, [MediaJob(name, kind) for kind in ("plain", "packed", "right")])
 
 
 @pytest.mark.slow
