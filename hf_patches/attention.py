@@ -17,6 +17,7 @@ from hf_patches.input_checks import check_no_weights
 from hf_patches.mask_reader import mask_of_step
 from hf_patches.names import NAMES, active, find_in_modules, stock_name
 from hf_patches.positions import temperature
+from lightning_cp import active_step
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attention
 from lightning_cp.geometry.mask import Mask
@@ -81,7 +82,7 @@ def attend(
         step: Step | None = attention_mask.step
     else:
         step = active()
-        check_recompute(step)
+        check_recompute(active_step.current())
     if step is None:
         extra = {"softcap": softcap, "s_aux": s_aux}
         return _stock(module)(

@@ -9,8 +9,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Final, get_args
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,11 +20,20 @@ from hf_patches import forward, positions
 from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
 from hf_patches.layers import replace_forwards
 from hf_patches.mixers import INSTALLERS
+from hf_patches.multimodal import seam
+from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.probe import find_mixing
 from hf_patches.saving import add_saving, remove_saving
-from hf_patches.support import LIBRARIES, Architecture, architecture_of, head_of
+from hf_patches.support import (
+    ARCHITECTURES,
+    LIBRARIES,
+    Architecture,
+    architecture_of,
+    head_of,
+)
 from lightning_cp.options import check_choice
+from lightning_cp.routing import Unsharded
 
 _logger = logging.getLogger(__name__)
 
@@ -97,6 +106,8 @@ def enable(
     if is_enabled(inner):
         return Handle(inner)
     known = _check_known(inner, allow_unknown=allow_unknown)
+    if known is not None and known.media is not None:
+        known = _with_decoder(inner, known, allow_unknown=allow_unknown)
     kind = head_of(inner)
     if kind is None:
         raise ValueError(
@@ -119,8 +130,17 @@ def enable(
         raise
     override = inner.__dict__.get("forward")
     only_attends = known is not None and not known.mixers and positions.counts_by_index(inner)
+    media = None if known is None else known.media
     inner.__dict__[forward.MARK] = Enabled(
-        kind, _base_of(inner), chunked_loss, override, hooks, only_attends
+        kind,
+        _base_of(inner),
+        chunked_loss,
+        override,
+        hooks,
+        only_attends and media is None,
+        media,
+        "" if media is None else find_decoder(inner, media),
+        () if media is None else tuple(_dropouts(inner, find_decoder(inner, media))),
     )
     bound = functools.partial(forward.forward, inner)
     # generate() and others inspect the parameters of a model.
@@ -133,7 +153,10 @@ def enable(
 
 def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Iterator[Removable]:
     """Change the submodules of a model; yield what `undo()` has to remove."""
-    yield from positions.add_hooks(model)
+    if known is not None and known.media is not None:
+        yield from _add_seam(model, known.media)
+    else:
+        yield from positions.add_hooks(model)
     for module in model.modules():
         pooler = getattr(module, "pooler", None)
         if isinstance(module, PreTrainedModel) and isinstance(pooler, nn.Module):
@@ -143,6 +166,55 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
             yield from INSTALLERS[name](model)
     if known is not None and not _custom_modules(model):
         yield from replace_forwards(model)
+
+
+_DROPOUTS: Final = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
+
+
+def _dropouts(model: PreTrainedModel, decoder: str) -> Iterator[tuple[str, str]]:
+    """Yield the modules outside of a decoder that drop something, each with the attribute."""
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(f"{decoder}."):
+            continue
+        for name in _DROPOUTS:
+            value = getattr(module, name, None)
+            if isinstance(value, float) and 0 < value < 1 and (name != "p" or _drops(module)):
+                yield path, name
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method that is replaced in an instance."""
+
+    owner: nn.Module
+    name: str
+
+    def remove(self) -> None:
+        """Restore that of the class."""
+        self.owner.__dict__.pop(self.name, None)
+
+
+def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
+    """Let a model with media run on full sequences up to its decoder, or the decoder's layers."""
+    decoder = model.get_submodule(find_decoder(model, media))
+    if media.seam == "decoder":
+        yield from positions.add_hooks(decoder)  # type: ignore[arg-type]
+        yield from seam.add_hooks([decoder], media.dims, are_layers=False)
+    else:
+        layers = list(decoder.get_submodule("layers").children())
+        yield from seam.add_hooks(layers, media.dims, are_layers=True)
+    for module in model.modules():
+        if hasattr(type(module), "get_rope_index"):
+            stock: Any = module.get_rope_index
+            replaced = functools.partial(seam.packed_positions, stock, inspect.signature(stock))
+            module.__dict__["get_rope_index"] = replaced
+            yield _Method(module, "get_rope_index")
+        if type(module).__name__ in media.cross:
+            yield Unsharded([module])
 
 
 def _our_name(name: str) -> str:
@@ -224,6 +296,39 @@ _TRIAL: Final = (
     "--nproc-per-node 2 -m hf_patches verify --model PATH --allow-unknown`; if that passes, "
     "enable(model, allow_unknown=True)."
 )
+
+
+def _with_decoder(
+    model: PreTrainedModel, known: Architecture, *, allow_unknown: bool
+) -> Architecture:
+    """Return the entry of a model with media, with the mixers of its text decoder.
+
+    Many types take any text decoder: those of types with an entry of their own, and the one that
+    the type was compared with.
+    """
+    decoder: Any = model.get_submodule(find_decoder(model, known.media or Media()))
+    kind = decoder.config.model_type
+    text = ARCHITECTURES.get(kind)
+    if text is None and _belongs_to(kind, model):
+        return known
+    if text is None and allow_unknown:
+        return known
+    if text is None or not text.is_served:
+        reason = (
+            "is not among the architectures known to be exact" if text is None else text.refusal
+        )
+        raise ValueError(
+            f"{type(model).__name__} has a text decoder of type '{kind}', which cannot run under "
+            f"context parallelism: {reason}."
+        )
+    return replace(known, mixers=known.mixers or text.mixers)
+
+
+def _belongs_to(kind: str, model: PreTrainedModel) -> bool:
+    """Return whether a text decoder is the one that a type of model is built with."""
+    name = str(model.config.model_type).removesuffix("_thinker").replace("-", "_")
+    default = type(model.config)().get_text_config()
+    return kind.startswith(name) or kind == default.model_type
 
 
 def _custom_modules(model: PreTrainedModel) -> list[str]:

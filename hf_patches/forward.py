@@ -22,8 +22,11 @@ from transformers.utils.generic import ModelOutput
 
 from hf_patches.input_checks import check_agreed, check_call, name_arguments, parameters_of
 from hf_patches.moe_loss import balance_loss
+from hf_patches.multimodal import outer
+from hf_patches.multimodal.seam import ROUTERS
+from hf_patches.multimodal.table import Media
 from hf_patches.names import active
-from lightning_cp.data.sharding import unshard
+from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.logp import Head, token_logp
 from lightning_cp.loss import (
@@ -92,6 +95,9 @@ class Enabled:
         hooks: the hooks that `enable` has registered, and other changes to submodules.
         only_attends: whether tokens mix by registered attention only, and are numbered by their
             index: what branches of documents need.
+        media: how media and text meet; None for a model of text.
+        decoder: path of the text decoder of a model with media.
+        dropouts: modules outside of it that have dropout, each with the attribute.
     """
 
     head: HeadKind
@@ -100,6 +106,9 @@ class Enabled:
     forward: Callable[..., Any] | None
     hooks: list[Removable]
     only_attends: bool = False
+    media: Media | None = None
+    decoder: str = ""
+    dropouts: tuple[tuple[str, str], ...] = ()
 
 
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +161,7 @@ def prepare_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a call inside a step, checked, without those that only we read."""
     enabled: Enabled = model.__dict__[MARK]
-    check_call(model, arguments, step)
+    check_call(model, arguments, step, takes_media=enabled.media is not None)
     if step.branches is not None and not enabled.only_attends:
         raise ValueError(
             f"{type(model).__name__} mixes or numbers tokens in ways that know no branches, but "
@@ -165,11 +174,64 @@ def prepare_arguments(
 
 def stock_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the forward method that the model had before `enable`."""
-    override: Callable[..., Any] | None = model.__dict__[MARK].forward
-    if override is not None:
-        return override
+    enabled: Enabled = model.__dict__[MARK]
     # Not a bound method: the compiler would look it up on the instance and find ours.
-    return partial(type(model).forward, model)
+    stock = partial(type(model).forward, model) if enabled.forward is None else enabled.forward
+    return stock if enabled.media is None else partial(_around_decoder, model, enabled, stock)
+
+
+def _around_decoder(
+    model: PreTrainedModel, enabled: Enabled, stock: Callable[..., Any], **arguments: Any
+) -> Any:
+    """Run a model with media: on full sequences up to its decoder, which shards what it gets."""
+    step = active()
+    if step is None:
+        return stock(**arguments)
+    decoder: Any = model.get_submodule(enabled.decoder)
+    configs = (model.config, model.config.get_text_config(), decoder.config)
+    _check_dropout(model, enabled)
+    if step.documents is not None:
+        arguments = _with_documents(model, enabled, arguments, step)
+    if "use_cache" in parameters_of(type(model).forward):
+        arguments["use_cache"] = False
+    output = outer.run(stock, arguments, step, frozenset(map(id, configs)))
+    routers = step.cache.pop(ROUTERS, None)
+    if routers is not None:
+        output["router_logits"] = routers
+    return output
+
+
+def _with_documents(
+    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
+) -> dict[str, Any]:
+    """Return the arguments of a model with media for packed documents."""
+    media = enabled.media or Media()
+    if media.packing:
+        raise ValueError(
+            f"The batch holds packed documents, and {type(model).__name__} cannot take them: "
+            f"{media.packing}. Give each document its own sample."
+        )
+    arguments, positions = dict(arguments), arguments.get("position_ids")
+    if any(hasattr(owner, "get_rope_index") for owner in (model, model.base_model)):
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            del arguments["position_ids"]  # they describe the documents; the model counts media
+        if arguments.get("attention_mask") is None:  # without one some models count text only
+            shape = (step.batch_size, step.layout.seq_len)
+            ones = torch.ones(shape, dtype=torch.int64, device=step.position_ids.device)
+            arguments["attention_mask"] = ones
+    elif positions is None and media.first_position is not None:
+        arguments["position_ids"] = outer.counted_positions(step) + media.first_position
+    return arguments
+
+
+def _check_dropout(model: PreTrainedModel, enabled: Enabled) -> None:
+    for path, name in enabled.dropouts:
+        if model.get_submodule(path).training:
+            raise ValueError(
+                f"{path}.{name} is above 0 in training, outside of the text decoder: ranks compute "
+                "this part several times, and would draw different numbers. Load the model with "
+                f"{name}=0.0, or call model.get_submodule('{path}').eval()."
+            )
 
 
 # ---------------------------------------------------------------- heads that score tokens
@@ -186,6 +248,8 @@ def _score_tokens(
     shifted = arguments.pop("shift_labels", None)
     if shifted is not None:
         labels, shift = shifted, False
+    elif labels is not None and enabled.media is not None and enabled.media.drops_labels:
+        labels = _without_padding(labels, step)
     stock = stock_forward(model)
     if labels is None or enabled.head == "none":
         output = stock(**arguments)
@@ -214,6 +278,14 @@ def _score_tokens(
         step.losses.append(LossMark(loss.detach(), step.losses[-1].num_tokens))
     # The loss is the first entry of an output, even if it was added last.
     return type(output)(**{"loss": loss, **{k: v for k, v in output.items() if k != "loss"}})
+
+
+def _without_padding(labels: Tensor, step: Step) -> Tensor:
+    """Ignore labels of padding, as the loss of some models does."""
+    if step.padding is None:
+        return labels
+    padding = shard(torch.from_numpy(step.padding), 1, layout=step.layout, rank=step.cp_rank)
+    return labels.masked_fill(padding.to(labels.device), IGNORED_LABEL)
 
 
 def _score_labels(
@@ -269,6 +341,8 @@ def _is_chunked(
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if enabled.chunked_loss == "never" or head is None or not enabled.base:
         return False
+    if enabled.media is not None and not f"{enabled.decoder}.".startswith(f"{enabled.base}."):
+        return False  # the head is inside of the submodule that the model calls
     if enabled.chunked_loss == "always":
         return True
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)

@@ -54,7 +54,9 @@ def check_no_weights(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_call(model: PreTrainedModel, arguments: Mapping[str, Any], step: Step) -> None:
+def check_call(
+    model: PreTrainedModel, arguments: Mapping[str, Any], step: Step, *, takes_media: bool = False
+) -> None:
     """Raise for arguments that are not supported; every rank sees the same problem."""
     implementation = model.config.get_text_config()._attn_implementation
     if not is_ours(implementation):
@@ -95,10 +97,10 @@ def check_call(model: PreTrainedModel, arguments: Mapping[str, Any], step: Step)
             "ranks, and over accumulated batches under the strategy. Leave it out."
         )
     for name, value in arguments.items():
-        if value is not None and ("pixel" in name or name in _NOT_TEXT):
+        if not takes_media and value is not None and ("pixel" in name or name in _NOT_TEXT):
             raise ValueError(
-                f"`{name}` inside a step: inputs other than text are not supported yet. Use full "
-                "sequences: `with cp.paused():`."
+                f"`{name}` inside a step: inputs other than text are not supported for "
+                f"{type(model).__name__}. Use full sequences: `with cp.paused():`."
             )
     for name in ("input_ids", "inputs_embeds"):
         x = arguments.get(name)
@@ -181,4 +183,17 @@ def _ids_out_of_range(
         x = arguments.get(name)
         if isinstance(x, Tensor) and isinstance(size, int) and x.numel():
             ids = torch.where(x == IGNORED_LABEL, 0, x) if name == "labels" else x
-            yield name, bool((ids < 0).any() | (x >= size).any())
+            special = [i for i in _placeholders(model) if not 0 <= i < size]
+            if name == "input_ids" and special:
+                ids = torch.where(torch.isin(ids, ids.new_tensor(special)), 0, ids)
+            yield name, bool(((ids < 0) | (ids >= size)).any())
+
+
+def _placeholders(model: PreTrainedModel) -> list[int]:
+    """Return the ids of media tokens, which may lie outside of the vocabulary."""
+    values = vars(model.config).items()
+    return [
+        value
+        for name, value in values
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    ]

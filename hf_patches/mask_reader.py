@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from hf_patches.multimodal import outer
+from hf_patches.multimodal.seam import PREPARED
 from hf_patches.names import active, stock_name
 from lightning_cp.data.sharding import unshard
 from lightning_cp.step import Step, StepMask, StepReference
@@ -69,7 +71,11 @@ def mask_of_step(mask_function: Callable[..., Any] | None = None, **options: Any
         options: other arguments of a mask function, for the stock mask.
     """
     config = options["config"]
-    step = active()
+    on_full, step = outer.step_of(config), active()
+    if step is None:
+        step = on_full
+    elif PREPARED in step.cache:
+        return step.cache[PREPARED]
     if step is None:
         stock = ALL_MASK_ATTENTION_FUNCTIONS[stock_name(config)]
         return stock(mask_function=mask_function, **options)
@@ -92,19 +98,22 @@ def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepM
         window = (int(min(visible.left, longest)), int(min(visible.right, longest)))
     spans = None
     if visible.blocks is not None:
-        spans = _spans(visible.blocks, visible.block_left, step, config)
+        if active() is None:  # built by the model around the decoder, for full sequences
+            spans = _full_spans(visible.blocks, step, config)
+        else:
+            spans = _spans(visible.blocks, step, config)
     return ModelMask(
         causal=causal,
         window=window,
         chunk=visible.chunk,
         spans=spans,
+        # Where a window limits blocks too, it is that of the other keys.
+        cut_spans=visible.block_left < math.inf,
         reference=StepReference(step),
     )
 
 
-def _spans(
-    blocks: Tensor, block_left: float, step: Step, config: PreTrainedConfig
-) -> Tensor | None:
+def _spans(blocks: Tensor, step: Step, config: PreTrainedConfig) -> Tensor | None:
     """Return the ids of blocks in the full sequence, None if there are none.
 
     A rank numbers the blocks that it holds, and sees only a part of some. In the supported models a
@@ -119,16 +128,43 @@ def _spans(
             f"A model of type '{config.model_type}' lets the tokens of a block see each other, and "
             "its blocks are not supported. Run it on full sequences: `with cp.paused():`."
         )
-    starts = marked.diff(dim=1, prepend=torch.zeros_like(marked[:, :1])) == 1
-    ids = torch.where(marked > 0, starts.cumsum(1), -1)
-    longest = max(int(torch.bincount(x[x >= 0]).max()) for x in ids if (x >= 0).any())
-    if longest > block_left + 1:
-        raise ValueError(
-            f"A block of {longest} tokens that all see each other is longer than the sliding "
-            f"window of {int(block_left) + 1}, which limits it in this model: not supported inside "
-            "a step. Run it on full sequences: `with cp.paused():`."
-        )
-    return ids
+    return _numbered_runs(marked > 0, marked)
+
+
+def _numbered_runs(inside: Tensor, ids: Tensor) -> Tensor:
+    """Number the runs of equal ids; -1 outside."""
+    ids = torch.where(inside, ids, -1)
+    starts = ids.diff(dim=1, prepend=torch.full_like(ids[:, :1], -2)) != 0
+    return torch.where(inside, starts.cumsum(1), -1)
+
+
+def _full_spans(blocks: Tensor, step: Step, config: PreTrainedConfig) -> Tensor | None:
+    """Return ids of blocks, given those of full sequences, None if there are none.
+
+    Blocks end where a document does, and padding is visible to no token. A block in several parts
+    is not one interval of keys.
+    """
+    ids = blocks[:, : step.layout.seq_len].cpu()
+    inside = ids >= 0
+    if step.padding is not None:
+        inside = inside & ~torch.from_numpy(step.padding)
+    if not inside.any():
+        return None
+    documents = torch.zeros_like(ids)
+    if step.documents is not None:
+        documents = torch.from_numpy(step.documents).expand_as(ids)
+    ids = ids + documents * (int(ids.max()) + 1)  # of different documents they are different
+    runs = _numbered_runs(inside, ids)
+    for sample, (own, numbers, real) in enumerate(zip(ids, runs, inside, strict=True)):
+        pairs = set(zip(own[real].tolist(), numbers[real].tolist(), strict=True))
+        if len(pairs) > len({block for block, _ in pairs}):
+            raise ValueError(
+                f"A model of type '{config.model_type}' lets all tokens of a block see each other, "
+                f"and a block of sample {sample} is in several parts, with other tokens between "
+                "them: not supported inside a step. Run it on full sequences: "
+                "`with cp.paused():`."
+            )
+    return runs
 
 
 _RUN_BLOCKS: Final = {
@@ -225,6 +261,9 @@ _LEAVES: Final[Mapping[str, Callable[[Mapping[str, Any]], _Visible]]] = {
     "transformers.models.gemma3.modeling_gemma3.Gemma3TextModel.forward.<locals>.<lambda>": (
         _everything
     ),
+    # A window that begins after the prompt: in training all is prompt.
+    "transformers.models.unlimited_ocr.modeling_unlimited_ocr"
+    ".create_reference_sliding_window_causal_mask.<locals>.prefill_overlay": _everything,
     f"{_GEMMA4}.inner_mask": lambda closure: _Visible(
         closure["sliding_window"][0] - 1, max(closure["sliding_window"][1] - 1, 0)
     ),

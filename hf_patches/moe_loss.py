@@ -83,14 +83,15 @@ def _real_tokens(step: Step) -> Tensor:
 
 
 def _top_k(model: PreTrainedModel) -> int:
-    top_k: Any = model.num_experts_per_tok
-    return int(top_k)
+    owner: Any = model if hasattr(model, "num_experts_per_tok") else model.config.get_text_config()
+    return int(owner.num_experts_per_tok)
 
 
 def _weight(model: PreTrainedModel) -> float:
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
-        if hasattr(model, name):
-            return float(getattr(model, name))
+        for owner in (model, model.config.get_text_config()):
+            if hasattr(owner, name):
+                return float(getattr(owner, name))
     raise ValueError(
         f"{type(model).__name__} has an auxiliary loss, but no weight for it: no attribute "
         "router_aux_loss_coef. Switch it off: output_router_logits=False."

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hf_patches.forward import HeadKind
+from hf_patches.multimodal.table import Media, is_multimodal
 
 LIBRARIES: Final = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "liger_kernel"}
 """Their layers, kernels and quantized layers among them, work token by token."""
@@ -31,6 +32,7 @@ class Architecture:
         scores: the token that a label of its language-model head belongs to.
         mixers: how its layers mix tokens other than by registered attention: names of
             `hf_patches.mixers.INSTALLERS`, separated by spaces.
+        media: how media and text meet; None for models of text.
     """
 
     features: str = ""
@@ -38,6 +40,7 @@ class Architecture:
     refusal: str = ""
     scores: HeadKind = "next token"
     mixers: str = ""
+    media: Media | None = None
 
     @property
     def is_served(self) -> bool:
@@ -240,9 +243,141 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
 """Entries by the model type of the config."""
 
 
+def _media(
+    features: str, names: str, media: Media | None = None, caveat: str = "", mixers: str = ""
+) -> Iterator[tuple[str, Architecture]]:
+    media = Media() if media is None else media
+    known = Architecture(features, caveat, mixers=mixers, media=media)
+    return ((name, known) for name in names.split())
+
+
+MULTIMODAL: Final[Mapping[str, Architecture]] = dict(
+    [
+        *_media(
+            "images",
+            "aria aya_vision blip-2 cohere2_vision deepseek_ocr2 deepseek_vl deepseek_vl_hybrid "
+            "emu3 got_ocr2 idefics2 idefics3 instructblip internvl janus lighton_ocr llava "
+            "llava_next mistral3 ovis2 pp_chart2table qianfan_ocr smolvlm step3p7 "
+            "unlimited_ocr vipllava",
+        ),
+        *_media("images", "kimi_k25", caveat="video was not compared"),
+        *_media("images", "fuyu", Media(first_position=0)),
+        *_media("images, chunks, temperature by position", "llama4"),
+        *_media("images, short convolutions", "lfm2_vl", mixers="convolution"),
+        *_media(
+            "images, video",
+            "exaone4_5 hyperclovax_vision_v2 llava_next_video llava_onevision muse_glimmer "
+            "video_llama_3 video_llava",
+        ),
+        *_media("video", "instructblipvideo"),
+        *_media(
+            "images, video, blocks of keys chosen by an indexer",
+            "minimax_m3_vl",
+            caveat="padding on the right only",
+            mixers="keys block-indexer",
+        ),
+        *_media(
+            "audio",
+            "audioflamingo3 fun_asr_nano glmasr moss_transcribe_diarize musicflamingo qwen3_asr "
+            "voxtral",
+        ),
+        *_media(
+            "audio", "granite_speech granite_speech_plus qwen2_audio", Media(drops_labels=True)
+        ),
+        *_media("images, video, 3-D positions", "cosmos3_edge ernie4_5_vl_moe qwen2_5_vl qwen2_vl"),
+        *_media("images, 3-D positions", "hunyuan_vl paddleocr_vl"),
+        *_media(
+            "images, 3-D positions",
+            "glm46v glm4v glm4v_moe glm_ocr glmga",
+            caveat="video was not compared",
+        ),
+        *_media(
+            "images, video, 3-D positions",
+            "qwen2_5_omni_thinker",
+            caveat="audio was not compared",
+        ),
+        *_media(
+            "images, video, 3-D positions, gated delta net",
+            "qwen3_5 qwen3_5_moe",
+            mixers="gated-delta-net",
+        ),
+        *_media(
+            "images, video, 3-D positions, features added in layers",
+            "cohere_compass cosmos3_omni qwen3_vl qwen3_vl_moe",
+        ),
+        *_media(
+            "images, video, 3-D positions, features added in layers",
+            "qwen3_omni_moe_thinker",
+            caveat="audio was not compared",
+        ),
+        *_media("images, features added in layers", "granite4_vision"),
+        *_media("images in both directions, sliding window", "gemma3 shieldgemma2"),
+        *_media(
+            "images in both directions, sliding window, keys shared between layers",
+            "gemma4 gemma4_unified",
+            caveat="video and audio were not compared",
+        ),
+        *_media("prefix in both directions", "paligemma", Media(first_position=1)),
+        *_media(
+            "cross-attention to images",
+            "mllama",
+            Media(
+                cross=("MllamaTextCrossAttention",),
+                packing="its images belong to samples, not to documents",
+            ),
+        ),
+        *_media(
+            "images, merged in the decoder", "chameleon", Media(seam="layers", first_position=0)
+        ),
+        *_media(
+            "images, merged in the decoder",
+            "phi4_multimodal",
+            Media(seam="layers", first_position=0),
+            caveat="audio was not compared",
+        ),
+        *_media("none: a model of text", "mistral4"),
+        *_refused(
+            "its text decoder has cross-attention blocks between its layers", "evolla idefics"
+        ),
+        *_refused("its text decoder does not take its attention from AttentionInterface", "blip"),
+        *_refused(
+            "it has an encoder and a decoder: two sequences, and attention between them",
+            "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
+        ),
+        *_refused("its loss needs the pixels of an image before the text", "git"),
+        *_refused(
+            "all images of a sample are one block of tokens that see each other, with text between",
+            "molmo2",
+        ),
+        *_refused("its loss is that of a flow of actions, not of tokens", "pi0"),
+        *_refused("it has no loss to train with", "diffusion_gemma"),
+        *_refused("it predicts streams of codes beside the text", "kyutai_speech_to_text"),
+        *_refused(
+            "the model that generates speech has no forward to train; use its thinker",
+            "qwen2_5_omni qwen3_omni_moe",
+        ),
+        *_refused(
+            "its layers that are computed on full sequences do not take masks of a model with "
+            "media yet; its text model is supported",
+            "qwen4_exp",
+        ),
+        *_refused(
+            "it has not been compared with the stock model yet",
+            "fast_vlm gemma3n glm5_next inkling_mm_model kosmos-2 kosmos-2.5 minicpm_ocr "
+            "minicpmv4_6 minicpmv4_7 mistral_large4 muse_spark nemo_speechlm nemotron_h_omni "
+            "perception_lm vibevoice_asr voxtral_realtime",
+        ),
+    ]
+)
+"""Entries of models that take media besides text, by the model type of the config."""
+
+
 def architecture_of(model: PreTrainedModel) -> Architecture | None:
     """Return the entry of a model's type; None for an unknown type."""
-    return ARCHITECTURES.get(model.config.model_type)
+    kind = model.config.model_type
+    if is_multimodal(model) and kind in MULTIMODAL:
+        return MULTIMODAL[kind]
+    return ARCHITECTURES.get(kind)
 
 
 @lru_cache(maxsize=1)
@@ -265,6 +400,9 @@ def _heads() -> Mapping[str, HeadKind]:
 
 def head_of(model: PreTrainedModel) -> HeadKind | None:
     """Return what a label of a model belongs to; None if its class is unknown."""
+    if is_multimodal(model):
+        known = architecture_of(model)
+        return "next token" if known is None else known.scores
     for owner in type(model).__mro__:
         if owner.__name__ in _heads():
             kind = _heads()[owner.__name__]

@@ -80,6 +80,13 @@ def num_unsharded() -> int:
     return _num_unsharded
 
 
+def exchange_unsharded(number: int) -> int:
+    """Set the number of declarations of unsharded attention; return the former one."""
+    global _num_unsharded
+    former, _num_unsharded = _num_unsharded, number
+    return former
+
+
 @contextmanager
 def paused() -> Iterator[None]:
     """Switch context parallelism off: full sequences, on this rank only."""

@@ -392,6 +392,8 @@ class Unsharded:
         for handle in self._handles:
             handle.remove()
 
+    remove = undo
+
     def __enter__(self) -> "Unsharded":
         _enter_unsharded()
         return self

@@ -34,7 +34,9 @@ def visible(mask: Mask, batch: int, length: int) -> Tensor:
             allowed &= number[:, None] == number[None, :]
         if mask.spans is not None:
             spans = _row(mask.spans, row, length, -1)
-            allowed |= (spans[:, None] == spans[None, :]) & (spans[:, None] >= 0)
+            same = (spans[:, None] == spans[None, :]) & (spans[:, None] >= 0)
+            later = position[None, :] > position[:, None]
+            allowed |= same & later if mask.cut_spans else same
         allowed &= documents[:, None] == documents[None, :]
         allowed &= documents[:, None] != -1
         rows.append(allowed & ~padding[None, :])

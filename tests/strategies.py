@@ -49,4 +49,5 @@ def masks(draw: st.DrawFn, batch: int, length: int) -> Mask:
         documents=draw(st.none() | run_ids(batch, length, 0.15)),
         spans=draw(st.none() | run_ids(batch, length, 0.6)),
         padding=draw(st.none() | paddings(batch, length)),
+        cut_spans=draw(st.booleans()),
     )

@@ -95,6 +95,7 @@ def open_step(
         branches=full.branches,
         yielded=yielded,
         shards=[(local[path], dim) for path, dim in full.dims.items()],
+        full=[full.tensors[path] for path in full.dims],
         outer_losses=None if outer is None else outer.losses,
     )
     if outer is not None:

@@ -37,6 +37,7 @@ class Mask:
             (a prefix, the tokens of one image); -1 is in no span.
         padding: bool [B, S] or [S], true where a token is padding and is not visible to any query.
             ``None`` takes the padding of the active step, ``False`` ignores it.
+        cut_spans: whether ``window`` and ``chunk`` also hide earlier keys of a query's own span.
 
     Example:
         >>> from lightning_cp.geometry.ranges import Range
@@ -51,6 +52,7 @@ class Mask:
     documents: Tensor | Literal[False] | None = None
     spans: Tensor | None = None
     padding: Tensor | Literal[False] | None = None
+    cut_spans: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -71,13 +73,13 @@ class Mask:
 
     def key(self) -> tuple[object, ...]:
         """Return a cache key: the settings, and the identity and version of the tensors."""
-        settings = (self.causal, self.window, self.chunk, *self.tensors())
-        if not any(isinstance(x, Tensor) for x in settings[3:]):
-            return settings
+        settings = (self.causal, self.window, self.chunk, self.cut_spans)
+        if not any(isinstance(x, Tensor) for x in self.tensors()):
+            return (*settings, *self.tensors())
         tensors = (
             (id(x), tensor_version(x)) if isinstance(x, Tensor) else x for x in self.tensors()
         )
-        return (self.causal, self.window, self.chunk, *tensors)
+        return (*settings, *tensors)
 
     def is_windowed(self, seq_len: int) -> bool:
         """Return whether a window or chunks hide keys of sequences of that length.
@@ -253,7 +255,9 @@ def _compute_bounds(
         # is one interval again.
         span_first, span_last = runs(spans)
         inside = spans != NO_DOCUMENT
-        first = np.where(inside, np.minimum(first, np.maximum(span_first, document_first)), first)
+        if not mask.cut_spans:
+            start = np.minimum(first, np.maximum(span_first, document_first))
+            first = np.where(inside, start, first)
         last = np.where(inside, np.maximum(last, np.minimum(span_last, document_last)), last)
     belongs = np.broadcast_to(document != NO_DOCUMENT, (num_samples, seq_len))
     first = np.where(belongs, first, position)

@@ -29,7 +29,7 @@ import transformers
 from benchmarks.measure import describe
 from hf_patches import enable
 from hf_patches.support import ARCHITECTURES, Architecture
-from tests.parity import zoo
+from tests.parity import media_report, zoo
 from tests.parity.hf import KINDS, Job, compare_all
 from tests.parity.table import BEGIN, END, count_models, support_table
 from tests.ranks import RankError, RankPool
@@ -187,7 +187,7 @@ def main() -> int:
     _say(f"\n{summary}\n")
     if given.write:
         text = page(results, refusals, [given.names, given.parts], sizes, summary)
-        given.write.write_text(text)
+        given.write.write_text(media_report.kept(given.write, text))
     failed = any(result.failures for result in results) or any(r.failure for r in refusals)
     return int(failed)
 
@@ -500,8 +500,9 @@ _SUPPORTED = """\
 `hf_patches.enable(model)` makes a model of transformers, plain or with LoRA, run inside steps with
 its own masks; in Lightning the strategy calls it ([hugging-face.md](hugging-face.md)). Heads:
 causal and masked language models, token and sequence classification, question answering. Inputs are
-text. Model types that are not in the table are refused, and so are encoder-decoder models (of
-`bart` and similar models the decoder alone runs). The table is written by
+text; models that take images, video or audio are in [a table of their own](#multimodal-models).
+Model types that are not in the table are refused, and so are encoder-decoder models (of `bart` and
+similar models the decoder alone runs). The table is written by
 `python -m tests.parity.table docs/support.md`, the rest of this page by `make parity`.
 """
 

@@ -47,7 +47,7 @@ def support_table(architectures: Mapping[str, Architecture]) -> str:
         | sliding window | mistral |
         | **refused**: it passes a state on | mamba |
     """
-    served = _group((_features(known), name) for name, known in architectures.items())
+    served = _group((features_of(known), name) for name, known in architectures.items())
     refused = _group(
         (f"**refused**: {known.refusal}", name)
         for name, known in architectures.items()
@@ -57,7 +57,7 @@ def support_table(architectures: Mapping[str, Architecture]) -> str:
     return "\n".join(["| features | model types |", "|---|---|", *rows])
 
 
-def _features(known: Architecture) -> str:
+def features_of(known: Architecture) -> str:
     """Return the title of a supported model's line; empty for one that is refused."""
     if not known.is_served:
         return ""

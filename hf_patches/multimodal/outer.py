@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of a multimodal model around its text decoder: on full sequences, inside a step.
+
+Towers, projectors, the merge of features into the text and 3-D positions are the model's own code,
+with its own attention; every rank computes them. Masks of the text decoder are ours. Where the
+decoder begins, `seam` shards what it gets.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from lightning_cp import active_step
+from lightning_cp.data.batch import SEQUENCE_DIMS, count_positions
+from lightning_cp.data.sharding import unshard
+from lightning_cp.step import Step
+
+
+@dataclass(frozen=True, eq=False)
+class _Outer:
+    """The call that is under way.
+
+    Args:
+        step: its step.
+        configs: ids of the configs of the text decoder.
+    """
+
+    step: Step
+    configs: frozenset[int]
+
+
+# Read by the mask function, which transformers calls with a config and no model.
+_current: _Outer | None = None
+
+
+def step_of(config: PreTrainedConfig) -> Step | None:
+    """Return the step if a model on full sequences builds a mask of its text decoder."""
+    outer = _current
+    return outer.step if outer is not None and id(config) in outer.configs else None
+
+
+def on_full_sequences() -> Step | None:
+    """Return the step in which a multimodal model runs on full sequences; None elsewhere.
+
+    Known by what activation checkpointing restores: also when a part of a model runs again.
+    """
+    step = active_step.current()
+    if step is None or step.is_stock or active_step.num_unsharded() == 0:
+        return None
+    return step
+
+
+def run(
+    stock: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    step: Step,
+    configs: frozenset[int],
+) -> Any:
+    """Call a forward method with full sequences.
+
+    Args:
+        stock: the forward method.
+        arguments: of the call, with this rank's tokens.
+        step: the active step.
+        configs: ids of the configs of the text decoder.
+    """
+    full = {name: full_value(name, x, step) for name, x in arguments.items()}
+    with _running(_Outer(step, configs)):
+        return stock(**full)
+
+
+def counted_positions(step: Step) -> Tensor:
+    """Return the index of each token in its document, [B, S], for full sequences."""
+    positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
+    return positions.expand(step.batch_size, -1).to(step.position_ids.device)
+
+
+@contextmanager
+def _running(outer: _Outer) -> Iterator[None]:
+    global _current
+    former, _current = _current, outer
+    active_step.declare_unsharded(1)
+    try:
+        yield
+    finally:
+        active_step.declare_unsharded(-1)
+        _current = former
+
+
+# Heads see this rank's hidden states.
+_OF_LOGITS: Final = ("labels", "shift_labels")
+
+
+def full_value(name: str, x: Any, step: Step) -> Any:
+    """Return the full tensor of this rank's shard; other values as they are."""
+    if not isinstance(x, Tensor) or name in _OF_LOGITS:
+        return x
+    for (local, _), full in zip(step.shards, step.full, strict=True):
+        if local is x:
+            return full
+    dim = SEQUENCE_DIMS.get(name)
+    if dim is None or x.dim() < 2 or x.shape[dim] != step.tensor_len:
+        return x
+    return unshard(x, dim, layout=step.layout, transport=step.groups.context, uid=step.uid)

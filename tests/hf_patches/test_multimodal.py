@@ -1,0 +1,162 @@
+"""Models with media: what `enable()` does to them, and what they refuse inside a step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config
+
+from hf_patches import enable
+from hf_patches.input_checks import _ids_out_of_range
+from hf_patches.multimodal import seam
+from hf_patches.multimodal.table import Media, find_decoder
+from hf_patches.support import MULTIMODAL
+from lightning_cp import ContextParallel, active_step
+from tests.hf_patches.test_enable import trace
+from tests.parity import media_zoo, zoo
+
+
+@pytest.fixture
+def cp():
+    return ContextParallel(None)
+
+
+def run(model, cp, batch):
+    with cp.step(batch) as local:
+        return model(**local).loss
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "mllama", "chameleon"])
+def test_undo_leaves_no_trace(name):
+    model = media_zoo.build_model(name)
+    before = trace(model)
+    handle = enable(model)
+    assert trace(model) != before
+    handle.undo()
+    assert trace(model) == before
+
+
+def test_outside_of_steps_it_is_the_stock_model():
+    model = media_zoo.build_model("qwen3_vl")
+    _, batch = media_zoo.build_batches("qwen3_vl", "plain")
+    expected = model(**batch).loss
+    enable(model)
+    assert torch.equal(model(**batch).loss, expected)
+
+
+def test_where_attention_is_declared_unsharded_models_are_stock_models(cp):
+    model, batch = zoo.build_model("llama").eval(), zoo.sample_batch("llama")
+    expected = model(batch["input_ids"]).logits
+    enable(model)
+    with cp.step({"input_ids": batch["input_ids"]}) as local, cp.unsharded():
+        assert torch.equal(model(**local).logits, expected)
+
+
+def test_a_copy_is_enabled_too(cp):
+    batch, _ = media_zoo.build_batches("qwen3_vl", "packed")
+    model = media_zoo.build_model("qwen3_vl")
+    enable(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin, cp, batch), run(model, cp, batch))
+
+
+def test_2_d_positions_of_packed_documents_are_counted_again(cp):
+    batch, _ = media_zoo.build_batches("qwen3_vl", "packed")
+    model = media_zoo.build_model("qwen3_vl")
+    enable(model)
+    ids = batch["document_ids"]
+    starts = torch.stack([torch.searchsorted(row, row) for row in ids])
+    positions = {**batch, "position_ids": torch.arange(ids.shape[1]) - starts}
+    torch.testing.assert_close(run(model, cp, positions), run(model, cp, batch))
+
+
+def test_packed_documents_are_refused_where_media_belong_to_samples(cp):
+    batch, _ = media_zoo.build_batches("mllama", "plain")
+    batch["document_ids"] = (torch.arange(batch["input_ids"].shape[1]) > 20).long().expand(2, -1)
+    model = media_zoo.build_model("mllama")
+    enable(model)
+    with pytest.raises(ValueError, match=r"packed documents, and Mllama.* cannot take them: its"):
+        run(model, cp, batch)
+
+
+def test_missing_placeholders_are_an_error(cp):
+    batch, _ = media_zoo.build_batches("llava", "plain")
+    batch["input_ids"] = torch.where(batch["input_ids"] == 3, 30, batch["input_ids"])
+    model = media_zoo.build_model("llava")
+    enable(model)
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        run(model, cp, batch)
+    good, _ = media_zoo.build_batches("llava", "plain")
+    assert run(model, cp, good).isfinite()  # the step before has left nothing behind
+
+
+def test_dropout_outside_of_the_decoder_is_refused_in_training(cp):
+    model = media_zoo.build_model("llava")
+    model.model.multi_modal_projector.act = nn.Sequential(nn.GELU(), nn.Dropout(0.1)).eval()
+    enable(model, allow_unknown=True)
+    batch, _ = media_zoo.build_batches("llava", "plain")
+    assert run(model, cp, batch).isfinite()
+    model.train()
+    with pytest.raises(ValueError, match=r"multi_modal_projector.act.1.p is above 0 in training"):
+        run(model, cp, batch)
+
+
+def test_a_block_in_several_parts_is_refused(cp):
+    batch, _ = media_zoo.build_batches("paligemma", "plain")
+    batch["token_type_ids"][0, -3:] = 0
+    model = media_zoo.build_model("paligemma")
+    enable(model)
+    with pytest.raises(ValueError, match=r"a block of sample 0 is in several parts"):
+        run(model, cp, batch)
+
+
+def test_a_text_decoder_of_an_unknown_type_is_refused():
+    model = media_zoo.build_model("llava")
+    model.model.language_model.config = GPT2Config(model_type="unheard_of")
+    model.model.language_model.config.model_type = "unheard_of"
+    with pytest.raises(ValueError, match=r"a text decoder of type 'unheard_of', which cannot run"):
+        enable(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("wishes", (2, 61), r"got `wishes` of shape \(2, 61\) inside a step, as long as the full"),
+        ("inputs_embeds", (2, 70, 4), "the model has lengthened its sequences"),
+    ],
+)
+def test_a_decoder_refuses_arguments_of_unknown_meaning(cp, name, shape, message):
+    batch, _ = media_zoo.build_batches("llava", "plain")
+    with cp.step(batch):
+        step = active_step.current()
+        with pytest.raises(ValueError, match=message):
+            seam._shard_value(nn.Linear(1, 1), name, torch.zeros(shape), seam.DIMS, step)
+
+
+def test_placeholders_may_lie_outside_of_the_vocabulary():
+    model = media_zoo.build_model("llava")
+    model.config.image_token_id = 500
+    for token, bad in ((500, False), (400, True)):
+        found = dict(_ids_out_of_range(model, {"input_ids": torch.tensor([[token]])}, False))
+        assert found == {"input_ids": bad}
+
+
+@pytest.mark.parametrize("name", ["blip", "git", "molmo2", "pi0", "idefics"])
+def test_names_are_refused_with_a_reason(name):
+    assert MULTIMODAL[name].refusal
+
+
+def test_a_refused_model_says_why():
+    model = media_zoo.build_model("llava")
+    model.config.model_type = "molmo2"
+    with pytest.raises(ValueError, match="cannot run under context parallelism: all images of a"):
+        enable(model)
+
+
+def test_decoders_are_found():
+    for name, path in (
+        ("llava", "model.language_model"),
+        ("blip-2", "language_model.model.decoder"),
+    ):
+        assert find_decoder(media_zoo.build_model(name), Media()) == path

@@ -1,0 +1,136 @@
+"""Multimodal models under context parallelism: loss and every gradient of the stock model.
+
+A subset; `python -m tests.parity.media_report` runs all names.
+"""
+
+import pytest
+import torch
+
+from hf_patches import enable
+from hf_patches.support import MULTIMODAL
+from tests.parity import media_zoo
+from tests.parity.broken_media import BREAKS, compare_broken
+from tests.parity.hf import build_cp
+from tests.parity.media import KINDS, MediaJob, compare_all
+from tests.parity.media_report import REFUSED_BATCHES
+
+pytestmark = pytest.mark.ranks
+
+# One of each way in which media and text meet.
+CLASSES = (
+    "llava",  # scattered into the embeddings
+    "qwen2_vl",  # 3-D positions
+    "qwen3_vl",  # features added in layers
+    "gemma3",  # images in both directions
+    "gemma3:wide",  # longer than the window
+    "paligemma",  # prefix in both directions, positions from 1
+    "mllama",  # cross-attention
+    "chameleon",  # merged in the decoder
+)
+SERVED = [name for name, known in MULTIMODAL.items() if known.is_served]
+
+
+def check(ranks, cp_size, jobs, limit=1e-3, loss_limit=1e-5):
+    results = ranks(cp_size).run(compare_all, jobs)[0]
+    for job, found in zip(jobs, results, strict=True):
+        refusal = REFUSED_BATCHES.get((job.name, job.kind))
+        if refusal is not None:
+            assert isinstance(found, str), str(job)
+            assert refusal in found, str(job)
+            continue
+        assert not isinstance(found, str), (str(job), found)
+        assert abs(found.loss - found.exact_loss) < loss_limit, (str(job), found.loss, found)
+        assert found.worst[1] < limit, (str(job), found.worst)
+
+
+def with_options(name, kind, layout="zigzag", algorithm="gather", **given):
+    return MediaJob(name, kind, options=(("layout", layout), ("algorithm", algorithm)), **given)
+
+
+def test_loss_and_gradients_are_those_of_the_stock_model(ranks):
+    jobs = [
+        with_options("llava", "right", "balanced"),
+        with_options("qwen3_vl", "packed"),
+        with_options("gemma3", "packed", "contiguous"),
+        with_options("mllama", "left"),
+        with_options("chameleon", "plain"),
+        with_options("llava", "text"),
+        with_options("gemma3:wide", "plain"),
+        with_options("qwen3_vl_moe:aux", "packed"),
+    ]
+    check(ranks, 2, jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_name_is_exact(ranks, name, cp_size):
+    kinds = [kind for kind in KINDS if kind != "packed" or media_zoo.ENTRIES[name].packs]
+    if not media_zoo.takes_text(name):
+        kinds.remove("text")
+    check(ranks, cp_size, [MediaJob(name, kind) for kind in kinds])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in media_zoo.ENTRIES if ":" in name])
+def test_every_variant_is_exact(ranks, name):
+    check(ranks, 2, [MediaJob(name, kind) for kind in ("plain", "packed", "right")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_in_double_precision_the_algebra_is_exact(ranks, name):
+    kinds = ("plain", "left", *(("packed",) if media_zoo.ENTRIES[name].packs else ()))
+    jobs = [with_options(name, kind, dtype=torch.float64) for kind in kinds]
+    check(ranks, 2, jobs, limit=1e-9, loss_limit=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_layers_may_be_recomputed_in_backward(ranks, name):
+    check(ranks, 2, [with_options(name, "left", checkpointing=False)])
+
+
+@pytest.mark.slow
+def test_the_loss_without_all_logits_is_the_same(ranks):
+    always = (("chunked_loss", "always"),)
+    jobs = [with_options(name, "plain", enabling=always) for name in (*CLASSES, "blip-2")]
+    check(ranks, 2, jobs)
+
+
+def test_every_name_is_served_or_refused_with_a_reason():
+    missing = [name for name in media_zoo.names() if name not in MULTIMODAL]
+    assert missing == []
+    assert set(SERVED) == {name for name in media_zoo.ENTRIES if ":" not in name}
+
+
+def bad_media():
+    """Return what each of some bad batches raises on this rank."""
+    cp, model = build_cp(), media_zoo.build_model("qwen3_vl")
+    enable(model)
+    good, _ = media_zoo.build_batches("qwen3_vl", "plain")
+    text = torch.where(good["input_ids"] == 3, 30, good["input_ids"])
+    no_grid = {key: x for key, x in good.items() if key != "image_grid_thw"}
+    no_types = {key: x for key, x in good.items() if key != "mm_token_type_ids"}
+    found = []
+    for batch in ({**good, "input_ids": text}, no_grid, no_types, good):
+        try:
+            with cp.step(batch) as local:
+                found.append(str(model(**local).loss.isfinite().item()))
+        except (ValueError, TypeError, AttributeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_bad_media_raise_on_all_ranks(ranks):
+    for found in ranks(2).run(bad_media):
+        assert "Image features and image tokens do not match" in found[0]
+        assert "NoneType" in found[1]  # the model's own
+        assert "`mm_token_type_ids` is missing" in found[2]
+        assert found[3] == "True"  # a good batch after bad ones
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_the_suite_notices(ranks, what):
+    found = ranks(2).run(compare_broken, what)[0]
+    assert found.worst[1] > 1e-2, found.worst
