@@ -740,8 +740,9 @@ def unpack_documents(batch: Any, full: FullBatch) -> Any:
     unpacked = {
         path: _unpacked(full, x, full.dims.get(path), _fill(full, path), intervals, longest)
         for path, x in full.tensors.items()
-        if full.names[path] not in packing
-    }
+        # Items of media follow each other in the order of the documents.
+        if full.names[path] not in (*packing, *MEDIA)
+    } | {path: x for path, x in full.tensors.items() if full.names[path] in MEDIA}
     added: dict[str, dict[str, Any]] = {}
     if full.metadata.get("attention_mask") is None:
         leaves = flatten(batch)

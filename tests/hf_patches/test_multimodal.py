@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config
 
-from hf_patches import enable
+from hf_patches import enable, verify
 from hf_patches.input_checks import _ids_out_of_range
 from hf_patches.multimodal import seam
 from hf_patches.multimodal.table import Media, find_decoder
@@ -160,3 +160,18 @@ def test_decoders_are_found():
         ("blip-2", "language_model.model.decoder"),
     ):
         assert find_decoder(media_zoo.build_model(name), Media()) == path
+
+
+def test_verify_gives_media_to_documents_in_their_order(cp):
+    batch, _ = media_zoo.build_batches("llava", "plain")
+    # One sample of two documents, as many items of media as samples: one image in the second.
+    ids = batch["input_ids"][:1].clone()
+    image = media_zoo.build_model("llava").config.image_token_id
+    per_image = int((batch["input_ids"] == image).sum()) // len(batch["pixel_values"])
+    ids = torch.where(ids == image, 30, ids)
+    ids[0, 40 : 40 + per_image] = image
+    documents = (torch.arange(ids.shape[1]) > 20).long()[None]
+    packed = {"input_ids": ids, "labels": ids, "document_ids": documents}
+    model = media_zoo.build_model("llava")
+    report = verify(model, {**packed, "pixel_values": batch["pixel_values"][:1]}, cp=cp)
+    assert report.passed, report

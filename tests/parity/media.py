@@ -53,7 +53,7 @@ def run(job: MediaJob) -> dict[str, Tensor]:
     with cp.step(batch) as local, _precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
-    return _averaged(loss, model, cp)
+    return _averaged(loss, model)
 
 
 def compare(job: MediaJob) -> Found | None:
