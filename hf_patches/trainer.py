@@ -9,11 +9,13 @@ changed here is who gets which batch, and what is counted once per rank.
 import functools
 import itertools
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -166,25 +168,16 @@ def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report
             f"{accelerator.device.type}: under FSDP2 train() moves it. Call verify(trainer) in "
             "on_train_begin() of a TrainerCallback."
         )
-    reports, problem = list[Report](), None
-    try:
-        for batch in _first_batches(trainer, num_batches):
-            if "labels" not in batch:
-                raise ValueError(
-                    f"verify() compares the model's own loss, and a batch of this "
-                    f"{type(trainer).__name__} has no labels for it: it holds {', '.join(batch)}. "
-                    "Verify an SFTTrainer or a Trainer with the same model and data."
-                )
+    batches: list[dict[str, Any]] = []
+    with _together(accelerator, device):
+        batches += _first_batches(trainer, num_batches)
+    reports = list[Report]()
+    for batch in batches:
+        # After each one: under FSDP2 the next is a collective of all ranks.
+        with _together(accelerator, device):
             reports.append(verify_model(model, batch, cp=handle.cp, **options))
-    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
-        problem = error
-    is_wrong = [problem is not None, not all(report.passed for report in reports)]
-    failed = accelerator.gather(torch.tensor([is_wrong], device=device)).any(0).tolist()
-    if problem is not None:
-        raise problem
-    if failed[0]:
-        raise RuntimeError("verify() failed on another rank; see its error.")
-    if failed[1]:
+    is_wrong = torch.tensor([not all(report.passed for report in reports)], device=device)
+    if bool(accelerator.gather(is_wrong).any()):
         wrong = next((report for report in reports if not report.passed), None)
         raise RuntimeError(
             f"Context parallelism changes the results of this {type(trainer).__name__}: "
@@ -194,11 +187,32 @@ def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report
     return reports
 
 
+@contextmanager
+def _together(accelerator: Any, device: torch.device) -> Iterator[None]:
+    """Raise on all ranks if one of them raises inside."""
+    problem = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
+        problem = error
+    flag = torch.tensor([problem is not None], device=device)
+    has_failed = bool(accelerator.gather(flag).any())
+    if problem is not None:
+        raise problem
+    if has_failed:
+        raise RuntimeError("verify() failed on another rank; see its error.")
+
+
 def _first_batches(trainer: Any, number: int) -> list[dict[str, Any]]:
-    """Return the first batches of a trainer's loader; its random state stays as it is."""
-    with torch.random.fork_rng():
-        loader = trainer.get_train_dataloader()
-        batches = [dict(batch) for batch in itertools.islice(loader, number)]
+    """Return the first batches of a trainer's loader; random states stay as they are."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            loader = trainer.get_train_dataloader()
+            batches = [dict(batch) for batch in itertools.islice(loader, number)]
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
     if hasattr(loader, "end"):
         loader.end()  # for accelerate: it is not iterated any more
     if len(batches) < number:
@@ -206,6 +220,13 @@ def _first_batches(trainer: Any, number: int) -> list[dict[str, Any]]:
             f"verify(num_batches={number}): the training data has {len(batches)} batches for this "
             "data rank. Give a smaller number."
         )
+    for batch in batches:
+        if "labels" not in batch:
+            raise ValueError(
+                f"verify() compares the model's own loss, and a batch of this "
+                f"{type(trainer).__name__} has no labels for it: it holds {', '.join(batch)}. "
+                "Verify an SFTTrainer or a Trainer with the same model and data."
+            )
     return batches
 
 
