@@ -128,17 +128,24 @@ def _store(args: argparse.Namespace) -> int:
         model = _load(args.model, _DTYPES[args.dtype]).to(device)  # type: ignore[arg-type]
         cp = ContextParallel(dist.group.WORLD if dist.is_initialized() else None)
         start, number = time.monotonic(), 0
-        unfinished = args.out.with_suffix(".tmp")
+        unfinished = args.out.with_name(f"{args.out.name}.unfinished")
         is_first = cp.cp_rank == 0
         with open(unfinished if is_first else "/dev/null", "w", encoding="utf-8") as file:
             for record in store_reference(model, data, cp=cp):
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(_line(record) + "\n")
                 number += 1
         if is_first:
             unfinished.replace(args.out)
             seconds = time.monotonic() - start
             sys.stdout.write(f"stored: pairs={number}, seconds={seconds:.1f}, file={args.out}\n")
     return 0
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"A record of the source cannot be written as JSON: {error}.") from error
 
 
 def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
