@@ -33,7 +33,6 @@ from hf_patches.support import (
     head_of,
 )
 from lightning_cp.options import check_choice
-from lightning_cp.routing import Unsharded
 
 _logger = logging.getLogger(__name__)
 
@@ -140,7 +139,6 @@ def enable(
         only_attends and media is None,
         media,
         "" if media is None else find_decoder(inner, media),
-        () if media is None else tuple(_dropouts(inner, find_decoder(inner, media))),
     )
     bound = functools.partial(forward.forward, inner)
     # generate() and others inspect the parameters of a model.
@@ -166,24 +164,6 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
             yield from INSTALLERS[name](model)
     if known is not None and not _custom_modules(model):
         yield from replace_forwards(model)
-
-
-_DROPOUTS: Final = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
-
-
-def _dropouts(model: PreTrainedModel, decoder: str) -> Iterator[tuple[str, str]]:
-    """Yield the modules outside of a decoder that drop something, each with the attribute."""
-    for path, module in model.named_modules():
-        if f"{path}.".startswith(f"{decoder}."):
-            continue
-        for name in _DROPOUTS:
-            value = getattr(module, name, None)
-            if isinstance(value, float) and 0 < value < 1 and (name != "p" or _drops(module)):
-                yield path, name
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
 
 
 @dataclass(frozen=True)
@@ -214,7 +194,10 @@ def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
             module.__dict__["get_rope_index"] = replaced
             yield _Method(module, "get_rope_index")
         if type(module).__name__ in media.cross:
-            yield Unsharded([module])
+            yield seam.AttendsToMedia(module)
+    outer = model.get_submodule(_base_of(model)) if media.seam == "decoder" else decoder
+    if outer is not model and (outer is not decoder or media.seam == "layers"):
+        yield outer.register_forward_pre_hook(seam.refuse_direct_call)
 
 
 def _our_name(name: str) -> str:

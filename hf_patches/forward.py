@@ -97,7 +97,6 @@ class Enabled:
             index: what branches of documents need.
         media: how media and text meet; None for a model of text.
         decoder: path of the text decoder of a model with media.
-        dropouts: modules outside of it that have dropout, each with the attribute.
     """
 
     head: HeadKind
@@ -108,7 +107,6 @@ class Enabled:
     only_attends: bool = False
     media: Media | None = None
     decoder: str = ""
-    dropouts: tuple[tuple[str, str], ...] = ()
 
 
 def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +166,13 @@ def prepare_arguments(
             "the batch has `branch_ids`. Put each branch into a document of its own, behind a copy "
             "of what it shares."
         )
-    check_agreed(model, arguments, step, labels_are_ids=enabled.head == "next token")
+    check_agreed(
+        model,
+        arguments,
+        step,
+        labels_are_ids=enabled.head == "next token",
+        takes_media=enabled.media is not None,
+    )
     return {name: value for name, value in arguments.items() if name not in _NOT_FOR_MODEL}
 
 
@@ -225,13 +229,24 @@ def _with_documents(
 
 
 def _check_dropout(model: PreTrainedModel, enabled: Enabled) -> None:
-    for path, name in enabled.dropouts:
-        if model.get_submodule(path).training:
-            raise ValueError(
-                f"{path}.{name} is above 0 in training, outside of the text decoder: ranks compute "
-                "this part several times, and would draw different numbers. Load the model with "
-                f"{name}=0.0, or call model.get_submodule('{path}').eval()."
-            )
+    """Raise for dropout in training in parts that several ranks compute.
+
+    At each call: adapters may be added, and modules switched to training, after `enable`.
+    """
+    media = enabled.media or Media()
+    sharded = enabled.decoder if media.seam == "decoder" else f"{enabled.decoder}.layers"
+    for path, module in model.named_modules() if model.training else ():
+        if not module.training or f"{path}.".startswith(f"{sharded}."):
+            continue
+        for name, value in vars(module).items():
+            is_dropout = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+            if is_dropout and isinstance(value, float) and 0 < value < 1:
+                raise ValueError(
+                    f"{path}.{name} is {value} in training, outside of the text decoder: ranks "
+                    "compute this part several times, and would draw different numbers. Set it to "
+                    "0 in the config of the model or of the adapter, or switch it off: "
+                    f"model.get_submodule('{path}').eval()."
+                )
 
 
 # ---------------------------------------------------------------- heads that score tokens

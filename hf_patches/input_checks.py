@@ -6,7 +6,7 @@ raises on all ranks.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -113,7 +113,12 @@ def check_call(
 
 
 def check_agreed(
-    model: PreTrainedModel, arguments: Mapping[str, Any], step: Step, *, labels_are_ids: bool
+    model: PreTrainedModel,
+    arguments: Mapping[str, Any],
+    step: Step,
+    *,
+    labels_are_ids: bool,
+    takes_media: bool,
 ) -> None:
     """Raise on all ranks for ids out of range, and for masks or positions that the step lacks.
 
@@ -133,9 +138,9 @@ def check_agreed(
         )
         problems.append((differs, "position_ids"))
     if step.is_checked:
-        problems += [
-            (bad, name) for name, bad in _ids_out_of_range(model, arguments, labels_are_ids)
-        ]
+        special = _placeholders(model) if takes_media else ()
+        checked = _ids_out_of_range(model, arguments, special, labels_are_ids=labels_are_ids)
+        problems += [(bad, name) for name, bad in checked]
     if not problems:
         return
     flags = any_rank([bad for bad, _ in problems], step.groups.context)
@@ -174,7 +179,11 @@ def _differs(mask: Tensor, full: Tensor, step: Step) -> bool:
 
 
 def _ids_out_of_range(
-    model: PreTrainedModel, arguments: Mapping[str, Any], labels_are_ids: bool
+    model: PreTrainedModel,
+    arguments: Mapping[str, Any],
+    special: Sequence[int],
+    *,
+    labels_are_ids: bool,
 ) -> Iterator[tuple[str, bool]]:
     """Yield which ids are outside of the vocabulary: only the rank that holds one would fail."""
     size = getattr(model.config.get_text_config(), "vocab_size", None)
@@ -183,17 +192,20 @@ def _ids_out_of_range(
         x = arguments.get(name)
         if isinstance(x, Tensor) and isinstance(size, int) and x.numel():
             ids = torch.where(x == IGNORED_LABEL, 0, x) if name == "labels" else x
-            special = [i for i in _placeholders(model) if not 0 <= i < size]
             if name == "input_ids" and special:
                 ids = torch.where(torch.isin(ids, ids.new_tensor(special)), 0, ids)
             yield name, bool(((ids < 0) | (ids >= size)).any())
 
 
+_OF_TEXT: Final = ("pad", "bos", "eos", "sep", "cls", "mask", "unk", "decoder_start")
+
+
 def _placeholders(model: PreTrainedModel) -> list[int]:
-    """Return the ids of media tokens, which may lie outside of the vocabulary."""
-    values = vars(model.config).items()
+    """Return the ids of media tokens that lie outside of the vocabulary: features replace them."""
+    size = model.config.get_text_config().vocab_size
     return [
         value
-        for name, value in values
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+        for name, value in vars(model.config).items()
+        if name.endswith(("_token_id", "_token_index")) and not name.startswith(_OF_TEXT)
+        if isinstance(value, int) and not 0 <= value < size
     ]

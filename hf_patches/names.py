@@ -32,10 +32,10 @@ STOCK: Final = {ours: stock for stock, ours in NAMES.items()}
 def active() -> Step | None:
     """Return the step in which enabled models run sharded; None where they run as stock models.
 
-    They do so where attention is declared unsharded: the towers of a multimodal model, for one.
+    They do so in parts of a multimodal model that run on full sequences: its towers, for one.
     """
     step = active_step.current()
-    return None if step is None or step.is_stock or active_step.num_unsharded() > 0 else step
+    return None if step is None or step.is_stock or active_step.is_full() else step
 
 
 def is_ours(implementation: str | None) -> bool:

@@ -29,7 +29,7 @@ from lightning_cp.data.sharding import shift_labels, unshard
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL, Step
-from lightning_cp.torch_private import run_pre_hooks
+from lightning_cp.torch_private import map_tensors, run_pre_hooks
 
 Logits = Literal["auto", "always", "never"]
 """Whether an output has logits where labels are given; ``auto``: not in training."""
@@ -39,6 +39,11 @@ _MARK: Final = "_lightning_cp_rows"
 # Fields of an output: those with one entry per token, and those that all ranks have in common.
 _PER_TOKEN: Final = ("last_hidden_state", "hidden_states", "logits", "router_logits")
 _COMMON: Final = ("loss", "aux_loss", "pooler_output", "start_logits", "end_logits")
+# What models with media compute on full sequences. A loss of them would count once per rank.
+_OF_MEDIA: Final = (
+    *("image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas"),
+    *("vision_hidden_states", "audio_features"),
+)
 
 
 @dataclass(eq=False)
@@ -290,6 +295,8 @@ def _unshard_field(
     """Return a field of an output for full sequences."""
     if name in _COMMON or (name == "logits" and enabled.head == "sequence"):
         return value
+    if enabled.media is not None and name in _OF_MEDIA:
+        return map_tensors(Tensor.detach, value)
     if name not in _PER_TOKEN:
         raise ValueError(
             f"{type(model).__name__} returned `{name}`, which is not known to be the same on all "

@@ -80,6 +80,23 @@ def num_unsharded() -> int:
     return _num_unsharded
 
 
+_FULL: Final = 1 << 16
+
+
+def declare_full(change: int) -> None:
+    """Enter (1) or leave (-1) a part of a model that runs on full sequences inside a step.
+
+    Its attention is unsharded too. Unlike other declarations, this one says that no tensor there is
+    a shard; one number holds both, which activation checkpointing restores.
+    """
+    declare_unsharded(change * _FULL)
+
+
+def is_full() -> bool:
+    """Return whether a model runs on full sequences here."""
+    return _num_unsharded >= _FULL
+
+
 def exchange_unsharded(number: int) -> int:
     """Set the number of declarations of unsharded attention; return the former one."""
     global _num_unsharded

@@ -116,8 +116,8 @@ class Step:
     yielded: dict[str | None, list[Any]] = field(default_factory=dict, repr=False)
     # Those of them that are shards, each with its sequence dim.
     shards: list[tuple[Tensor, int]] = field(default_factory=list, repr=False)
-    # The full tensors that they are shards of, in the same order.
-    full: list[Tensor] = field(default_factory=list, repr=False)
+    # The full tensors that they are shards of, in the same order, and the versions of the shards.
+    full: list[tuple[Tensor, int | None]] = field(default_factory=list, repr=False)
     # Token means that were computed in this step. A step without any has a loss of unknown kind.
     losses: list[LossMark] = field(default_factory=list, repr=False)
     # The losses of the step that yielded its batch unsharded, if this one works on a part of it.

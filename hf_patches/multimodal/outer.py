@@ -19,6 +19,7 @@ from lightning_cp import active_step
 from lightning_cp.data.batch import SEQUENCE_DIMS, count_positions
 from lightning_cp.data.sharding import unshard
 from lightning_cp.step import Step
+from lightning_cp.torch_private import tensor_version
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +51,7 @@ def on_full_sequences() -> Step | None:
     Known by what activation checkpointing restores: also when a part of a model runs again.
     """
     step = active_step.current()
-    if step is None or step.is_stock or active_step.num_unsharded() == 0:
-        return None
-    return step
+    return step if step is not None and not step.is_stock and active_step.is_full() else None
 
 
 def run(
@@ -84,11 +83,11 @@ def counted_positions(step: Step) -> Tensor:
 def _running(outer: _Outer) -> Iterator[None]:
     global _current
     former, _current = _current, outer
-    active_step.declare_unsharded(1)
+    active_step.declare_full(1)
     try:
         yield
     finally:
-        active_step.declare_unsharded(-1)
+        active_step.declare_full(-1)
         _current = former
 
 
@@ -100,10 +99,16 @@ def full_value(name: str, x: Any, step: Step) -> Any:
     """Return the full tensor of this rank's shard; other values as they are."""
     if not isinstance(x, Tensor) or name in _OF_LOGITS:
         return x
-    for (local, _), full in zip(step.shards, step.full, strict=True):
-        if local is x:
+    for (local, own_dim), (full, version) in zip(step.shards, step.full, strict=True):
+        if local is x and tensor_version(x) == version:
             return full
+        if local is x:  # changed in place since
+            return _unshard(x, own_dim, step)
     dim = SEQUENCE_DIMS.get(name)
     if dim is None or x.dim() < 2 or x.shape[dim] != step.tensor_len:
         return x
+    return _unshard(x, dim, step)
+
+
+def _unshard(x: Tensor, dim: int, step: Step) -> Tensor:
     return unshard(x, dim, layout=step.layout, transport=step.groups.context, uid=step.uid)

@@ -17,6 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_patches.input_checks import FILLED, name_arguments, parameters_of
 from hf_patches.multimodal.outer import on_full_sequences
+from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.mask import NO_DOCUMENT
@@ -86,6 +87,7 @@ def _enter(
     """Shard the arguments of a decoder or of a layer, and end the part with full sequences."""
     step = on_full_sequences()
     if step is None:
+        module.__dict__.pop(_ENTERED, None)  # of a call that was interrupted
         return None
     given = name_arguments(module, args, kwargs)
     local = _shard_rows(given, step)
@@ -122,6 +124,8 @@ def _leave(module: nn.Module, _: object, output: Any = None) -> Any:
     if not entered:
         return None
     number, step = entered.pop()
+    if not entered:
+        del module.__dict__[_ENTERED]
     active_step.exchange_unsharded(number)
     step.cache.pop(PREPARED, None)
     if not isinstance(output, ModelOutput) or output.get("router_logits") is None:
@@ -196,6 +200,39 @@ def _shard_at(module: nn.Module, name: str, x: Tensor, dim: int, step: Step) -> 
             "Give it sequences that hold a placeholder for each feature, as its processor does."
         )
     return shard(x, dim, layout=step.layout, rank=step.cp_rank)
+
+
+class AttendsToMedia:
+    """Hooks of a layer inside the decoder whose keys every rank holds: it runs as the stock layer.
+
+    Args:
+        module: the layer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._handles = (
+            module.register_forward_pre_hook(lambda *_: active_step.declare_full(1)),
+            module.register_forward_hook(lambda *_: active_step.declare_full(-1), always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def refuse_direct_call(module: nn.Module, *_: object) -> None:
+    """Raise where the part of a model that holds towers and decoder is called by itself in a step.
+
+    It would merge this rank's tokens with all media, and count positions from 0.
+    """
+    if active() is not None:
+        raise ValueError(
+            f"{type(module).__name__} was called inside a step, not the enabled model that holds "
+            "it: a model with media runs on full sequences up to its decoder, from its own forward "
+            "on. Call the model itself (output_hidden_states=True returns hidden states), or run "
+            "full sequences: `with cp.paused():`."
+        )
 
 
 # ---------------------------------------------------------------- positions of packed documents

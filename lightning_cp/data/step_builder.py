@@ -20,6 +20,7 @@ from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options, SequenceDims
 from lightning_cp.step import Step, UnshardedStep, unsharded_step
+from lightning_cp.torch_private import tensor_version
 
 
 def open_step(
@@ -95,7 +96,7 @@ def open_step(
         branches=full.branches,
         yielded=yielded,
         shards=[(local[path], dim) for path, dim in full.dims.items()],
-        full=[full.tensors[path] for path in full.dims],
+        full=[(full.tensors[path], tensor_version(local[path])) for path in full.dims],
         outer_losses=None if outer is None else outer.losses,
     )
     if outer is not None:

@@ -1,20 +1,21 @@
 """Models with media: what `enable()` does to them, and what they refuse inside a step."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config
 
-from hf_patches import enable, verify
-from hf_patches.input_checks import _ids_out_of_range
+from hf_patches import enable, verify, whole_rows
+from hf_patches.input_checks import _ids_out_of_range, _placeholders
 from hf_patches.multimodal import seam
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.support import MULTIMODAL
 from lightning_cp import ContextParallel, active_step
 from tests.hf_patches.test_enable import trace
-from tests.parity import media_zoo, zoo
+from tests.parity import hf, media_zoo, zoo
 
 
 @pytest.fixture
@@ -45,12 +46,102 @@ def test_outside_of_steps_it_is_the_stock_model():
     assert torch.equal(model(**batch).loss, expected)
 
 
-def test_where_attention_is_declared_unsharded_models_are_stock_models(cp):
+def full_logits(model, batch, change=lambda local: None, declare=False):
+    """Return the logits of a step on all ranks of a pool, as full sequences."""
+    cp = hf.build_cp()
+    with cp.step(batch) as local, cp.unsharded() if declare else nullcontext():
+        change(local)
+        logits = model(**local).logits
+        return cp.unshard(logits, 1).detach()
+
+
+def raise_ids(local):
+    local["input_ids"].masked_fill_(local["input_ids"] == 30, 31)
+
+
+def habits():
+    """Return the errors of what users do with enabled models in steps, on 2 ranks."""
     model, batch = zoo.build_model("llama").eval(), zoo.sample_batch("llama")
-    expected = model(batch["input_ids"]).logits
+    batch = {"input_ids": batch["input_ids"]}
+    expected = model(**batch).logits
     enable(model)
-    with cp.step({"input_ids": batch["input_ids"]}) as local, cp.unsharded():
-        assert torch.equal(model(**local).logits, expected)
+    found = {"declared unsharded": full_logits(model, batch, declare=True) - expected}
+    model = media_zoo.build_model("llava")
+    _, batch = media_zoo.build_batches("llava", "plain")
+    del batch["labels"]
+    batch["input_ids"][:, :2] = 30
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    raise_ids(changed)
+    expected = model(**changed).logits
+    enable(model)
+    found["changed in place"] = full_logits(model, batch, raise_ids) - expected
+    return {name: x.abs().max().item() for name, x in found.items()}
+
+
+def test_declarations_and_changes_in_place_keep_their_meaning(ranks):
+    for found in ranks(2).run(habits):
+        assert max(found.values()) < 1e-4, found
+
+
+@pytest.mark.parametrize("name", ["llava", "chameleon", "phi4_multimodal", "paligemma"])
+def test_the_part_with_towers_is_not_called_alone(cp, name):
+    model = media_zoo.build_model(name)
+    enable(model)
+    batch, _ = media_zoo.build_batches(name, "text")
+    with cp.step(batch) as local, pytest.raises(ValueError, match="not the enabled model that"):
+        model.base_model(input_ids=local["input_ids"])
+
+
+def test_ids_of_text_models_are_checked_whatever_the_config_says(cp):
+    model = zoo.build_model("llama")
+    model.config.pad_token_id = zoo.VOCAB_SIZE
+    enable(model)
+    ids = torch.full((1, 8), zoo.VOCAB_SIZE)
+    with cp.step({"input_ids": ids}) as local, pytest.raises(ValueError, match="vocabulary"):
+        model(**local)
+
+
+def test_an_interrupted_call_leaves_nothing(cp):
+    model = media_zoo.build_model("llava")
+    enable(model)
+    batch, stock = media_zoo.build_batches("llava", "plain")
+    expected = model(**stock).loss
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    layer = model.model.language_model.layers[0]
+    handle = layer.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, cp, batch)
+    handle.remove()
+    assert torch.equal(model(**stock).loss, expected)
+    assert active_step.num_unsharded() == 0
+
+
+def rows_with_media(name):
+    """Return the loss and the worst gradient error of a model that shards full sequences."""
+    _, batch = media_zoo.build_batches(name, "plain")
+    model = media_zoo.build_model(name)
+    stock = model(**batch)
+    stock.loss.backward()
+    exact = hf._gradients(model)
+    model.zero_grad()
+    whole_rows(model, hf.build_cp(), logits="always")
+    output = model(**batch)
+    output.loss.backward()
+    found = hf._averaged(output.loss, model)
+    difference = (found.pop("loss") - stock.loss).abs().item()
+    return difference, max(hf.errors(found, exact).values()), tuple(output.logits.shape)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_models_with_media_take_full_sequences(ranks, name):
+    _, batch = media_zoo.build_batches(name, "plain")
+    for loss, gradient, shape in ranks(2).run(rows_with_media, name):
+        assert loss < 1e-5
+        assert gradient < 1e-3
+        assert shape[:2] == batch["input_ids"].shape
 
 
 def test_a_copy_is_enabled_too(cp):
@@ -98,7 +189,7 @@ def test_dropout_outside_of_the_decoder_is_refused_in_training(cp):
     batch, _ = media_zoo.build_batches("llava", "plain")
     assert run(model, cp, batch).isfinite()
     model.train()
-    with pytest.raises(ValueError, match=r"multi_modal_projector.act.1.p is above 0 in training"):
+    with pytest.raises(ValueError, match=r"multi_modal_projector.act.1.p is 0.1 in training"):
         run(model, cp, batch)
 
 
@@ -138,7 +229,8 @@ def test_placeholders_may_lie_outside_of_the_vocabulary():
     model = media_zoo.build_model("llava")
     model.config.image_token_id = 500
     for token, bad in ((500, False), (400, True)):
-        found = dict(_ids_out_of_range(model, {"input_ids": torch.tensor([[token]])}, False))
+        ids = {"input_ids": torch.tensor([[token]])}
+        found = dict(_ids_out_of_range(model, ids, _placeholders(model), labels_are_ids=False))
         assert found == {"input_ids": bad}
 
 
