@@ -159,7 +159,8 @@ def test_the_plan_contains_attention_that_is_kept():
     setup = replace(setup, offload="all")
     plan = plan_memory(model, setup)
     kept = memory_plan._keeping(model, setup, plan, inf)
-    assert kept.peak == pytest.approx(plan.peak + 3 * layer)
+    # Three layers are on the GPU; what one of them keeps is a part of "one layer".
+    assert kept.peak == pytest.approx(plan.peak + 2 * layer)
     assert kept.host == pytest.approx(plan.host + 8 * 12 * layer)
 
 
