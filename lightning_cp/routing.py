@@ -392,8 +392,6 @@ class Unsharded:
         for handle in self._handles:
             handle.remove()
 
-    remove = undo
-
     def __enter__(self) -> "Unsharded":
         _enter_unsharded()
         return self
