@@ -7,7 +7,7 @@ Attention, loss and unshard read it; they add cached values and the losses that 
 import itertools
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -78,6 +78,22 @@ class StepCache(MutableMapping[object, Any]):
         return len(self._values)
 
 
+class Shard(NamedTuple):
+    """A tensor that a step has yielded: this rank's part of a full one along a dim.
+
+    Args:
+        local: the part.
+        dim: the sequence dim.
+        full: the full tensor.
+        version: of the part when it was yielded; later ones were changed in place.
+    """
+
+    local: Tensor
+    dim: int
+    full: Tensor
+    version: int | None
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One batch under context parallelism, as this rank sees it.
@@ -114,10 +130,8 @@ class Step:
     cache: StepCache = field(default_factory=StepCache, repr=False)
     # The values that the user received, by name; several tensors of a batch may have the same.
     yielded: dict[str | None, list[Any]] = field(default_factory=dict, repr=False)
-    # Those of them that are shards, each with its sequence dim.
-    shards: list[tuple[Tensor, int]] = field(default_factory=list, repr=False)
-    # The full tensors that they are shards of, in the same order, and the versions of the shards.
-    full: list[tuple[Tensor, int | None]] = field(default_factory=list, repr=False)
+    # Those of them that are shards.
+    shards: list[Shard] = field(default_factory=list, repr=False)
     # Token means that were computed in this step. A step without any has a loss of unknown kind.
     losses: list[LossMark] = field(default_factory=list, repr=False)
     # The losses of the step that yielded its batch unsharded, if this one works on a part of it.

@@ -99,11 +99,10 @@ def full_value(name: str, x: Any, step: Step) -> Any:
     """Return the full tensor of this rank's shard; other values as they are."""
     if not isinstance(x, Tensor) or name in _OF_LOGITS:
         return x
-    for (local, own_dim), (full, version) in zip(step.shards, step.full, strict=True):
-        if local is x and tensor_version(x) == version:
-            return full
-        if local is x:  # changed in place since
-            return _unshard(x, own_dim, step)
+    known = next((known for known in step.shards if known.local is x), None)
+    if known is not None:
+        is_unchanged = tensor_version(x) == known.version
+        return known.full if is_unchanged else _unshard(x, known.dim, step)
     dim = SEQUENCE_DIMS.get(name)
     if dim is None or x.dim() < 2 or x.shape[dim] != step.tensor_len:
         return x

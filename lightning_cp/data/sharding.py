@@ -91,7 +91,7 @@ def token_dim(leaf: Leaf, step: Step) -> int | None:
     x = leaf.value
     if not isinstance(x, Tensor | np.ndarray) or isinstance(step, UnshardedStep):
         return None
-    known = next((dim for local, dim in step.shards if local is x), leaf.dim)
+    known = next((known.dim for known in step.shards if known.local is x), leaf.dim)
     dim = step.options.sequence_dims.get(leaf.key, known)
     if dim is None or not -x.ndim <= dim < x.ndim:
         return None

@@ -19,7 +19,7 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options, SequenceDims
-from lightning_cp.step import Step, UnshardedStep, unsharded_step
+from lightning_cp.step import Shard, Step, UnshardedStep, unsharded_step
 from lightning_cp.torch_private import tensor_version
 
 
@@ -95,8 +95,10 @@ def open_step(
         is_stock=is_stock,
         branches=full.branches,
         yielded=yielded,
-        shards=[(local[path], dim) for path, dim in full.dims.items()],
-        full=[(full.tensors[path], tensor_version(local[path])) for path in full.dims],
+        shards=[
+            Shard(local[path], dim, full.tensors[path], tensor_version(local[path]))
+            for path, dim in full.dims.items()
+        ],
         outer_losses=None if outer is None else outer.losses,
     )
     if outer is not None:
