@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_patches import enable
-from tests.parity import media_zoo
+from tests.parity import hf, media_zoo
 from tests.parity.hf import Found, _averaged, _gradients, _precision, build_cp, errors
 
 KINDS = ("plain", "packed", "left", "right", "text")
@@ -67,11 +67,5 @@ def compare(job: MediaJob) -> Found | None:
 
 
 def compare_all(jobs: list[MediaJob]) -> list[Found | str | None]:
-    """Run jobs one after another; an error that all ranks raise is returned as text."""
-    results: list[Found | str | None] = []
-    for job in jobs:
-        try:
-            results.append(compare(job))
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
+    """Run jobs one after another, as `tests.parity.hf.compare_all`."""
+    return hf.compare_all(jobs, compare)
