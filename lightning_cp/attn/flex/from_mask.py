@@ -41,8 +41,8 @@ from lightning_cp.options import GradientWire
 from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import without_modes
 
-SHORT_SEQUENCE = 16384
-"""Sequences up to this have one buffer length: compiling for another one takes 6 to 40 s."""
+SHORT_SEQUENCE = 65536
+"""Sequences up to this have one buffer length: compiling for another one takes 4 to 40 s."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,7 @@ def _padded_buffer_len(num_needed: int, layout: Layout, *, plain: bool) -> int:
     """Return the length of a buffer for ``num_needed`` entries.
 
     Fused kernels are compiled for one length. With documents the number of needed keys changes with
-    every batch, so buffers have one of a few lengths: the sequence, 3/4, 1/2, 3/8, 1/4 of it, and
+    every batch, so buffers are as long as the sequence; of long ones 3/4, 1/2, 3/8, 1/4 of it, and
     so on down to the shard of a rank. The sequence is as long as the padded queries of all ranks,
     so that each length of queries has the same few buffers. Empty entries cost memory, but no time.
     """

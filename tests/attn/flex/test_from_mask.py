@@ -297,7 +297,7 @@ def test_buffers_of_fused_kernels_have_few_lengths():
         assert buffer_len(length, 128 * k, 8) == length
         assert buffer_len(length - 1, 128 * k, 8) == length
     assert buffer_len(1, 128 * k, 2) == 64 * k  # never less than a rank holds
-    assert buffer_len(1, 16383, 8) == 16384  # nothing to win
+    assert buffer_len(1, 64 * k - 1, 8) == 64 * k  # little to win
     odd = {buffer_len(n, 100_001, 3) for n in range(100_002)}
     assert sorted(odd) == [41472, 55296, 82944, 110592]  # of three shards of 36864
 
@@ -315,7 +315,7 @@ def test_lengths_of_queries_and_buffers_are_few():
         assert block_mask.round_up(size) == size
     for cp_size in (2, 3, 8):
         pairs = set()
-        for seq_len in range(20_000, 40_000, 77):
+        for seq_len in range(70_000, 140_000, 277):
             layout = build_layout("zigzag", seq_len=seq_len, cp_size=cp_size)
             queries = block_mask.round_up(layout.local_len)
             for needed in (1, seq_len // 3, seq_len // 2, seq_len, layout.padded_len):
@@ -366,7 +366,7 @@ def draw_documents(seed, length):
 @pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
     """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
-    monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 16384 if is_short else 0)
+    monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 65536 if is_short else 0)
     lengths, needs = set(), set()
     case = make_case("causal", length=1024, heads="mqa")
     layout = case.layout = build_layout("contiguous", seq_len=1024, cp_size=4)
