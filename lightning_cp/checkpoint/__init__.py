@@ -6,6 +6,7 @@ distributed checkpoints do. A file is what a plain Trainer on one device writes.
 number of ranks. This package depends on torch only; the strategy calls it to save and load.
 """
 
+from lightning_cp.checkpoint.background import BackgroundSaver
 from lightning_cp.checkpoint.consolidate import consolidate, read_whole
 from lightning_cp.checkpoint.folder import (
     aside_of,
@@ -25,6 +26,7 @@ from lightning_cp.checkpoint.state import (
 from lightning_cp.comm.collective_errors import meet, together
 
 __all__ = [
+    "BackgroundSaver",
     "aside_of",
     "consolidate",
     "find_folder",

@@ -5,12 +5,14 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -55,18 +57,47 @@ def save_folder(state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path)
             shard.
         folder: on a file system that all ranks share; rank 0's path is used.
     """
-    folder = from_rank_0(folder)
-    failure = f"{folder} was not saved; an existing checkpoint is unchanged."
+    state, meta = join_shards(state, meta)
+    write_folder(state, partial(save_file, meta), from_rank_0(folder))
+
+
+def join_shards(
+    state: Mapping[str, Any], meta: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all shards of a checkpoint, and what is not sharded."""
+    rest, shards = take_shards(dict(meta))
+    return {**state, **({"rest": shards} if shards else {})}, rest
+
+
+def failure_of(folder: Path) -> str:
+    """Return what to say if a folder cannot be saved."""
+    return f"{folder} was not saved; an existing checkpoint is unchanged."
+
+
+def write_folder(
+    state: Mapping[str, Any],
+    write_meta: Callable[[Path], None],
+    folder: Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint, and put it in place. Collective.
+
+    Args:
+        state: all shards.
+        write_meta: writes what is not sharded to a file, on rank 0.
+        folder: the same path on all ranks.
+        group: a group of all ranks; the default one if None.
+    """
     first = rank() == 0
-    meta, shards = take_shards(dict(meta))
-    state = {**state, **({"rest": shards} if shards else {})}
-    temporary = from_rank_0(together(lambda: _prepare(folder) if first else folder, failure))
+    everywhere = partial(together, failure=failure_of(folder), group=group)
+    own = everywhere(lambda: _prepare(folder) if first else folder)
+    temporary = from_rank_0(own, group)
     try:
-        together(lambda: _write_shards(state, temporary), failure)
-        rank_sums = together(lambda: sum_files(sorted(temporary.glob(f"__{rank()}_*"))), failure)
-        sums = {name: entry for part in from_all(rank_sums) for name, entry in part.items()}
-        together(lambda: _write_meta(meta, sums, temporary) if first else None, failure)
-        together(lambda: _put_in_place(temporary, folder) if first else None, failure)
+        everywhere(lambda: _write_shards(state, temporary, group))
+        rank_sums = everywhere(lambda: sum_files(sorted(temporary.glob(f"__{rank()}_*"))))
+        sums = {name: entry for part in from_all(rank_sums, group) for name, entry in part.items()}
+        everywhere(lambda: _write_meta(write_meta, sums, temporary) if first else None)
+        everywhere(lambda: _put_in_place(temporary, folder) if first else None)
     finally:
         if first:
             remove(temporary)
@@ -125,17 +156,23 @@ def _prepare(folder: Path) -> Path:
     return temporary
 
 
-def _write_shards(state: Mapping[str, Any], temporary: Path) -> None:
+def _write_shards(
+    state: Mapping[str, Any], temporary: Path, group: dist.ProcessGroup | None
+) -> None:
     """Write each rank's shards. Collective."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is ")  # without a process group
-        state_dict_saver.save(dict(state), storage_writer=FileSystemWriter(temporary))
+    writer = FileSystemWriter(temporary)
+    if dist.is_initialized():
+        state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
+        return
+    with warnings.catch_warnings():  # not in a thread: filters are those of the process
+        warnings.filterwarnings("ignore", "torch.distributed is ")
+        state_dict_saver.save(dict(state), storage_writer=writer)
 
 
-def _write_meta(meta: Mapping[str, Any], sums: Mapping[str, Any], temporary: Path) -> None:
+def _write_meta(write: Callable[[Path], None], sums: Mapping[str, Any], temporary: Path) -> None:
     """Write what is not sharded, after all shards, and the checksums of all files."""
     read_metadata(temporary, [".metadata"])
-    save_file(meta, temporary / META)
+    write(temporary / META)
     write_checksums(temporary, {**sum_files([temporary / n for n in UNSHARDED]), **sums})
 
 
@@ -143,6 +180,14 @@ def save_file(value: Mapping[str, Any], file: Path) -> None:
     """Save a value, and flush it to disk."""
     with file.open("wb") as stream:
         torch.save(dict(value), stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def save_bytes(content: bytes, file: Path) -> None:
+    """Write a file, and flush it to disk."""
+    with file.open("wb") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -66,19 +66,19 @@ def size() -> int:
     return dist.group.WORLD.size() if dist.group.WORLD is not None else 1
 
 
-def from_all(value: T) -> list[T]:
-    """Return the values of all ranks, in their order."""
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in their order; ``group``: another group of all ranks."""
     values = [value] * size()
     if dist.is_initialized():
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
-def from_rank_0(value: T) -> T:
-    """Return rank 0's value on all ranks."""
+def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's value on all ranks; ``group``: another group of all ranks."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, 0, group)
     return box[0]
 
 
@@ -110,13 +110,19 @@ def meet(what: str, cure: str) -> None:
     _num_meetings += 1
 
 
-def together(action: Callable[[], T], failure: str, keep: tuple[type[Exception], ...] = ()) -> T:
+def together(
+    action: Callable[[], T],
+    failure: str,
+    keep: tuple[type[Exception], ...] = (),
+    group: dist.ProcessGroup | None = None,
+) -> T:
     """Run ``action`` on all ranks; if it fails on one, raise on all, naming the rank and the cause.
 
     Args:
         action: the function to run.
         failure: what to add to the message.
         keep: errors that are raised unchanged on the ranks where they arose.
+        group: another group of all ranks, for threads that do not wait for the others.
     """
     local_error: BaseException | None = None
     causes: dict[int, str] = {}
@@ -128,7 +134,7 @@ def together(action: Callable[[], T], failure: str, keep: tuple[type[Exception],
     except Exception as error:  # noqa: BLE001  raised below, on all ranks
         local_error = error
         causes = {rank(): f"{type(error).__name__}: {error}"}
-    causes = {r: cause for known in from_all(causes) for r, cause in known.items()}
+    causes = {r: cause for known in from_all(causes, group) for r, cause in known.items()}
     if not causes:
         return result
     if isinstance(local_error, keep):

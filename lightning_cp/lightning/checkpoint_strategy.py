@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -17,7 +19,28 @@ from lightning_cp.lightning.mesh_strategy import MeshStrategy
 
 
 class CheckpointStrategy(MeshStrategy):
-    """Saves what any number of ranks can load."""
+    """Saves what any number of ranks can load.
+
+    Args:
+        async_checkpoint: whether folders are saved in the background.
+        options: of `MeshStrategy`.
+    """
+
+    def __init__(self, *sizes: Any, async_checkpoint: bool, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        is_folder = self._save_distributed_checkpoint
+        checkpointing.check_async_checkpoint(async_checkpoint, is_folder=is_folder)
+        self._async_checkpoint = async_checkpoint
+        self._saver = checkpoints.BackgroundSaver(self._timeout)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is saved in the background is complete. Collective."""
+        self._saver.wait()
+
+    def _is_async(self) -> bool:
+        """Return whether folders are saved in the background."""
+        by_plugin = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        return self._async_checkpoint or (by_plugin and self._save_distributed_checkpoint)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -35,11 +58,20 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Save a folder or a file; a job that is killed meanwhile leaves the previous one."""
+        """Save a folder or a file; a job that is killed meanwhile leaves the previous one.
+
+        In the background, this returns once all tensors are in host memory.
+        """
         checkpointing.check_storage_options(storage_options, type(self).__name__)
         path = Path(self.broadcast(filepath))
         checkpoint |= describe_models(self._module())
-        if self._save_distributed_checkpoint:
+        if self._is_async():
+            checkpointing.save_folder(checkpoint, path, self._saver.save)
+            # Nothing would wait for a save after fit(); SLURM requeues after that of Lightning.
+            is_running = self._trainer().state.status == TrainerStatus.RUNNING
+            if not is_running or path.name.startswith("hpc_ckpt_"):
+                self._saver.wait()
+        elif self._save_distributed_checkpoint:
             checkpointing.save_folder(checkpoint, path)
         else:
             save = partial(Strategy.save_checkpoint, self)
@@ -50,5 +82,19 @@ class CheckpointStrategy(MeshStrategy):
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load into the sharded model and its optimizers, saved by any number of ranks."""
+        self._saver.wait()
         path = Path(self.broadcast(checkpoint_path))
         return checkpointing.load(self._trainer(), path, weights_only=weights_only)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint, once the one that is saved in the background is complete."""
+        self._saver.after_save(partial(super().remove_checkpoint, filepath))
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the checkpoint that is saved in the background."""
+        try:
+            self._saver.close()
+        finally:
+            super().teardown()

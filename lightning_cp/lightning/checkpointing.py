@@ -21,12 +21,51 @@ def check_storage_options(storage_options: object, strategy: str) -> None:
         )
 
 
-def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
-    """Save a checkpoint as a folder, into which every rank writes its shards. Collective."""
+def check_async_checkpoint(is_async: bool, *, is_folder: bool) -> None:
+    """Raise if a checkpoint that is to be saved in the background is not a folder."""
+    if is_async and not is_folder:
+        raise ValueError(
+            "async_checkpoint=True saves folders, but save_distributed_checkpoint=False saves one "
+            "file. Leave the latter out, or write files in the background with "
+            "Trainer(plugins=[AsyncCheckpointIO()])."
+        )
+
+
+def check_links(trainer: Trainer) -> None:
+    """Raise for a callback that reads the names of checkpoints before they exist."""
+    for callback in trainer.checkpoint_callbacks:
+        name = getattr(callback, "filename", None)
+        if name and "{" not in name and getattr(callback, "save_top_k", 1) not in (0, 1):
+            raise ValueError(
+                f"ModelCheckpoint(filename={name!r}, save_top_k={callback.save_top_k}) gives a "  # type: ignore[attr-defined]
+                "checkpoint another name if the file exists, but one that is saved in the "
+                "background does not exist yet, and would be overwritten. Put the step into the "
+                "name, filename='{step}', or use async_checkpoint=False."
+            )
+        if getattr(callback, "save_last", None) == "link":
+            raise ValueError(
+                "ModelCheckpoint(save_last='link') replaces its link before a checkpoint that is "
+                "saved in the background exists: a job that is killed would have none. Use "
+                "save_last=True, or async_checkpoint=False."
+            )
+
+
+def save_folder(
+    checkpoint: dict[str, Any],
+    path: Path,
+    save: Callable[[dict[str, Any], dict[str, Any], Path], None] = checkpoints.save_folder,
+) -> None:
+    """Save a checkpoint as a folder, into which every rank writes its shards. Collective.
+
+    Args:
+        checkpoint: the checkpoint.
+        path: the folder.
+        save: saves shards and the rest, now or in the background.
+    """
     state = {"state_dict": checkpoint.pop("state_dict")}
     for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer_state
-    checkpoints.save_folder(state, checkpoint, path)
+    save(state, checkpoint, path)
 
 
 def save_file(

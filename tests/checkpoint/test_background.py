@@ -1,0 +1,203 @@
+"""Checkpoints that are written in the background: as they were, one at a time, killed or failed."""
+
+import os
+import threading
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from lightning_cp import ContextParallelStrategy, checkpoint
+from lightning_cp.checkpoint.background import BackgroundSaver
+from tests.checkpoint.test_checkpoint import (
+    assert_same,
+    build,
+    die,
+    full_state,
+    plain,
+    resume_here,
+    state_for_folder,
+    train,
+)
+from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
+from tests.ranks import RankError
+
+pytestmark = pytest.mark.ranks
+
+
+class Held:
+    """Holds the writing of shards until it is released, and notes the thread that writes."""
+
+    def __init__(self, patch, then=None):
+        self.released, self.threads = threading.Event(), []
+        write = FileSystemWriter.write_data
+
+        def held(*args):
+            self.threads.append(threading.current_thread().name)
+            assert self.released.wait(60)
+            return write(*args) if then is None else then()
+
+        patch.setattr(FileSystemWriter, "write_data", held)
+
+
+def full_disk():
+    raise OSError(28, "No space left on device")
+
+
+def run_unchanged(folder):
+    """Train on while two checkpoints are written; return when what was written."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        held, saver = Held(patch), BackgroundSaver()
+        model, optimizer = build("adam", seed=1, mesh="sharded")
+        train(model, optimizer, 2)
+        meta = {"steps": [2]}
+        saver.save(state_for_folder(model, optimizer), meta, folder / "a")
+        meta["steps"].append("changed")
+        saver.after_save(lambda: seen.append((folder / "a").exists()))
+        train(model, optimizer, 1)
+        seen.append((folder / "a").exists())
+        held.released.set()
+        saver.save(state_for_folder(model, optimizer), {"steps": [3]}, folder / "b")
+        seen.append((folder / "a").exists())  # the second save has waited for the first one
+        saver.close()
+        saver.after_save(lambda: seen.append("now"))
+    return seen, set(held.threads)
+
+
+def test_a_checkpoint_is_as_it_was_when_it_was_saved(ranks, tmp_path):
+    for seen, threads in ranks(2).run(run_unchanged, tmp_path):
+        assert seen == [False, True, True, "now"]
+        assert all(name.startswith("lightning_cp_checkpoint") for name in threads)
+    for name, steps in (("a", 2), ("b", 3)):
+        model, optimizer = build("adam", seed=2)
+        meta = checkpoint.load_folder(
+            model, [optimizer], tmp_path / name, strict=True, weights_only=None
+        )
+        assert meta == {"steps": [steps]}
+        model.note = f"{steps} steps"
+        assert_same(list(plain("adam", steps)), list(full_state(model, [optimizer])))
+
+
+def save_twice(folder, then, rank=1):
+    """Save a checkpoint, and a second one that one rank fails to write; return what is raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        saver = BackgroundSaver()
+        model, optimizer = build("adam", seed=1, mesh="sharded")
+        train(model, optimizer, 2)
+        saver.save(state_for_folder(model, optimizer), {"steps": 2}, folder)
+        saver.wait()
+        if dist.get_rank() == rank:
+            Held(patch, then).released.set()
+        train(model, optimizer, 1)
+        saver.save(state_for_folder(model, optimizer), {"steps": 3}, folder)
+        removed = []
+        saver.after_save(lambda: removed.append(True))
+        try:
+            saver.wait()
+        except RuntimeError as error:
+            return str(error), removed
+        finally:
+            saver.close()
+
+
+def test_a_failure_is_raised_on_all_ranks_and_nothing_is_removed(ranks, tmp_path):
+    folder = tmp_path / "a"
+    for text, removed in ranks(2).run(save_twice, folder, full_disk):
+        assert text.startswith("Rank 1 failed: OSError: [Errno 28] No space left on device.")
+        assert removed == []
+    assert os.listdir(tmp_path) == ["a"]
+    assert resume_here(folder, "adam")[0] == {"steps": 2}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_in_the_background_leaves_the_former_checkpoint(ranks, tmp_path, rank):
+    with pytest.raises(RankError):
+        ranks(2).run(save_twice, tmp_path / "a", die, rank)
+    is_left = any(name.startswith(".a.saving") for name in os.listdir(tmp_path))
+    assert is_left == (rank == 0)  # otherwise rank 0 has removed it
+    assert resume_here(tmp_path / "a", "adam")[0] == {"steps": 2}
+
+
+class AdamModule(Module):
+    """Its state must be in the checkpoint, too."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def run_lightning(folder, *, kill=False, resume=None, by_plugin=False, background=True):
+    """Save after each step and keep the newest; killed while the third one is written."""
+    writes = []
+    write = FileSystemWriter.write_data
+
+    def counted(*args):
+        writes.append(threading.current_thread().name)
+        if kill and len(writes) == 3:
+            die()
+        return write(*args)
+
+    with elastic_environment(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", counted)
+        keep = ModelCheckpoint(folder, filename="{epoch}", save_on_train_epoch_end=True)
+        module = AdamModule()
+        trainer = build_trainer(
+            strategy=ContextParallelStrategy(async_checkpoint=background and not by_plugin),
+            plugins=[pl.plugins.AsyncCheckpointIO()] if by_plugin else None,
+            max_epochs=5,
+            callbacks=[keep] if background else None,
+            enable_checkpointing=background,
+        )
+        trainer.fit(module, loader(PackedRows(2), 1), ckpt_path=resume)
+        return module.losses, sorted(os.listdir(folder)), set(writes)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_saves_resumes_from_the_former_checkpoint(ranks, tmp_path):
+    (tmp_path / "none").mkdir()
+    losses = ranks(2).run(partial(run_lightning, str(tmp_path / "none"), background=False))[0][0]
+    folder = tmp_path / "kept"
+    with pytest.raises(RankError):
+        ranks(2).run(partial(run_lightning, str(folder), kill=True))
+    kept = [name for name in os.listdir(folder) if not name.startswith(".")]
+    assert kept == ["epoch=1.ckpt"]
+    found = ranks(2).run(partial(run_lightning, str(folder), resume=str(folder / kept[0])))
+    for resumed, left, threads in found:
+        assert resumed == pytest.approx(losses[2:], abs=1e-6)
+        assert "epoch=4.ckpt" in left
+        assert all(name.startswith("lightning_cp_checkpoint") for name in threads)
+
+
+@pytest.mark.slow
+def test_lightnings_plugin_saves_folders_in_the_background(ranks, tmp_path):
+    found = ranks(2).run(partial(run_lightning, str(tmp_path), by_plugin=True))
+    assert found[0][1] == ["epoch=4.ckpt"]  # rank 0 removes
+    for _, _, threads in found:
+        assert all(name.startswith("lightning_cp_checkpoint") for name in threads)
+
+
+def run_link(folder, **options):
+    with elastic_environment():
+        trainer = build_trainer(
+            strategy=ContextParallelStrategy(async_checkpoint=True),
+            callbacks=[ModelCheckpoint(folder, **options)],
+            enable_checkpointing=True,
+        )
+        try:
+            trainer.fit(Module(), loader(PackedRows(2), 1))
+        except ValueError as error:
+            return str(error)
+
+
+def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
+    with pytest.raises(ValueError, match="save_distributed_checkpoint=False saves one file. Leave"):
+        ContextParallelStrategy(async_checkpoint=True, save_distributed_checkpoint=False)
+    for message in ranks(2).run(partial(run_link, str(tmp_path), save_last="link")):
+        assert "ModelCheckpoint(save_last='link') replaces its link before" in message
+    named = partial(run_link, str(tmp_path), filename="best", save_top_k=-1)
+    for message in ranks(2).run(named):
+        assert "ModelCheckpoint(filename='best', save_top_k=-1) gives" in message
