@@ -99,9 +99,9 @@ class EmulatedTransport:
             parts = zip(out.split(list(out_sizes)), x.split(list(sizes)), strict=True)
             for peer, (into, sent) in enumerate(parts):
                 if self.fill or peer == self.rank:
-                    _copy_prefix(into, sent)
+                    _copy_prefix(into.view(-1), sent.view(-1))
 
-        own = out_sizes[self.rank] * out.element_size()
+        own = out_sizes[self.rank] * out.nbytes // max(1, len(out))
         return self._start(work, [out, x], out.nbytes - own)
 
     def all_reduce(self, x: Tensor) -> None:

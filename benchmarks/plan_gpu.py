@@ -366,7 +366,7 @@ def unsharded_peak(plan: MemoryPlan, num_ranks: int) -> float:
 def planned_ms(shape: ModelShape, setup: Setup) -> float:
     """Return the planned time of a step that updates all weights, not a rank's share of them."""
     step = plan_time(shape, setup, links=NO_LINKS)
-    return 1e3 * (step.step + (setup.shard_size - 1) * step.seconds["optimizer"])
+    return 1e3 * (step.step + (setup.num_shards - 1) * step.seconds["optimizer"])
 
 
 HEADER = (

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils import checkpoint
@@ -155,6 +155,48 @@ def _with_zero_gradients(group: Any) -> Callable[..., Any]:
     return post_backward
 
 
+def note_used_parameters(unit: Any) -> None:
+    """Let each backward pass record which parameters of a unit it has used: see `take_used`.
+
+    `reduce_unused_parameters` gives a zero gradient to the others, which cannot be told from a
+    gradient that is zero. FSDP2 has no hook there: `FSDPParamGroup.post_backward` is wrapped.
+    """
+    for group in _param_groups(unit):
+        if not hasattr(group, "used"):
+            group.used, group.post_backward = {}, _noting_use(group)
+
+
+def _noting_use(group: Any) -> Callable[..., Any]:
+    original = group.post_backward
+
+    def post_backward(*args: Any) -> Any:
+        for fsdp_param in group.fsdp_params:
+            sharded = fsdp_param.sharded_param
+            full = getattr(fsdp_param, "_unsharded_param", None)
+            found = fsdp_param.unsharded_accumulated_grad, getattr(full, "grad", None)
+            # A unit that is called twice comes here twice: only the first time shows what a former
+            # backward pass has left.
+            before = group.used.get(sharded, sharded.grad is not None)
+            group.used[sharded] = before or any(x is not None for x in found)
+        return original(*args)
+
+    return post_backward
+
+
+def take_used(unit: Any) -> Iterator[tuple[nn.Parameter, bool]]:
+    """Yield the trained parameters of a unit, and whether they need the gradient that they have.
+
+    That is: the backward passes since the last call have used them, or there was a gradient before.
+    """
+    for group in _param_groups(unit):
+        # Until copies of shards are reduced too, their gradients are kept elsewhere.
+        is_noted = group.reduce_grads and group.all_reduce_grads and hasattr(group, "used")
+        for fsdp_param in group.fsdp_params if is_noted else ():
+            sharded = fsdp_param.sharded_param
+            if sharded.requires_grad:
+                yield sharded, group.used.pop(sharded, sharded.grad is not None)
+
+
 _UNIT_METHODS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
@@ -238,6 +280,22 @@ def pre_backward_hook(unit: Any) -> Callable[[Tensor], Tensor]:
     """Return the tensor hook with which FSDP2 gathers a unit before its backward."""
     hook: Callable[[Tensor], Tensor] = _fsdp_state(unit)._pre_backward
     return hook
+
+
+def is_hybrid(unit: Any) -> bool:
+    """Return whether FSDP2 replicates a unit over one axis of its mesh (`HSDPMeshInfo`)."""
+    return any(isinstance(group.mesh_info, HSDPMeshInfo) for group in _param_groups(unit))
+
+
+def has_gradients_of_one_copy(unit: Any) -> bool:
+    """Return whether gradients wait to be reduced between copies (`_partial_reduce_output`).
+
+    FSDP2 adds them in the next backward in which this unit takes part, which may be too late.
+    """
+    return any(
+        group.all_reduce_grads and group._partial_reduce_output is not None
+        for group in _param_groups(unit)
+    )
 
 
 def has_unreduced_gradients(unit: Any) -> bool:

@@ -28,6 +28,9 @@ TENSOR_AXIS: Final = "tensor_parallel"
 """Mesh axis along which ranks would share a layer; its size is 1."""
 SHARD_AXIS: Final = "dp_cp"
 """Data x context as one axis: gradients are averaged and parameters sharded over it."""
+HYBRID_AXES: Final = ("replicate", "shard")
+"""Data x context as two axes: each index of the first is a copy of the parameters, sharded over the
+second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,8 @@ def resolve_sizes(
         )
         return replace(sizes, ulysses=inside)
     for name, size in (("context_parallel_size", context), ("data_parallel_size", data)):
-        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"{name}={size!r}: give a whole number of at least 1, or 'auto'.")
+        if size != "auto":
+            check_size(name, size)
     if data == "auto":
         context = ranks_per_node if context == "auto" else context
         _check_divides("context_parallel_size", context, world_size)
@@ -91,6 +94,12 @@ def resolve_sizes(
             f"{data * context} processes."
         )
     return Sizes(data, context)
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise if a size is not a positive integer."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}={size!r}: give a whole number of at least 1, or 'auto'.")
 
 
 def _pair(sizes: Sequence[int]) -> tuple[int, int]:
@@ -134,6 +143,44 @@ def build_mesh(
         for axis in (mesh[DATA_AXIS], mesh[CONTEXT_AXIS], mesh[TENSOR_AXIS], shard_mesh):
             set_timeout(axis.get_group(), timeout)
     return mesh, shard_mesh
+
+
+def resolve_shard_size(
+    shard_size: int | Literal["auto"], *, world_size: int, ranks_per_node: int
+) -> int:
+    """Return the number of ranks over which hybrid sharding shards parameters.
+
+    Example:
+        >>> resolve_shard_size("auto", world_size=32, ranks_per_node=8)
+        8
+    """
+    size = ranks_per_node if shard_size == "auto" else shard_size
+    check_size("shard_size", size)
+    _check_divides("shard_size", size, world_size)
+    return size
+
+
+def build_hybrid_mesh(mesh: DeviceMesh, shard_size: int, timeout: timedelta | None) -> DeviceMesh:
+    """Return the mesh (replicate, shard) of hybrid sharding. Collective.
+
+    The ranks that hold the shards of one copy of the parameters are neighbours.
+
+    Args:
+        mesh: data x context, one axis.
+        shard_size: the number of shards of a copy. If that is all ranks, there is one copy, and
+            ``mesh`` is returned.
+        timeout: of the new process groups.
+    """
+    num_copies = mesh.size() // shard_size
+    if num_copies == 1:
+        return mesh
+    hybrid = init_device_mesh(
+        mesh.device_type, (num_copies, shard_size), mesh_dim_names=HYBRID_AXES
+    )
+    if timeout is not None:
+        for name in HYBRID_AXES:
+            set_timeout(hybrid[name].get_group(), timeout)
+    return hybrid
 
 
 def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.torch_private import (
     base_of,
+    has_gradients_of_one_copy,
     has_unreduced_gradients,
     init_root,
     is_grouped,
@@ -78,6 +79,13 @@ def check_reduced(owner: nn.Module) -> None:
         root.__dict__[_USED] = False
         if has_unreduced_gradients(root):
             raise RuntimeError(_USED_BETWEEN_CALLS)
+        for unit in root.modules():
+            if is_unit(unit) and has_gradients_of_one_copy(unit):
+                raise RuntimeError(
+                    f"{type(unit).__name__} was not used in the last batch of an accumulation "
+                    "window, so that its gradients of earlier batches were not reduced between "
+                    "the copies of the parameters. Set reduce_every_microbatch=True."
+                )
 
 
 def _note_use(root: nn.Module) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter sharding: FSDP2 over data x context, block by block.
+"""Parameter sharding: FSDP2 over data x context or inside nodes, block by block.
 
 Finds the blocks of a model, broadcasts the weights of rank 0, materialises models that were built
 on the meta device one block at a time, and checks what a user has sharded.
@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.fsdp.gathering import own_modules
@@ -22,11 +28,18 @@ from lightning_cp.options import check_choice
 from lightning_cp.torch_private import (
     apply_to_tensors,
     hide_from_modes,
+    is_hybrid,
     module_tensors,
+    note_used_parameters,
     reduce_unused_parameters,
+    take_used,
 )
 
-ParameterSharding = Literal["full", "none"]
+Sharding = Literal["full", "hybrid", "none"]
+"""``hybrid``: parameters are sharded over some ranks, and each other group of ranks has a copy."""
+
+ParameterSharding = Literal["auto", "full", "hybrid", "none"]
+"""``auto``: ``full`` or ``hybrid``, decided when the model is placed."""
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
@@ -41,13 +54,19 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in module.parameters())
 
 
+def has_copies(module: nn.Module) -> bool:
+    """Return whether parameters are sharded inside of groups of ranks that hold a copy each."""
+    return any(is_hybrid(part) for part in module.modules() if isinstance(part, FSDPModule))
+
+
 def shard_parameters(
     owner: nn.Module,
     mesh: DeviceMesh,
     *,
-    sharding: ParameterSharding = "full",
+    sharding: Sharding = "full",
     shard_modules: Sequence[str] | None = None,
     compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
     device: torch.device,
 ) -> None:
     """Shard the parameters over the ranks, with the weights of rank 0.
@@ -55,13 +74,15 @@ def shard_parameters(
     Args:
         owner: module whose children are sharded; it is not called itself (a LightningModule), so it
             may hold no parameters of its own.
-        mesh: data x context, one axis.
-        sharding: ``full`` shards every parameter; ``none`` leaves all of them replicated, see
-            `average_gradients`.
+        mesh: data x context, one axis; or two axes, which FSDP2 replicates and shards over.
+        sharding: ``full`` and ``hybrid`` shard every parameter over the mesh; ``none`` leaves all
+            of them replicated, see `average_gradients`.
         shard_modules: class names or name patterns of the blocks; by default those that the model
             lists in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
         compute_dtype: dtype to which parameters are cast when they are gathered, and inputs of
             blocks; their shards, gradients and gradient sums keep their own.
+        offload: keep shards and their gradients in host memory; FSDP2 copies a block to the device
+            when it gathers it.
         device: device of this rank.
     """
     if sharding == "none":
@@ -90,11 +111,24 @@ def shard_parameters(
     # FSDP2 keeps a root gathered from forward to backward; blocks directly under the owner are all
     # roots, and would save no memory.
     reshard_roots = True if len(roots) > 1 and owner not in units else None
+    is_pinned = device.type == "cuda"
+    placement = CPUOffloadPolicy(pin_memory=is_pinned) if offload else OffloadPolicy()
     for unit in units:
         _materialise(owner, unit, device)
         _broadcast_weights(unit, device)
         policy = _policy(unit, compute_dtype)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_roots)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=placement,
+            reshard_after_forward=reshard_roots,
+        )
+
+
+def move_unsharded(owner: nn.Module, device: torch.device) -> None:
+    """Move all tensors of a module to a device, except shards of parameters."""
+    apply_to_tensors(owner, lambda x: x if isinstance(x, DTensor) else x.to(device))
 
 
 def _join_tied(
@@ -126,7 +160,33 @@ def prepare_reduction(owner: nn.Module) -> None:
     for part in owner.modules():
         if isinstance(part, FSDPModule):
             reduce_unused_parameters(part)
+            note_used_parameters(part)
             hide_from_modes(part)
+
+
+def drop_unused_gradients(owner: nn.Module, mesh: DeviceMesh) -> None:
+    """Remove the zero gradients of parameters that no rank has used. Collective.
+
+    On one device they have no gradient: an optimizer leaves them alone, where momentum and weight
+    decay move a parameter whose gradient is zero. A tower is not used by a batch of text.
+
+    Args:
+        owner: a module whose sharded parameters a backward pass has just reduced.
+        mesh: data x context; several axes with hybrid sharding.
+    """
+    units = [part for part in owner.modules() if isinstance(part, FSDPModule)]
+    parameters = [entry for unit in units for entry in take_used(unit)]
+    if not parameters:
+        return
+    device = parameters[0][0].device
+    used = torch.tensor([float(is_used) for _, is_used in parameters]).to(device, non_blocking=True)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(used, group=mesh.get_group(axis))
+    if all(is_used for _, is_used in parameters):
+        return  # the host need not wait for the other ranks
+    for (parameter, _), number in zip(parameters, used.tolist(), strict=True):
+        if number == 0:
+            parameter.grad = None
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
@@ -158,8 +218,15 @@ def find_blocks(root: nn.Module, shard_modules: Sequence[str] | None = None) -> 
             if any(type(module).__name__ == p or fnmatch(name, p) for p in shard_modules)
         ]
     listed = {c for m in root.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
-    blocks = [module for _, module in named if type(module).__name__ in listed]
-    return blocks or list(_list_items(root))
+    found = [module for _, module in named if type(module).__name__ in listed]
+    # A complete tower that is listed: FSDP2 changes the class of a unit, and Hugging Face models
+    # look up by it which hidden states they return.
+    blocks = [
+        block
+        for module in found
+        for block in (_list_items(module) if hasattr(module, "_no_split_modules") else [module])
+    ]
+    return list(dict.fromkeys(blocks)) or list(_list_items(root))
 
 
 def _list_items(module: nn.Module) -> Iterator[nn.Module]:
@@ -294,10 +361,18 @@ def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
-    """Set whether backward reduces gradients over the ranks, or accumulates them unsharded."""
+    """Set whether backward reduces gradients over the ranks, or accumulates them.
+
+    They are accumulated unsharded, or, where copies of the parameters are sharded, as the shards
+    of each copy.
+    """
     set_averaging(module, enabled=enabled)
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if not isinstance(part, FSDPModule):
+            continue
+        if is_hybrid(part):
+            part.set_requires_all_reduce(enabled, recurse=False)
+        else:
             part.set_requires_gradient_sync(enabled, recurse=False)
 
 

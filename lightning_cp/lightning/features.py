@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +60,16 @@ def check_features(trainer: Trainer) -> None:
             "plugins=[DeepSpeedPrecision(...)] belongs to DeepSpeedStrategy, whose engine runs "
             "the optimizer. Use Trainer(precision='bf16-true') or 'bf16-mixed' instead."
         )
+
+
+def check_offload_features(trainer: Trainer) -> None:
+    """Raise for callbacks that cannot use parameters in host memory."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} keeps its average on the device, but "
+                "parameter_offload=True keeps parameters in host memory. Remove one of them."
+            )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:

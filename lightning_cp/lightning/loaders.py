@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data loaders: workers seeded by data rank, equal numbers of batches on all ranks."""
 
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from lightning_cp.comm.mesh import gather_objects
+
+_PLAIN: Final = "_lightning_cp_plain_class"
+"""Attribute of the class of a loader whose end ranks agree on: its class before."""
 
 
 def seed_workers(dataloader: DataLoader[Any], data_rank: int) -> None:
@@ -19,7 +27,7 @@ def seed_workers(dataloader: DataLoader[Any], data_rank: int) -> None:
 
 def check_dataloader(dataloader: DataLoader[Any], mesh: DeviceMesh, data_size: int) -> None:
     """Raise on all ranks if they have loaders of different lengths. Collective."""
-    length = len(dataloader) if hasattr(dataloader.dataset, "__len__") else -1
+    length = len(dataloader) if has_length(dataloader) else -1
     batch_size = getattr(dataloader.batch_sampler, "batch_size", dataloader.batch_size)
     check_num_batches(length, mesh, product=f" = {data_size} * {batch_size}")
 
@@ -41,3 +49,81 @@ def check_num_batches(num_batches: float, mesh: DeviceMesh, *, product: str = ""
             f"batch_size{product}, or use data_parallel_size=1 (for evaluation also "
             "parameter_sharding='none')."
         )
+
+
+def has_length(dataloader: DataLoader[Any]) -> bool:
+    """Return whether the number of batches is known before they are loaded."""
+    return hasattr(dataloader.dataset, "__len__")
+
+
+class Agreement:
+    """Lets all ranks end at the same batch, or fail at it.
+
+    Args:
+        group: all ranks, on CPUs: a collective of GPUs would wait for what they still compute.
+        may_stop: whether the batches that only some ranks have are left out, with a warning;
+            otherwise they are an error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, may_stop: bool) -> None:
+        self._group, self._may_stop = group, may_stop
+
+    def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches as long as all ranks have one. Collective."""
+        for index in itertools.count():
+            batch = error = None
+            has_batch = False
+            try:
+                batch = next(batches)
+                has_batch = True
+            except StopIteration:
+                pass
+            except Exception as caught:  # noqa: BLE001  raised below, once all ranks know of it
+                error = caught
+            if not self._all_have_one(index, has_batch, error):
+                return
+            yield batch
+
+    def _all_have_one(self, index: int, has_batch: bool, error: Exception | None) -> bool:
+        """Return whether all ranks have a batch; False if none has, or the others are left out."""
+        counts = torch.tensor([int(has_batch), int(error is not None)])
+        dist.all_reduce(counts, group=self._group)
+        num_ready, num_failed = counts.tolist()
+        if error is not None:
+            raise error
+        if num_failed:
+            raise RuntimeError(
+                f"Batch {index} could not be loaded on {num_failed} of {self._group.size()} ranks; "
+                "their errors say why."
+            )
+        if num_ready in (0, self._group.size()):
+            return bool(num_ready)
+        text = (
+            f"Only {num_ready} of {self._group.size()} ranks have a batch {index}: data ranks have "
+            "iterable datasets of different lengths."
+        )
+        if not self._may_stop:
+            raise ValueError(
+                f"{text} Results without the others' last batches would be wrong. Give all data "
+                "ranks the same number of batches, or use data_parallel_size=1."
+            )
+        rank_zero_warn(f"{text} The epoch ends for all of them, without the last batches of some.")
+        return False
+
+
+def end_together(dataloader: DataLoader[Any], agreement: Agreement) -> Callable[[], None]:
+    """Let all ranks end at the same batch of a loader; return what undoes it.
+
+    Its class is replaced by a subclass: Lightning reads attributes of a DataLoader.
+    """
+    kind = getattr(type(dataloader), _PLAIN, type(dataloader))
+
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        return agreement.iterate(kind.__iter__(self))
+
+    dataloader.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate, _PLAIN: kind})
+
+    def undo() -> None:
+        dataloader.__class__ = kind
+
+    return undo

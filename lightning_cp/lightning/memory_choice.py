@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from lightning_cp.fsdp.sharding import ParameterSharding
+from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.mixed_precision import MixedPrecision
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.options import Options
 from lightning_cp.planner import Setup
-from lightning_cp.planner.memory import GPUS_PER_HOST, USABLE, MemoryPlan, plan_memory
+from lightning_cp.planner.memory import USABLE, MemoryPlan, plan_memory
+from lightning_cp.planner.setup import GPUS_PER_HOST
 from lightning_cp.planner.shapes import ModelShape
 from lightning_cp.step import Step
 
@@ -37,6 +38,8 @@ class RunSetup:
         precision: of the Trainer.
         mixed_precision: how bf16-mixed is carried out.
         sharding: of the parameters.
+        shard_size: number of ranks that share a copy of them, if they are sharded.
+        parameter_offload: whether these shards are in host memory.
     """
 
     options: Options
@@ -44,7 +47,9 @@ class RunSetup:
     world_size: int
     precision: str
     mixed_precision: MixedPrecision
-    sharding: ParameterSharding
+    sharding: Sharding
+    shard_size: int
+    parameter_offload: bool = False
 
     @property
     def memory_options(self) -> dict[str, object]:
@@ -107,6 +112,8 @@ class RunSetup:
             batch_size=step.batch_size,
             precision=precision,  # type: ignore[arg-type]
             sharding=self.sharding,
+            shard_size=self.shard_size,
+            parameter_offload=self.parameter_offload,
             checkpointing=checkpointing,  # type: ignore[arg-type]
             offload="none" if options.offload_bytes == 0 or checkpointing == "none" else "all",
             lora_rank=model["lora_rank"],

@@ -30,13 +30,13 @@ from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import (
-    GPUS_PER_HOST,
     OTHER_BYTES,
     USABLE,
     MemoryPlan,
     plan_memory,
     token_bytes,
 )
+from lightning_cp.planner.setup import GPUS_PER_HOST
 from lightning_cp.planner.shapes import ModelShape
 from lightning_cp.step import Step, UnshardedStep
 
@@ -196,7 +196,7 @@ def _keeping(shape: ModelShape, setup: Setup, plan: MemoryPlan, limit: float) ->
         name: {**parts, part: min(limit, parts[part])} for name, parts in kept.moments.items()
     }
     moved = limit * min(GPUS_PER_HOST, setup.num_gpus) if setup.offload == "all" else 0.0
-    return MemoryPlan(moments, plan.host + moved)
+    return MemoryPlan(moments, plan.host + moved, plan.host_parameters)
 
 
 def _host_budget(step: Step) -> float:
@@ -263,14 +263,21 @@ def _refusal(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float) ->
 def _leaner(setup: Setup) -> Iterator[tuple[list[str], Setup]]:
     """Yield setups that take less memory, and their options, the fastest first."""
     names: list[str] = []
+    if setup.num_copies > 1:
+        names, setup = ["parameter_sharding='full'"], replace(setup, sharding="full")
+        yield names, setup
     if setup.checkpointing == "none":
-        names, setup = ["activation_checkpointing=True"], replace(setup, checkpointing="full")
+        names = [*names, "activation_checkpointing=True"]
+        setup = replace(setup, checkpointing="full")
         yield names, setup
     if setup.offload == "none":
         names, setup = [*names, "offload='all'"], replace(setup, offload="all")
         yield names, setup
     if setup.tiles == 0:
-        yield [*names, "tile=True"], replace(setup, tiles=16)
+        names, setup = [*names, "tile=True"], replace(setup, tiles=16)
+        yield names, setup
+    if setup.is_sharded and not setup.parameter_offload:
+        yield [*names, "parameter_offload=True"], replace(setup, parameter_offload=True)
 
 
 _log: Callable[[str], None] = rank_zero_only(_logger.info)

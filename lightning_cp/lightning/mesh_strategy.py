@@ -19,7 +19,9 @@ from lightning_cp.comm.mesh import (
     DATA_AXIS,
     ContextSize,
     Sizes,
+    build_hybrid_mesh,
     build_mesh,
+    resolve_shard_size,
     resolve_sizes,
 )
 from lightning_cp.geometry.mask import Mask
@@ -37,6 +39,8 @@ class MeshStrategy(ModelParallelStrategy):
         data_parallel_size: number of groups that receive different batches.
         options: options of `ContextParallel`.
         balance: the mask under which work is balanced, see `ContextParallel`.
+        shard_size: number of ranks that hold the shards of one copy of the parameters; None for
+            all of data x context.
         lightning_options: arguments of Lightning's `ModelParallelStrategy`.
     """
 
@@ -47,6 +51,7 @@ class MeshStrategy(ModelParallelStrategy):
         *,
         options: Options,
         balance: Mask | None,
+        shard_size: int | Literal["auto"] | None,
         **lightning_options: Any,
     ) -> None:
         super().__init__(
@@ -54,6 +59,8 @@ class MeshStrategy(ModelParallelStrategy):
         )
         self._context_parallel_size = context_parallel_size
         self._options, self._balance = options, balance
+        self._shard_size = shard_size
+        self._all_ranks: DeviceMesh | None = None
         self._shard_mesh: DeviceMesh | None = None
         self._context_parallel: ContextParallel | None = None
 
@@ -69,7 +76,11 @@ class MeshStrategy(ModelParallelStrategy):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Return data x context as one axis: the mesh for `fully_shard`."""
+        """Return the mesh for `fully_shard`: data x context as one axis.
+
+        With hybrid sharding it has two: `fully_shard` replicates over the first, and shards over
+        the second.
+        """
         if self._shard_mesh is None:
             raise RuntimeError(
                 "strategy.shard_mesh is available once processes have started: use it in "
@@ -120,6 +131,7 @@ class MeshStrategy(ModelParallelStrategy):
         super()._configure_launcher()
         if self._launcher is not None:  # raise before processes are started
             self._resolve_sizes(self.num_nodes * self.num_processes)
+            self._resolve_shard_size(self.num_nodes * self.num_processes)
             check_session(type(self).__name__)
 
     @override
@@ -140,9 +152,10 @@ class MeshStrategy(ModelParallelStrategy):
         if "gloo" in str(self.process_group_backend):
             delay_exit_for_gloo()
         if self._device_mesh is None:
-            self._device_mesh, self._shard_mesh = build_mesh(
+            self._device_mesh, self._all_ranks = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
             )
+            self._build_shard_mesh()
             options = self._options
             self._context_parallel = ContextParallel(
                 self._device_mesh[CONTEXT_AXIS],
@@ -163,7 +176,7 @@ class MeshStrategy(ModelParallelStrategy):
             )
             warn_if_spread(
                 sizes,
-                self._shard_mesh,
+                self._all_ranks,
                 node_rank=self.node_rank,
                 ranks_per_node=self.num_processes,
             )
@@ -176,6 +189,25 @@ class MeshStrategy(ModelParallelStrategy):
             world_size=world_size,
             ranks_per_node=self.num_processes,
         )
+
+    def _resolve_shard_size(self, world_size: int) -> int:
+        if self._shard_size is None:
+            return world_size
+        return resolve_shard_size(
+            self._shard_size, world_size=world_size, ranks_per_node=self.num_processes
+        )
+
+    def _build_shard_mesh(self) -> None:
+        """Build the mesh over which parameters are sharded. Collective."""
+        self._shard_mesh = self._ranks()
+        if self._shard_size is not None:
+            size = self._resolve_shard_size(self.world_size)
+            self._shard_mesh = build_hybrid_mesh(self._ranks(), size, self._timeout)
+
+    def _ranks(self) -> DeviceMesh:
+        """Return data x context as one axis, for collectives of all ranks."""
+        assert self._all_ranks is not None  # noqa: S101
+        return self._all_ranks
 
     def _trainer(self) -> Trainer:
         return self._module().trainer

@@ -35,7 +35,7 @@ def check_mixed_precision(name: str, sharding: ParameterSharding) -> None:
         raise ValueError(
             "mixed_precision='fsdp' casts weights when FSDP2 gathers them, but "
             "parameter_sharding='none' replicates them. Use mixed_precision='autocast', or "
-            "parameter_sharding='full'."
+            "parameter_sharding='full' or 'hybrid'."
         )
 
 

@@ -2,31 +2,93 @@
 """Placing a model: sharded by its user or by us, or replicated with averaged gradients."""
 
 from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_cp.comm.mesh import check_size, gather_objects
 from lightning_cp.fsdp.gathering import gather_parts, order_gradients
 from lightning_cp.fsdp.replication import average_gradients
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
+    Sharding,
     check_sharding,
     fill_sharded,
+    has_copies,
     is_sharded,
     prepare_reduction,
     shard_parameters,
 )
 from lightning_cp.lightning.mixed_precision import MixedPrecision, check_not_sharded
 
+HYBRID_SHARE: Final = 0.25
+"""Share of a device that weights, gradients and moments may take for ``auto`` to be ``hybrid``.
+
+Long sequences need the rest, and hide the all-gathers of ``full`` behind their computation."""
+
+
+def check_shard_size(shard_size: int | Literal["auto"], sharding: ParameterSharding) -> None:
+    """Raise for a size that is no size, or that no copy of the parameters would have."""
+    if shard_size == "auto":
+        return
+    check_size("shard_size", shard_size)
+    if sharding != "hybrid":
+        raise ValueError(
+            f"shard_size={shard_size} is the number of ranks that share a copy of the parameters "
+            f"with parameter_sharding='hybrid', but it is {sharding!r}. Set 'hybrid', or leave "
+            "shard_size out."
+        )
+
+
+def check_parameter_offload(offload: bool, sharding: ParameterSharding) -> None:
+    """Raise if there would be no shards of parameters to offload."""
+    if offload and sharding == "none":
+        raise ValueError(
+            "parameter_offload=True keeps the shards of parameters in host memory, but "
+            "parameter_sharding='none' replicates them. Use parameter_sharding='full' or 'hybrid'."
+        )
+
+
+def choose_sharding(
+    model: nn.Module, ranks: DeviceMesh, *, ranks_per_node: int, device_bytes: int | None
+) -> Sharding:
+    """Return what ``parameter_sharding="auto"`` is, the same on all ranks. Collective.
+
+    ``hybrid`` on several nodes, if weights, gradients and the moments of AdamW, sharded inside a
+    node, take at most `HYBRID_SHARE` of the smallest device. Otherwise ``full``: also on CPUs.
+
+    Args:
+        model: the LightningModule.
+        ranks: data x context, one axis.
+        ranks_per_node: the number of ranks on each node.
+        device_bytes: memory of the device of this rank; None for a CPU.
+    """
+    if is_sharded(model):  # by an earlier run, or by configure_model()
+        return "hybrid" if has_copies(model) else "full"
+    if ranks_per_node == 1 or ranks.size() == ranks_per_node:
+        return "full"
+    devices = gather_objects(ranks, device_bytes)
+    if None in devices:
+        return "full"
+    held = sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
+    is_small = held / ranks_per_node <= HYBRID_SHARE * min(x for x in devices if x is not None)
+    return "hybrid" if is_small else "full"
+
+
+_OFFLOADED: Final = "_lightning_cp_parameter_offload"
+"""Attribute of a module that a run has sharded with its shards in host memory."""
+
 
 def place_model(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    sharding: ParameterSharding,
+    sharding: Sharding,
     shard_modules: Sequence[str] | None,
     mixed_precision: MixedPrecision,
+    offload: bool,
     device: torch.device,
     to_device: Callable[[], None],
 ) -> Callable[[], None] | None:
@@ -34,14 +96,20 @@ def place_model(
 
     Args:
         model: the LightningModule.
-        mesh: data x context, one axis.
+        mesh: data x context, one axis or two; see `shard_parameters`.
         sharding: see `shard_parameters`; a model that is sharded already stays as it is.
         shard_modules: see `shard_parameters`.
         mixed_precision: whether FSDP2 casts to bfloat16.
+        offload: whether shards of parameters are in host memory.
         device: device of this rank.
         to_device: moves the model to it.
     """
     check_not_sharded(mixed_precision, model)
+    if offload and is_sharded(model) and _OFFLOADED not in model.__dict__:
+        raise ValueError(
+            "parameter_offload=True is for modules that the strategy shards, but configure_model() "
+            "has sharded the model. Shard nothing there, or leave parameter_offload out."
+        )
     if is_sharded(model):
         check_sharding(model, mesh)
         fill_sharded(model, device)
@@ -52,10 +120,15 @@ def place_model(
             sharding=sharding,
             shard_modules=shard_modules,
             compute_dtype=torch.bfloat16 if mixed_precision == "fsdp" else None,
+            offload=offload,
             device=device,
         )
+        if offload:
+            model.__dict__[_OFFLOADED] = True
     prepare_reduction(model)
     gather_parts(model)
     to_device()
     order_gradients(model)
-    return None if is_sharded(model) else average_gradients(model, mesh)
+    if sharding != "none" or is_sharded(model):
+        return None
+    return average_gradients(model, mesh)

@@ -84,6 +84,7 @@ class StepRunner:
         automatic = self._module.automatic_optimization
         with self._cp.step(batch, training=True) as local:
             step = self._begin(local)
+            self._check_media()
             if self.memory is not None:
                 self.memory.check(step)
             if automatic and self._is_trial_due(step):
@@ -105,6 +106,9 @@ class StepRunner:
         outputs, loader = self.outputs, args[1] if len(args) > 1 else 0
         with self._cp.step(batch, training=False) as local:
             step = self._begin(local)
+            if self._lockstep and self._cp.groups.data.size > 1:
+                self._cp.checks.compare_media(batch)
+                self._check_media()
             is_sanity_check = outputs.is_on and self._module.trainer.sanity_checking
             if outputs.any_data_rank(is_sanity_check or outputs.is_due(stage, step, loader)):
                 outputs.verify(call, batch, step, loader)
@@ -176,6 +180,20 @@ class StepRunner:
         self.last_step = step
         self._num_labels = count_labels(local) if self._loss == "local_mean" else None
         return step
+
+    def _check_media(self) -> None:
+        """Raise on all ranks if some data ranks would call a sharded tower and others would not.
+
+        FSDP2 gathers the layers of a tower when they are called, on all ranks or on none.
+        """
+        names = self._cp.checks.uneven_media
+        if names and self._lockstep:
+            raise ValueError(
+                f"Some data ranks got `{names[0]}` in this step and others did not, but the layers "
+                "that take it are sharded over all of them, and called by all or by none. Give "
+                "every data rank a batch with media, or every one a batch of text, in each step; "
+                "or replicate the parameters: parameter_sharding='none'."
+            )
 
     def _is_trial_due(self, step: Step) -> bool:
         """Return whether a training step needs a trial run, the same on all data ranks."""

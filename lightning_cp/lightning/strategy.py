@@ -11,6 +11,8 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,7 +29,10 @@ from lightning_cp.fsdp.gathering import check_reduced
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
+    Sharding,
     check_parameter_sharding,
+    drop_unused_gradients,
+    move_unsharded,
     reshard,
     set_gradient_reduction,
 )
@@ -35,23 +40,30 @@ from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, loaders
 from lightning_cp.lightning.activations import Activations, CompileName
 from lightning_cp.lightning.checkpoint_strategy import CheckpointStrategy
+from lightning_cp.lightning.checkpointing import check_links
 from lightning_cp.lightning.features import (
     check_features,
     check_hooks,
     check_module,
+    check_offload_features,
     check_optimizers,
     disable_inference_mode,
 )
 from lightning_cp.lightning.launch import check_tensor_parallel_size
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
 from lightning_cp.lightning.memory_choice import RunSetup
-from lightning_cp.lightning.memory_plan import MemoryCheck
+from lightning_cp.lightning.memory_plan import MemoryCheck, device_bytes
 from lightning_cp.lightning.mixed_precision import (
     MixedPrecision,
     check_mixed_precision,
     resolve_plugin,
 )
-from lightning_cp.lightning.model_setup import place_model
+from lightning_cp.lightning.model_setup import (
+    check_parameter_offload,
+    check_shard_size,
+    choose_sharding,
+    place_model,
+)
 from lightning_cp.lightning.optimizers import hooks_read_scalars
 from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
@@ -68,6 +80,7 @@ from lightning_cp.parallel import reenter
 from lightning_cp.planner.memory import MemoryPlan
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
+from lightning_cp.torch_private import is_alive
 from lightning_cp.verification import Report
 
 
@@ -109,7 +122,13 @@ class ContextParallelStrategy(CheckpointStrategy):
         balance_window: sliding window for which ranks get equal attention work, for models in which
             most layers have one. By default none. Used by ``balanced`` and ``auto``.
         parameter_sharding: ``full`` shards parameters over data x context, ``none`` replicates
-            them. A model that ``configure_model()`` has sharded stays as it is.
+            them. ``hybrid`` shards them over ``shard_size`` ranks, and each other group of so many
+            ranks holds a copy. ``auto``: ``hybrid`` on several nodes, if a node can hold them well,
+            otherwise ``full``. A model that ``configure_model()`` has sharded stays as it is.
+        shard_size: with ``hybrid``, the number of ranks that share a copy of the parameters.
+            ``auto`` is the number of devices of a node.
+        parameter_offload: keep the shards of parameters, gradients and optimizer states in host
+            memory. The optimizer then runs on the CPU: docs/memory.md.
         mixed_precision: how ``Trainer(precision="bf16-mixed")`` is carried out: ``autocast``, or
             ``fsdp``: bfloat16 activations, half of the memory of checkpoints; docs/memory.md.
         shard_modules: class names or name patterns of the blocks that FSDP2 gathers together. By
@@ -120,11 +139,12 @@ class ContextParallelStrategy(CheckpointStrategy):
             sequences, and raise if a value differs that it returns, logs or adds to a metric.
         verify_max_len: the length to which sequences are truncated for it.
         reduce_every_microbatch: if False, gradients of accumulated batches are reduced once, which
-            takes memory for unsharded gradients.
+            takes memory for unsharded gradients; with ``hybrid``, reduced once between copies.
         broadcast_batch: send the batch of the first context rank to the others.
         check_batches: number of batches whose contents ranks compare; shapes are always compared.
         check_memory: raise if the first training step cannot fit into memory, by plan.
         save_distributed_checkpoint: save a folder into which every rank writes; else one file.
+        async_checkpoint: write folders in the background, while training goes on.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
 
@@ -154,6 +174,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         sequence_dims: dict[str, int | None] | None = None,
         balance_window: int | None = None,
         parameter_sharding: ParameterSharding = "full",
+        shard_size: int | Literal["auto"] = "auto",
+        parameter_offload: bool = False,
         mixed_precision: MixedPrecision = "autocast",
         shard_modules: list[str] | None = None,
         loss: LossName = "auto",
@@ -164,6 +186,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         check_batches: int = 8,
         check_memory: bool = True,
         save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -185,11 +208,15 @@ class ContextParallelStrategy(CheckpointStrategy):
                 check_batches=check_batches,
             ),
             balance=None if balance_window is None else Mask(True, balance_window),
+            shard_size=shard_size if parameter_sharding == "hybrid" else None,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            async_checkpoint=async_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
         self._parameter_sharding = parameter_sharding
+        self._sharding: Sharding = "full" if parameter_sharding == "auto" else parameter_sharding
+        self._parameter_offload = parameter_offload
         self._mixed_precision: MixedPrecision = mixed_precision
         self._activations = Activations(activation_checkpointing, tile, compile)
         self._shard_modules = shard_modules
@@ -199,6 +226,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         self._broadcast_batch, self._check_memory = broadcast_batch, check_memory
         # Before processes are launched, not when `ContextParallel` is built.
         check_parameter_sharding(parameter_sharding)
+        check_shard_size(shard_size, parameter_sharding)
+        check_parameter_offload(parameter_offload, parameter_sharding)
         check_mixed_precision(mixed_precision, parameter_sharding)
         self._activations.check(self._options)
         check_loss_name(loss)
@@ -207,6 +236,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         self._handles: list[Handle] = []
         self._undos: list[Callable[[], None]] = []
         self._window = GradientWindow()
+        self._loader_group: dist.ProcessGroup | None = None
 
     # ---------------------------------------------------------------- public properties
 
@@ -244,8 +274,10 @@ class ContextParallelStrategy(CheckpointStrategy):
             "layout": self._options.layout,
             "algorithm": self._options.algorithm,
             "kernel": self._options.kernel,
-            "parameter_sharding": self._parameter_sharding,
+            "parameter_sharding": self._sharding,
         }
+        if self._sharding == "hybrid":
+            values["shard_size"] = self.shard_mesh.shape[-1]
         return "context parallelism: " + " ".join(f"{key}={x}" for key, x in values.items())
 
     def verify(self, batch: Mapping[str, Any], *, max_len: int | None = None) -> Report:
@@ -275,18 +307,24 @@ class ContextParallelStrategy(CheckpointStrategy):
         self.accelerator.setup(trainer)
         check_module(module)
         check_features(trainer)
-        check_hooks(module, self.shard_mesh)
+        if self._parameter_offload:
+            check_offload_features(trainer)
+        if self._is_async():
+            check_links(trainer)
+        check_hooks(module, self._ranks())
         self._undos.append(disable_inference_mode(trainer))
         self.model = self.precision_plugin.convert_module(self.model)
         self._handles += enable_models(module)
         is_training = trainer.state.fn == TrainerFn.FITTING
         self._prepare_layers(self._activations, training=is_training)
+        self._choose_sharding()
         stop = place_model(
             self.model,
             self.shard_mesh,
-            sharding=self._parameter_sharding,
+            sharding=self._sharding,
             shard_modules=self._shard_modules,
             mixed_precision=self._mixed_precision,
+            offload=self._parameter_offload,
             device=self.root_device,
             to_device=self.model_to_device,
         )
@@ -297,7 +335,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        if is_training:
+        if is_training and not self._parameter_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._window = GradientWindow()
         self._steps = StepRunner(
@@ -307,10 +345,43 @@ class ContextParallelStrategy(CheckpointStrategy):
             loss=self._loss,
             verify_steps=self._verify_steps,
             verify_max_len=self._verify_max_len,
-            lockstep=self._parameter_sharding == "full" or self.data_parallel_size == 1,
+            lockstep=self._sharding != "none" or self.data_parallel_size == 1,
             stock=bool(self._handles),
             memory=self._plan_memory(),
         )
+
+    @override
+    def model_to_device(self) -> None:
+        """Move the model to the device; shards in host memory stay there."""
+        if not self._parameter_offload:
+            super().model_to_device()
+            return
+        assert self.model is not None  # noqa: S101
+        _update_properties(self.model, device=self.root_device)
+        move_unsharded(self.model, self.root_device)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        # Norms of gradients in host memory are summed over the ranks, too, which NCCL cannot do.
+        if self._parameter_offload and self.root_device.type == "cuda":
+            return self._process_group_backend or "cpu:gloo,cuda:nccl"
+        return super()._get_process_group_backend()
+
+    def _choose_sharding(self) -> None:
+        """Decide what ``parameter_sharding="auto"`` is. Collective."""
+        if self._parameter_sharding != "auto":
+            return
+        assert self.model is not None  # noqa: S101
+        self._sharding = choose_sharding(
+            self.model,
+            self._ranks(),
+            ranks_per_node=self.num_processes,
+            device_bytes=device_bytes(self.root_device),
+        )
+        shard_size: Literal["auto"] | None = "auto" if self._sharding == "hybrid" else None
+        if shard_size != self._shard_size:
+            self._shard_size = shard_size
+            self._build_shard_mesh()
 
     def _plan_memory(self) -> MemoryCheck:
         if self._options.offload == "auto":  # an earlier run may have offloaded
@@ -321,7 +392,9 @@ class ContextParallelStrategy(CheckpointStrategy):
             self.world_size,
             str(self.precision_plugin.precision),
             self._mixed_precision,
-            self._parameter_sharding,
+            self._sharding,
+            self.shard_mesh.shape[-1],
+            self._parameter_offload,
         )
         return MemoryCheck(
             self._module(),
@@ -338,12 +411,28 @@ class ContextParallelStrategy(CheckpointStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by data rank; raise if loaders of sharded models have different lengths."""
+        """Seed workers by data rank; let loaders end together, or raise if they cannot."""
         if isinstance(dataloader, DataLoader):
             loaders.seed_workers(dataloader, self.data_parallel_rank)
-            if self.data_parallel_size > 1 and self._parameter_sharding == "full":
-                loaders.check_dataloader(dataloader, self.shard_mesh, self.data_parallel_size)
+            if self.data_parallel_size > 1 and self._sharding != "none":
+                loaders.check_dataloader(dataloader, self._ranks(), self.data_parallel_size)
+            self._end_together(dataloader)
         return dataloader
+
+    def _end_together(self, dataloader: DataLoader[Any]) -> None:
+        """Let ranks agree on the end of a loader without a length, where they must. Collective."""
+        is_training = self._trainer().training
+        may_differ = self._sharding == "none" and not is_training
+        if loaders.has_length(dataloader) or self.world_size == 1 or may_differ:
+            return
+        if self._loader_group is None or not is_alive(self._loader_group):
+            self._loader_group = (
+                self._ranks().get_group()
+                if self.root_device.type == "cpu"
+                else dist.new_group(backend="gloo", timeout=self._timeout)
+            )
+        agreement = loaders.Agreement(self._loader_group, may_stop=is_training)
+        self._undos.append(loaders.end_together(dataloader, agreement))
 
     @override
     def batch_to_device(
@@ -362,8 +451,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         super().on_train_start()
         if self._verify_steps and not self._module().automatic_optimization:
             check_manual_optimization(self._loss)
-        check_hooks(self._module(), self.shard_mesh)
-        loaders.check_num_batches(self._trainer().num_training_batches, self.shard_mesh)
+        check_hooks(self._module(), self._ranks())
+        loaders.check_num_batches(self._trainer().num_training_batches, self._ranks())
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -397,6 +486,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         with reenter(step):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         check_reduced(module)
+        drop_unused_gradients(module, self.shard_mesh)
         return loss
 
     @contextmanager
@@ -442,7 +532,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     @override
     def on_validation_start(self) -> None:
         """Raise for hooks that only some ranks have."""
-        check_hooks(self._module(), self.shard_mesh)
+        check_hooks(self._module(), self._ranks())
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

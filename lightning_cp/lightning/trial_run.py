@@ -21,6 +21,7 @@ from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE, find_differing
+from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.data.structure import flatten
@@ -97,6 +98,10 @@ class _Run:
         return ", ".join(value.source for value in self.values.values()) or "nothing"
 
 
+LONGEST_MEDIA = 16384
+"""Tokens of a batch with media that each rank runs in full, where it cannot be truncated."""
+
+
 class TrialRuns:
     """Runs steps sharded and on full sequences, and classifies their values.
 
@@ -131,7 +136,14 @@ class TrialRuns:
             problem = error
         with active_step.outside():
             self._cp.checks.check_batch(batch, problem, training=False, values=True)
-            return self._compare_runs(call, self._equal_number(parts))
+            results, failure = self._compare_runs(call, self._equal_number(parts))
+            # Truncation may cut off placeholders of media.
+            is_cut = failure is not None and not results and bool(media_names(batch))
+            if self._any_rank(is_cut)[0] and not self._any_rank(self._is_too_long(step))[0]:
+                results, failure = self._compare_runs(call, [batch])
+            if failure is not None and not results:
+                raise failure
+            return results
 
     def any_data_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any data rank that takes part in this rank's runs."""
@@ -153,7 +165,11 @@ class TrialRuns:
 
         They are padded by sharding if the batch is. Two of them, and one with padding of its own if
         the batch has some. None for a long batch that is handed over, which cannot be truncated.
+        One with media stays as it is where data ranks take part: a model may refuse what is left
+        of one data rank's batch, amid a run in which the others wait for it. None if it is long.
         """
+        if any(group.size > 1 for group in self._data) and media_names(batch):
+            return [] if self._is_too_long(step) else [batch] * 2
         if isinstance(step, UnshardedStep):
             tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
             longest = max((max(x.shape, default=0) for x in tensors), default=0)
@@ -171,6 +187,10 @@ class TrialRuns:
         padded = [] if step.padding is None else [batches.pad_samples(short)]
         return [*padded, long, short]
 
+    def _is_too_long(self, step: Step) -> bool:
+        """Return whether every rank should not run the full batch by itself."""
+        return step.layout.seq_len > max(self._max_len, LONGEST_MEDIA)
+
     def _equal_number(self, parts: list[Any]) -> list[Any]:
         """Return equally many parts on all data ranks; none if one rank has none. Collective."""
         is_none, is_three = self._any_rank(not parts, len(parts) > 2)
@@ -178,8 +198,12 @@ class TrialRuns:
 
     # ---------------------------------------------------------------- one run
 
-    def _compare_runs(self, call: StepCall, parts: Sequence[Any]) -> list[dict[str, Finding]]:
-        cp, failure = self._cp, None
+    def _compare_runs(
+        self, call: StepCall, parts: Sequence[Any]
+    ) -> tuple[list[dict[str, Finding]], Exception | None]:
+        """Return the findings of each part that the step accepts, and the last error of others."""
+        cp = self._cp
+        failure: Exception | None = None
         results: list[dict[str, Finding]] = []
         for part in parts:
             # Full sequences first: all ranks compute the same there, so that an error is raised by
@@ -193,9 +217,7 @@ class TrialRuns:
                 continue
             sharded = self._run(call, cp.step(part, training=False))
             results.append(self._compare(call, sharded, full))
-        if failure is not None and not results:
-            raise failure
-        return results
+        return results, failure
 
     def _run(self, call: StepCall, opened: AbstractContextManager[dict[str, Any]]) -> _Run:
         """Run a step, collect its values, and undo what it changes."""

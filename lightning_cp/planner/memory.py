@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from lightning_cp.attn.hardware import H200, Chip, Links
 from lightning_cp.planner.attention import attention_cost
-from lightning_cp.planner.setup import Precision, Setup
+from lightning_cp.planner.setup import GPUS_PER_HOST, Precision, Setup
 from lightning_cp.planner.shapes import LayerShape, ModelShape
 
 USABLE: Final = 0.94
@@ -29,8 +29,6 @@ LAYERS_IN_FLIGHT: Final = 3
 """Layers whose checkpoints are on the GPU after forward, while others are offloaded: the last two,
 and the one that was sent last. In backward there is one less: the layer that is computed, and the
 next one on its way in."""
-
-GPUS_PER_HOST: Final = 8
 
 REPLICATED_BYTES: Final = 3 * 2**27
 """Buckets of gradients that are averaged where parameters are not sharded (fsdp.replication)."""
@@ -273,11 +271,13 @@ class MemoryPlan:
 
     Args:
         moments: bytes by part, at each moment at which memory may peak.
-        host: bytes of pinned memory of a host, for all its ranks.
+        host: bytes of pinned memory of a host for activations, for all its ranks.
+        host_parameters: the same for parameters, gradients and moments.
     """
 
     moments: Mapping[str, Mapping[str, float]]
     host: float
+    host_parameters: float = 0.0
 
     @property
     def peak_moment(self) -> str:
@@ -313,11 +313,11 @@ def plan_memory(
     """
     links = Links() if links is None else links
     tokens, hidden = setup.local_len, model.hidden
-    states, held = _states(model, setup)
+    states, held, host_parameters = _states(model, setup)
     sizes = {layer: token_bytes(layer, hidden, setup) for layer in set(model.layers)}
     stash, host = _stash(model, setup, sizes)
     is_full = setup.lora_rank == 0
-    is_sharded = setup.sharding == "full"
+    is_sharded = setup.is_sharded
     gathered = (states.gathered if is_full else FROZEN) if is_sharded else 0
     in_layer = gathered
     if is_full:
@@ -357,7 +357,8 @@ def plan_memory(
         "loss": loss,
     }
     moments |= _end_of_backward(model, setup, states, held)
-    return MemoryPlan({name: _ordered(parts) for name, parts in moments.items()}, host)
+    ordered = {name: _ordered(parts) for name, parts in moments.items()}
+    return MemoryPlan(ordered, host, host_parameters)
 
 
 def _end_of_backward(
@@ -369,14 +370,14 @@ def _end_of_backward(
     their sums have arrived, they are cast to the precision of the gradients.
     """
     root, gradients = model.root_params, _gradients(model, setup)
-    if setup.lora_rank or setup.sharding != "full":
-        gathered = FROZEN * root if setup.sharding == "full" else REPLICATED_BYTES
+    if setup.lora_rank or not setup.is_sharded:
+        gathered = FROZEN * root if setup.is_sharded else REPLICATED_BYTES
         end = {**held, "gradients": gradients, "gathered parameters": float(gathered)}
         return {"end of backward": end}
-    own = root / setup.shard_size
+    own = root / setup.num_shards
     arrived = states.reduced * own if states.gradient < states.reduced else 0.0
     copied = states.full_gradient + states.reduced
-    waiting = gradients if setup.accumulates else gradients - states.gradient * own
+    waiting = gradients if setup.accumulates else max(0.0, gradients - states.gradient * own)
     return {
         "last gradients": {
             **held,
@@ -415,7 +416,8 @@ def _waiting(
     moments = {"backward": parts(present, held["gradients"])}
     if is_offloaded and not setup.lora_rank:
         passed = model.num_params - model.root_params - model.largest_layer
-        gradients = STATES[setup.precision].gradient * max(0, passed) / setup.shard_size
+        gradients = STATES[setup.precision].gradient * max(0, passed) / setup.num_shards
+        gradients = 0.0 if setup.parameter_offload else gradients
         moments["backward of the first layers"] = parts(present - 1, held["gradients"] or gradients)
     return moments
 
@@ -425,20 +427,33 @@ def _ordered(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _gradients(model: ModelShape, setup: Setup) -> float:
+    """Return the bytes of the gradients of a rank on the GPU."""
+    return 0.0 if setup.parameter_offload else _sharded_gradients(model, setup)
+
+
+def _sharded_gradients(model: ModelShape, setup: Setup) -> float:
     trained = model.lora_params(setup.lora_rank) if setup.lora_rank else model.num_params
-    return STATES[setup.precision].gradient * trained / setup.shard_size
+    return STATES[setup.precision].gradient * trained / setup.num_shards
 
 
-def _states(model: ModelShape, setup: Setup) -> tuple[StateBytes, dict[str, float]]:
-    """Return what a rank holds all the time: its shards of weights, gradients and moments."""
-    states, size = STATES[setup.precision], setup.shard_size
+def _states(model: ModelShape, setup: Setup) -> tuple[StateBytes, dict[str, float], float]:
+    """Return what a rank holds all the time: its shards of weights, gradients and moments.
+
+    The last value is what they take of a host, for all its ranks, if they are offloaded.
+    """
+    states, size = STATES[setup.precision], setup.num_shards
     trained = model.lora_params(setup.lora_rank) if setup.lora_rank else model.num_params
     frozen = model.num_params if setup.lora_rank else 0
-    return states, {
+    held = {
         "weights": (states.weight * trained + FROZEN * frozen) / size,
-        "gradients": _gradients(model, setup) if setup.accumulates else 0.0,
+        "gradients": _sharded_gradients(model, setup) if setup.accumulates else 0.0,
         "optimizer": states.optimizer * trained / size,
     }
+    if not setup.parameter_offload:
+        return states, held, 0.0
+    held["gradients"] = _sharded_gradients(model, setup)
+    host = sum(held.values()) * min(GPUS_PER_HOST, setup.num_gpus)
+    return states, dict.fromkeys(held, 0.0), host
 
 
 def _stash(

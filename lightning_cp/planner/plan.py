@@ -34,7 +34,8 @@ class Capacity:
 
     def fits(self, memory: MemoryPlan) -> bool:
         """Return whether a plan fits, with a margin."""
-        return memory.peak <= USABLE * self.gpu and memory.host <= HOST_USABLE * self.host
+        host = memory.host + memory.host_parameters
+        return memory.peak <= USABLE * self.gpu and host <= HOST_USABLE * self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +229,8 @@ def _variants(
 
 def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
     """Say what is extrapolated: steps were measured on one H200, as one rank of 8 or alone."""
+    if setup.parameter_offload:
+        yield "parameter_offload: copies and the optimizer on the CPU by assumed speeds"
     if setup.offload != "none" or setup.tiles:
         yield "offload and tiles: memory by what was counted on small models"
     if chip != "h200":
@@ -255,6 +258,8 @@ def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
             f"balance of documents: computed on a sequence scaled to {MAX_LAYOUT_LEN:,} tokens and "
             f"at most {MAX_LAYOUT_RANKS} ranks"
         )
+    if model.other_params:
+        yield "blocks that text does not reach (towers): their weights, not what they compute"
     if setup.lora_rank:
         yield "LoRA: time without the adapters' own kernels"
     if setup.num_gpus > 1:

@@ -4,9 +4,9 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_cp.planner.memory import GPUS_PER_HOST, HOST_USABLE, USABLE
+from lightning_cp.planner.memory import HOST_USABLE, USABLE
 from lightning_cp.planner.plan import Plan
-from lightning_cp.planner.setup import Setup
+from lightning_cp.planner.setup import GPUS_PER_HOST, Setup
 from lightning_cp.planner.shapes import KNOWN
 
 _COLORS = (
@@ -120,7 +120,8 @@ def _memory(plan: Plan) -> list[str]:
     )
     told = (f"{name} {sum(memory.moments[name].values()) / 1e9:.1f}" for name in others)
     lines.append(f"  other moments: {', '.join(told)} GB")
-    host = f"  host memory: {memory.host / 1e9:.0f} GB pinned per node of {GPUS_PER_HOST} GPUs"
+    pinned = memory.host + memory.host_parameters
+    host = f"  host memory: {pinned / 1e9:.0f} GB pinned per node of {GPUS_PER_HOST} GPUs"
     lines.append(f"{host}, of {HOST_USABLE * capacity.host / 1e9:.0f} usable")
     return lines
 
@@ -171,7 +172,7 @@ def _options(plan: Plan) -> list[str]:
             (
                 f"  {each.label}",
                 f"{each.memory.peak / 1e9:.1f}",
-                f"{each.memory.host / 1e9:.0f}",
+                f"{(each.memory.host + each.memory.host_parameters) / 1e9:.0f}",
                 _seconds(each.time.step),
                 f"{each.time.share_of_peak:.3f}",
                 format_tokens(each.longest),
@@ -231,6 +232,10 @@ def _strategy(setup: Setup) -> Iterable[str]:
     yield f"context_parallel_size: {shared}"
     if setup.sharding != "full":
         yield f"parameter_sharding: {setup.sharding}"
+    if setup.sharding == "hybrid" and setup.shard_size:
+        yield f"shard_size: {setup.shard_size}"
+    if setup.parameter_offload:
+        yield "parameter_offload: true"
     if setup.attention_memory is not None:
         yield f"attention_memory: {setup.attention_memory:g}"
     if setup.gradient_wire != "float32":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final, Literal, get_args
 
-from lightning_cp.fsdp.sharding import ParameterSharding
+from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.options import check_choice
 
 Precision = Literal["bf16-mixed", "bf16-true", "bf16-policy"]
@@ -18,6 +18,8 @@ Offload = Literal["none", "all"]
 """What is moved to host memory; ``all``: checkpoints and, if it is kept, attention."""
 
 MAX_GPUS: Final = 1024
+
+GPUS_PER_HOST: Final = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Setup:
         batch_size: samples per data rank.
         precision: of the Trainer.
         sharding: ``parameter_sharding`` of the strategy.
+        shard_size: with ``hybrid``, the ranks that share a copy of the parameters; 0 for those of a
+            node of `GPUS_PER_HOST`.
+        parameter_offload: whether weights, gradients and moments are in host memory.
         checkpointing: what is recomputed in backward.
         offload: what is moved to the host.
         tiles: tiles of the token-wise parts of a layer; 0 for none.
@@ -55,7 +60,9 @@ class Setup:
     ulysses_size: int = 1
     batch_size: int = 1
     precision: Precision = "bf16-mixed"
-    sharding: ParameterSharding = "full"
+    sharding: Sharding = "full"
+    shard_size: int = 0
+    parameter_offload: bool = False
     checkpointing: Checkpointing = "full"
     offload: Offload = "none"
     tiles: int = 0
@@ -71,7 +78,7 @@ class Setup:
     def __post_init__(self) -> None:
         for name, kinds in (
             ("precision", Precision),
-            ("sharding", ParameterSharding),
+            ("sharding", Sharding),
             ("checkpointing", Checkpointing),
             ("offload", Offload),
         ):
@@ -79,7 +86,7 @@ class Setup:
         for name in ("seq_len", "num_gpus", "batch_size", "ulysses_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give an integer of at least 1.")
-        for name in ("tiles", "lora_rank", "cp_size"):
+        for name in ("tiles", "lora_rank", "cp_size", "shard_size"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: give 0 or more.")
         if self.num_gpus > MAX_GPUS:
@@ -92,6 +99,11 @@ class Setup:
                 f"cp_size={self.cp_size} does not divide num_gpus={self.num_gpus}. Give a divisor, "
                 f"such as {near}."
             )
+        if self.num_gpus % self.num_shards:
+            raise ValueError(
+                f"shard_size={self.num_shards} does not divide num_gpus={self.num_gpus}. Give a "
+                f"divisor, such as {gcd(self.num_gpus, self.num_shards)}."
+            )
         if self.context_size % self.ulysses_size:
             raise ValueError(
                 f"ulysses_size={self.ulysses_size} does not divide the {self.context_size} context "
@@ -101,6 +113,11 @@ class Setup:
             raise ValueError(
                 f"seq_len={self.seq_len} is less than the {self.context_size} ranks that share a "
                 "sequence. Give a longer one, or a smaller cp_size."
+            )
+        if self.parameter_offload and not self.is_sharded:
+            raise ValueError(
+                "parameter_offload moves shards of parameters, and sharding='none' has none. Give "
+                "sharding='full' or 'hybrid'."
             )
         if any(length < 1 for length in self.documents):
             raise ValueError(
@@ -123,6 +140,18 @@ class Setup:
         return self.batch_size * -(-self.seq_len // self.context_size)
 
     @property
-    def shard_size(self) -> int:
+    def is_sharded(self) -> bool:
+        """Return whether parameters are sharded, over all ranks or some."""
+        return self.sharding != "none"
+
+    @property
+    def num_shards(self) -> int:
         """Return the ranks over which parameters are sharded."""
-        return self.num_gpus if self.sharding == "full" else 1
+        if self.sharding == "hybrid":
+            return min(self.shard_size or GPUS_PER_HOST, self.num_gpus)
+        return self.num_gpus if self.is_sharded else 1
+
+    @property
+    def num_copies(self) -> int:
+        """Return the number of copies of the parameters, sharded or not."""
+        return self.num_gpus // self.num_shards

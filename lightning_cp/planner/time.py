@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from lightning_cp.attn.hardware import A100, H200, Chip, Links
 from lightning_cp.planner.attention import Passes, attention_cost
-from lightning_cp.planner.memory import EXPERT_SAVED, FROZEN, STATES, token_bytes
+from lightning_cp.planner.memory import EXPERT_SAVED, FROZEN, STATES, StateBytes, token_bytes
 from lightning_cp.planner.setup import Setup
 from lightning_cp.planner.shapes import LayerShape, ModelShape
 
@@ -91,6 +91,10 @@ HOST_GBS: Final = 25.0
 """Gigabytes per second of one GPU to host memory while 8 of them share it; not measured."""
 
 
+HOST_ADAM_GBS: Final = 20.0
+"""Gigabytes per second that AdamW of one rank moves on a CPU that 8 ranks share; not measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class TimePlan:
     """Time of one step (one microbatch and an update) on the slowest rank.
@@ -141,10 +145,9 @@ def plan_time(
     """
     links = Links() if links is None else links
     rates, states = RATES[chip], STATES[setup.precision]
-    tokens, size = setup.local_len, setup.num_gpus
+    tokens = setup.local_len
     is_full = setup.lora_rank == 0
     backward_factor = 2 if is_full else 1  # frozen weights have no gradient
-    share = (size - 1) / size
     gather_size = states.gathered if is_full else FROZEN
     seconds = dict.fromkeys(
         ("attention", "recomputed attention", "layers", "recomputed layers"), 0.0
@@ -160,9 +163,8 @@ def plan_time(
             setup.checkpointing == "keep" and layer.window is not None
         )
         forward = _tokenwise(layer, model.hidden, setup, chip)
-        parameters = gather_size * layer.num_params * share if setup.sharding == "full" else 0.0
-        reduced = states.reduced * layer.num_params * share * (2 - (setup.sharding == "full"))
-        reduced = reduced if is_full else 0.0
+        parameters = _Traffic.gather(gather_size * layer.num_params, setup)
+        reduced = _Traffic.reduce(states.reduced * layer.num_params if is_full else 0.0, setup)
         attend = Passes(*(_attention_factor(layer) * each for each in cost.time))
         passes = {
             "attention": attend.forward + attend.backward,
@@ -178,16 +180,17 @@ def plan_time(
             sum(passes.values()) - attend.forward - forward,
         )
         sent = Passes(
-            links.collective(parameters, size, 1) if parameters else 0.0,
-            links.collective(parameters + reduced, size, 1) if parameters + reduced else 0.0,
+            parameters.time(setup, links),
+            parameters.plus(reduced).time(setup, links),
         )
-        for own, traffic in zip(compute, sent, strict=True):
-            slowest = max(links.together(own, traffic), moved)
+        copies = _copied_shards(layer.num_params, states, setup)
+        for own, traffic, shards in zip(compute, sent, copies, strict=True):
+            slowest = max(links.together(own, traffic), moved + shards)
             seconds["waiting for links"] += count * (slowest - own)
         wire["keys and values"] += count * cost.wire.forward * (3 if again else 2)
         wire["their gradients"] += count * (cost.wire.backward - cost.wire.forward)
-        wire["parameters"] += count * 2 * parameters
-        wire["gradients"] += count * reduced
+        wire["parameters"] += count * 2 * sum(parameters)
+        wire["gradients"] += count * sum(reduced)
         mean_dim = (layer.head_dim + layer.value_dim) / 2
         pairs_flops += count * 12 * cost.pairs * layer.num_heads * mean_dim
         weighted += count * cost.balance * cost.pairs
@@ -197,18 +200,18 @@ def plan_time(
         2 * (1 + backward_factor) * model.head_params * tokens / rates.head / 1e12
     )
     item = states.weight
-    seconds["optimizer"] = ADAM_BYTES * item * trained / setup.shard_size / chip.memory_gbs / 1e9
-    if setup.sharding == "full":
+    adam_gbs = HOST_ADAM_GBS if setup.parameter_offload else chip.memory_gbs
+    seconds["optimizer"] = ADAM_BYTES * item * trained / setup.num_shards / adam_gbs / 1e9
+    if setup.is_sharded:
         copied = COPIED_GATHERS * gather_size * model.num_params
         copied += (states.full_gradient + states.reduced) * model.num_params if is_full else 0
         seconds["copies of parameters"] = copied / chip.memory_gbs / 1e9
-    root = gather_size * model.root_params * share if setup.sharding == "full" else 0.0
-    wire["parameters"] += root
-    if is_full:
-        factor = 1 if setup.sharding == "full" else 2
-        wire["gradients"] += states.reduced * model.root_params * share * factor
-    exposed = root + (states.reduced * model.root_params * share if is_full else 0.0)
-    seconds["waiting for links"] += links.collective(exposed, size, 1) if exposed else 0.0
+    root = _Traffic.gather(gather_size * model.root_params, setup)
+    reduced = _Traffic.reduce(states.reduced * model.root_params if is_full else 0.0, setup)
+    wire["parameters"] += sum(root)
+    wire["gradients"] += sum(reduced)
+    seconds["waiting for links"] += root.plus(reduced).time(setup, links)
+    seconds["waiting for links"] += sum(_copied_shards(model.root_params, states, setup))
     flops = 2 * (1 + backward_factor) * model.num_matmul_params * tokens + pairs_flops
     if not is_full:
         flops += 6 * trained * tokens
@@ -221,6 +224,52 @@ def plan_time(
         rates.peak * 1e12,
         algorithms,
     )
+
+
+class _Traffic(NamedTuple):
+    """Bytes that a rank receives.
+
+    Args:
+        inside: from ranks that hold the other shards of its copy of the parameters.
+        between: from ranks that hold the same shard of other copies.
+    """
+
+    inside: float
+    between: float
+
+    @classmethod
+    def gather(cls, num_bytes: float, setup: Setup) -> "_Traffic":
+        """Return the traffic of an all-gather of parameters."""
+        return cls(num_bytes * (1 - 1 / setup.num_shards), 0.0)
+
+    @classmethod
+    def reduce(cls, num_bytes: float, setup: Setup) -> "_Traffic":
+        """Return the traffic of a reduce-scatter in a copy, and an all-reduce between copies."""
+        between = 2 * num_bytes / setup.num_shards * (1 - 1 / setup.num_copies)
+        return cls(num_bytes * (1 - 1 / setup.num_shards), between)
+
+    def plus(self, other: "_Traffic") -> "_Traffic":
+        """Return the sum of both."""
+        return _Traffic(self.inside + other.inside, self.between + other.between)
+
+    def time(self, setup: Setup, links: Links) -> float:
+        """Return its seconds."""
+        groups = ((setup.num_shards, 1), (setup.num_copies, setup.num_shards))
+        return sum(
+            links.collective(num_bytes, size, stride)
+            for num_bytes, (size, stride) in zip(self, groups, strict=True)
+            if num_bytes
+        )
+
+
+def _copied_shards(num_params: int, states: StateBytes, setup: Setup) -> Passes:
+    """Return the seconds in which offloaded shards are copied to the GPU, and gradients back."""
+    if not setup.parameter_offload:
+        return Passes(0.0, 0.0)
+    is_full = setup.lora_rank == 0
+    share = num_params / setup.num_shards / HOST_GBS / 1e9
+    weight = states.weight if is_full else FROZEN
+    return Passes(weight * share, (weight + (states.gradient if is_full else 0)) * share)
 
 
 def _counted(model: ModelShape) -> dict[LayerShape, int]:

@@ -7,16 +7,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_cp.fsdp.sharding import (
+    drop_unused_gradients,
     fill_sharded,
     find_blocks,
     is_sharded,
+    prepare_reduction,
     reshard,
+    set_gradient_reduction,
     shard_parameters,
 )
 from tests.lightning.jobs import full
+from tests.parity import media_zoo
 
 LLAMA = LlamaConfig(
     vocab_size=64,
@@ -60,6 +64,15 @@ def test_blocks_may_be_named_by_class_or_pattern():
     model = llama()
     assert find_blocks(model, ["LlamaMLP"]) == [layer.mlp for layer in model.model.layers]
     assert find_blocks(model, ["model.layers.1"]) == [model.model.layers[1]]
+
+
+def test_a_tower_that_the_model_names_is_sharded_by_its_layers():
+    model = media_zoo.build_model("qwen2_5_omni_thinker")
+    assert type(model.model.visual).__name__ in model._no_split_modules
+    blocks = find_blocks(model)
+    assert len(blocks) == len(set(blocks))
+    assert not [type(block).__name__ for block in blocks if isinstance(block, PreTrainedModel)]
+    assert {*model.model.visual.blocks, *model.model.audio_tower.layers} < set(blocks)
 
 
 def run_shard(device, sharding):
@@ -145,3 +158,91 @@ def test_what_cannot_be_filled_is_refused(ranks):
     (said,) = ranks(1).run(run_no_reset)
     assert "NoReset was built on the meta device, and nothing sets" in said
     assert "its `weight`" in said
+
+
+class Conditional(nn.Module):
+    """Uses its second part only if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, both):
+        x = self.parts[0](x)
+        return self.parts[1](x) * self.scale if both else x
+
+
+def run_unused():
+    """Return which gradients there are after backward passes that use a part or all."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    torch.manual_seed(0)
+    owner = nn.Sequential(Conditional())
+    shard_parameters(owner, mesh, device=torch.device("cpu"))
+    prepare_reduction(owner)
+    model, found = owner[0], []
+
+    def backward(both, *, sync=True):
+        set_gradient_reduction(owner, sync)
+        model(torch.ones(2, 4), both).sum().backward()
+        drop_unused_gradients(owner, mesh)
+        found.append([p.grad is not None for p in owner.parameters()])
+
+    backward(True)
+    owner.zero_grad()
+    backward(False)
+    backward(True)
+    backward(False)  # a gradient of a former pass stays
+    owner.zero_grad(set_to_none=False)
+    backward(False)
+    owner.zero_grad()
+    backward(True, sync=False)
+    backward(False)  # reduces what the pass before has left
+    return found, model.scale.grad.full_tensor()
+
+
+@pytest.mark.ranks
+def test_parameters_that_no_rank_used_have_no_gradient(ranks):
+    every, some = [True] * 5, [False, True, True, False, False]
+    for found, gradient in ranks(2).run(run_unused):
+        assert found == [every, some, every, every, every, [False] * 5, every]
+        assert gradient.abs().min() > 0
+
+
+def run_unused_between_copies():
+    """Return a gradient of a pass whose reduction between copies the next one does."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    owner = nn.Sequential(Conditional())
+    shard_parameters(owner, mesh, device=torch.device("cpu"), sharding="hybrid")
+    prepare_reduction(owner)
+    for both in (True, False):
+        set_gradient_reduction(owner, not both)
+        owner[0](torch.ones(2, 4), both).sum().backward()
+        drop_unused_gradients(owner, mesh)
+    return [p.grad is not None for p in owner.parameters()]
+
+
+@pytest.mark.ranks
+def test_gradients_that_wait_for_the_reduction_between_copies_stay(ranks):
+    for found in ranks(2).run(run_unused_between_copies):
+        assert all(found)
+
+
+def run_used_by_one():
+    """Return the gradients of what rank 1 has used, and rank 0 has not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    owner = nn.Sequential(Conditional())
+    fully_shard(owner[0], mesh=mesh)
+    prepare_reduction(owner)
+    owner[0](torch.ones(2, 4), dist.get_rank() == 1).sum().backward()
+    drop_unused_gradients(owner, mesh)
+    return [p.grad.full_tensor() for p in owner.parameters()]
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_one_rank_used_has_its_mean_gradient(ranks):
+    first, second = ranks(2).run(run_used_by_one)
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+        assert x.abs().sum() > 0

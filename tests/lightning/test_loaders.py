@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import random
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_cp import ContextParallelStrategy
@@ -64,6 +66,9 @@ def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit",
             import lightning.pytorch as pl
 
             pl.seed_everything(seed, workers=True, verbose=False)
+        else:  # as in processes that nobody has seeded, whatever ran here before
+            random.seed(dist.get_rank())
+            torch.manual_seed(dist.get_rank())
         module = Watching()
         trainer = build_trainer(
             strategy=ContextParallelStrategy(**(strategy or {})),
@@ -140,3 +145,62 @@ def test_packed_rows_are_cut_only_for_the_step(ranks):
     found = ranks(2).run(run_seen, (PackedRows(2), {"batch_size": 2}))
     assert found[0] == found[1]
     assert len(found[0][0][0]) == 2
+
+
+class Uneven(IterableDataset):
+    """A stream without a length, as long as this data rank is told; it may fail at its end."""
+
+    def __init__(self, lengths, fails=False):
+        self.lengths, self.fails = lengths, fails
+        self.rank = None
+
+    def __iter__(self):
+        for index in range(self.lengths[self.rank]):
+            tokens = torch.full((LENGTH,), index)
+            yield {"input_ids": tokens, "labels": tokens}
+        if self.fails and self.rank == 0:
+            raise OSError("no such file")
+
+
+def run_uneven(lengths, stage="fit", fails=False, sharding="full"):
+    """Return the number of steps, or the error; and whether the loader is as it was."""
+    with elastic_environment(), warnings.catch_warnings(record=True) as records:
+        warnings.resetwarnings()
+        module, data = Watching(), Uneven(lengths, fails)
+        strategy = ContextParallelStrategy(data_parallel_size=2, parameter_sharding=sharding)
+        trainer = build_trainer(strategy=strategy, max_epochs=2)
+        data.rank = dist.get_rank()
+        loader = DataLoader(data, batch_size=1)
+        try:
+            getattr(trainer, stage)(module, loader)
+            result = len(module.seen)
+        except (ValueError, RuntimeError, OSError) as error:
+            result = f"{type(error).__name__}: {error}"
+    warned = [str(x.message) for x in records if "ranks have a batch" in str(x.message)]
+    return result, type(loader) is DataLoader, warned
+
+
+def run_all_uneven():
+    return [
+        run_uneven((3, 2)),
+        run_uneven((2, 2)),
+        run_uneven((3, 2), "predict"),
+        run_uneven((2, 2), fails=True),
+        run_uneven((3, 2), "predict", sharding="none"),
+    ]
+
+
+def test_iterable_datasets_of_different_lengths_end_or_fail_on_all_ranks(ranks):
+    found = ranks(2).run(run_all_uneven)
+    for rank, (uneven, even, predicted, failed, replicated) in enumerate(found):
+        assert uneven[0] == even[0] == 4  # two steps in each of two epochs
+        assert len(uneven[2]) == (rank == 0)
+        if rank == 0:
+            assert "Only 1 of 2 ranks have a batch 2" in uneven[2][0]
+        assert even[2] == []
+        assert predicted[0].startswith("ValueError: Only 1 of 2 ranks have a batch 2: data ranks")
+        assert "use data_parallel_size=1" in predicted[0]
+        said = "OSError: no such" if rank == 0 else "RuntimeError: Batch 2 could not be loaded on 1"
+        assert failed[0].startswith(said)
+        assert replicated[0] == 0
+        assert all(case[1] for case in found[rank])

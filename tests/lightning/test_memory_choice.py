@@ -247,7 +247,7 @@ def test_data_ranks_decide_alike(ranks):
 def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
     def names(is_checkpointed=False, checkpointing=False, tile=False, **options):
         activations = Activations(checkpointing, tile, "layers")
-        run = RunSetup(Options(**options), activations, 8, "bf16-true", "autocast", "full")
+        run = RunSetup(Options(**options), activations, 8, "bf16-true", "autocast", "full", 8)
         return [
             (
                 one.activations.checkpointing,

@@ -123,6 +123,10 @@ def test_the_refusal_names_the_options_that_help():
         (Setup(2**17, 8, checkpointing="none"), "With activation_checkpointing=True it needs"),
         (Setup(5 * 2**18, 8, precision="bf16-true"), "With offload='all' it needs"),
         (Setup(3 * 2**20, 8, precision="bf16-true"), "With offload='all', tile=True it needs"),
+        (
+            Setup(2**16, 32, 2, sharding="hybrid", shard_size=2),
+            "With parameter_sharding='full' it needs",
+        ),
         (Setup(2**24, 8), "Use more context ranks, shorter sequences, or LoRA"),
     ):
         plan = plan_memory(model, setup)

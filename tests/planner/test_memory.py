@@ -15,6 +15,7 @@ from transformers import (
 from hf_patches.model_shape import model_shape
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import OTHER_BYTES, STATES, plan_memory, token_bytes
+from lightning_cp.planner.time import plan_time
 from tests.planner.live_bytes import measure
 from tests.recipes.memory import REAL
 
@@ -207,3 +208,16 @@ def test_offloaded_tensors_are_on_the_host():
     alone = plan_memory(model, Setup(2**20, 8, offload="all", precision="bf16-true"))
     assert alone.host == pytest.approx(8 * kept.parts["checkpoints"])
     assert moved.parts["checkpoints"] == pytest.approx(kept.parts["checkpoints"] * 3 / 32)
+
+
+def test_parameters_in_host_memory_leave_the_gpu_and_cost_time():
+    model, setup = KNOWN["llama-8b"], Setup(2**15, 8)
+    offloaded = replace(setup, parameter_offload=True)
+    plan, moved = plan_memory(model, setup), plan_memory(model, offloaded)
+    for part in ("weights", "gradients", "optimizer"):
+        assert moved.parts[part] == 0 < plan.parts[part]
+    assert moved.host_parameters == pytest.approx(16 * model.num_params)
+    assert plan.peak - moved.peak == pytest.approx(16 * model.num_params / 8, rel=0.1)
+    first, second = plan_time(model, setup), plan_time(model, offloaded)
+    assert second.seconds["optimizer"] > 100 * first.seconds["optimizer"]
+    assert second.seconds["waiting for links"] > first.seconds["waiting for links"]

@@ -53,6 +53,8 @@ def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
         ({"cp_size": 3}, "cp_size=3 does not divide num_gpus=8"),
         ({"ulysses_size": 3}, "ulysses_size=3 does not divide the 8 context ranks"),
         ({"seq_len": 4}, "seq_len=4 is less than the 8 ranks"),
+        ({"sharding": "hybrid", "shard_size": 3}, "shard_size=3 does not divide num_gpus=8"),
+        ({"sharding": "none", "parameter_offload": True}, "sharding='none' has none"),
         ({"lora_rank": -1}, "lora_rank=-1: give 0 or more"),
         ({"documents": (4, 0)}, "lengths of documents are integers"),
         ({"offload": "checkpoints"}, "offload='checkpoints' is unknown. Use one of 'none', 'all'"),

@@ -166,3 +166,27 @@ def test_kept_attention_is_not_computed_again():
         32 * ATTENTION_IN_STEP * cost.time.forward, rel=0.01
     )
     assert kept.wire["keys and values"] == full.wire["keys and values"] * 2 / 3
+
+
+def test_copies_of_shards_save_a_slow_network_and_take_memory():
+    options = {"seq_len": 2**13, "num_gpus": 32, "cp_size": 8}
+    full, hybrid = Setup(**options), Setup(**options, sharding="hybrid")
+    slow = Links(between_gbs=1.5)  # one card of 100 Gbit/s per node
+    times = [plan_time(LLAMA, setup, links=slow) for setup in (full, hybrid)]
+    assert times[1].seconds["waiting for links"] < 0.7 * times[0].seconds["waiting for links"]
+    memory = [plan_memory(LLAMA, setup).parts for setup in (full, hybrid)]
+    for part in ("weights", "optimizer"):
+        assert memory[1][part] == 4 * memory[0][part]
+    # An eighth of the gradients is all-reduced between four nodes.
+    gathered, reduced = 4 * LLAMA.num_params * 7 / 8, 4 * LLAMA.num_params
+    wire = times[1].wire
+    assert wire["gradients"] == pytest.approx(reduced * 7 / 8 + 2 * reduced / 8 * 3 / 4)
+    layers = 4 * (LLAMA.num_params - LLAMA.root_params) * 7 / 8
+    assert wire["parameters"] == pytest.approx(gathered + layers)
+
+
+def test_one_copy_is_full_sharding():
+    options = {"seq_len": 2**15, "num_gpus": 16}
+    one_copy = Setup(**options, sharding="hybrid", shard_size=16)
+    assert plan_time(LLAMA, one_copy) == plan_time(LLAMA, Setup(**options))
+    assert plan_memory(LLAMA, one_copy) == plan_memory(LLAMA, Setup(**options))

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from hf_patches.auto import auto_class
 from hf_patches.forward import LARGEST_LOGITS
 from lightning_cp.fsdp.sharding import find_blocks
 
@@ -82,6 +83,28 @@ REAL: dict[str, PreTrainedConfig] = {
             "patch_size": 14,
         },
     ),
+    "Qwen/Qwen3-VL-8B-Instruct": transformers.Qwen3VLConfig(
+        text_config={
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        vision_config={
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "depth": 27,
+            "num_heads": 16,
+            "out_hidden_size": 4096,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ),
     "openai/gpt-oss-20b": transformers.GptOssConfig(
         vocab_size=201_088,
         hidden_size=2880,
@@ -114,6 +137,7 @@ class Job:
         freeze: patterns of parameters that are not trained.
         keeps_attention: whether attention results are kept for backward.
         num_branches: completions that share a prompt; 1 for plain samples.
+        has_media: whether sequences are images or video, all of their tokens.
     """
 
     config: PreTrainedConfig
@@ -127,6 +151,7 @@ class Job:
     freeze: Sequence[str] = ()
     keeps_attention: bool = False
     num_branches: int = 1
+    has_media: bool = False
 
 
 def job_of(config: Mapping[str, Any]) -> Job:
@@ -147,6 +172,7 @@ def job_of(config: Mapping[str, Any]) -> Job:
         freeze=model.get("freeze", ()),
         keeps_attention=trainer["strategy"]["init_args"].get("keep_attention") == "all",
         num_branches=2 if data.get("share_prompts") else 1,
+        has_media=config["data"]["class_path"].endswith("MediaChatData"),
     )
 
 
@@ -160,7 +186,7 @@ def describe(job: Job) -> str:
 def compute(job: Job) -> dict[str, float]:
     """Return what takes how many GB (10^9 bytes) on each GPU."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(job.config)
+        model = auto_class(job.config).from_config(job.config)
     text: Any = job.config.get_text_config()
     full = not job.lora_rank
     trained, frozen = _count(model, job)
@@ -200,7 +226,28 @@ def compute(job: Job) -> dict[str, float]:
     if job.ulysses > 1:
         # queries, keys, values and output once more, and their gradients
         taken["tokens swapped for heads"] = tokens * 2 * (queries + keys) * 2 * 2
+    if job.has_media:
+        taken |= _media(job, taken)
     return {name: count / 1e9 for name, count in taken.items()}
+
+
+def _media(job: Job, decoder: Mapping[str, float]) -> dict[str, float]:
+    """Return what media take on every rank, before they are cut: the tower is frozen."""
+    vision, width = job.config.vision_config, job.config.get_text_config().hidden_size
+    tokens = job.batch_size * job.seq_len
+    patches = tokens * vision.spatial_merge_size**2
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    # embeddings before and after the merge, features of the last layer and of others
+    num_features = 3 + len(vision.deepstack_visual_indexes)
+    # a layer of the tower: queries and keys in float32 and rotated, norms, values
+    tower = patches * 30 * vision.hidden_size
+    later = ("one activation per layer", "recomputing one layer", "the loss", "kept attention")
+    freed = sum(decoder.get(name, 0) for name in later)
+    return {
+        "pixels in float32": patches * pixels * 4,
+        "full features": num_features * tokens * width * 2,
+        "the vision tower beyond what the decoder takes after it": max(0, tower - freed),
+    }
 
 
 def _count(model: nn.Module, job: Job) -> tuple[int, int]:
@@ -208,11 +255,13 @@ def _count(model: nn.Module, job: Job) -> tuple[int, int]:
     whole = sum(p.numel() for p in model.parameters())
     if job.lora_rank:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        in_decoder = set(model.get_decoder().modules())  # type: ignore[operator]
         adapted = [
             m
             for name, m in model.named_modules()
             if isinstance(m, nn.Linear)
             and m is not head
+            and m in in_decoder
             and (job.lora_targets == "all-linear" or name.split(".")[-1] in job.lora_targets)
         ]
         return sum(job.lora_rank * (m.in_features + m.out_features) for m in adapted), whole
