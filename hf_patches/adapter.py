@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from hf_patches.auto import auto_class
 from hf_patches.enable import enable, is_enabled
 from hf_patches.guard import guarded
 from hf_patches.model_shape import model_shape
@@ -65,6 +66,8 @@ class HuggingFaceAdapter:
         """
         peft = module if hasattr(module, "get_base_model") else None
         model: Any = module.get_base_model() if peft is not None else module  # type: ignore[operator]
+        if auto_class(model.config) is not AutoModelForCausalLM:
+            return {}  # what towers compute would be missing
         try:
             shape = model_shape(model.config)
         except ValueError:

@@ -8,7 +8,7 @@ the model's forward. All of it acts inside a step only, and `undo()` removes it.
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
@@ -20,7 +20,7 @@ from hf_patches import forward, positions
 from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
 from hf_patches.layers import replace_forwards
 from hf_patches.mixers import INSTALLERS
-from hf_patches.multimodal import seam
+from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.probe import find_mixing
@@ -178,6 +178,16 @@ class _Method:
         self.owner.__dict__.pop(self.name, None)
 
 
+def _replace_method(
+    module: nn.Module, name: str, replacement: Callable[..., Any]
+) -> Iterator[Removable]:
+    """Replace a method of an instance, if it has one, by a function of the method."""
+    if hasattr(type(module), name):
+        stock: Any = getattr(module, name)
+        module.__dict__[name] = functools.partial(replacement, stock, inspect.signature(stock))
+        yield _Method(module, name)
+
+
 def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
     """Let a model with media run on full sequences up to its decoder, or the decoder's layers."""
     decoder = model.get_submodule(find_decoder(model, media))
@@ -188,11 +198,11 @@ def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
         layers = list(decoder.get_submodule("layers").children())
         yield from seam.add_hooks(layers, media.dims, are_layers=True)
     for module in model.modules():
-        if hasattr(type(module), "get_rope_index"):
-            stock: Any = module.get_rope_index
-            replaced = functools.partial(seam.packed_positions, stock, inspect.signature(stock))
-            module.__dict__["get_rope_index"] = replaced
-            yield _Method(module, "get_rope_index")
+        yield from _replace_method(module, "get_rope_index", seam.packed_positions)
+        yield from _replace_method(module, "compute_3d_position_ids", seam.full_positions)
+        for name in sharing.METHODS if media.unit else ():
+            shared = functools.partial(sharing.shared_features, module, name, media.unit)
+            yield from _replace_method(module, name, shared)
         if type(module).__name__ in media.cross:
             yield seam.AttendsToMedia(module)
     outer = model.get_submodule(_base_of(model)) if media.seam == "decoder" else decoder

@@ -37,10 +37,15 @@ _OTHER_FILES: Final = (
     "merges.txt",
     "*.model",
     "chat_template*",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 
 _AUTO: Final = (
     transformers.AutoModelForCausalLM,
+    transformers.AutoModelForImageTextToText,
+    transformers.AutoModelForMultimodalLM,
     transformers.AutoModelForMaskedLM,
     transformers.AutoModelForSequenceClassification,
     transformers.AutoModelForTokenClassification,
@@ -68,8 +73,8 @@ def export(
     Args:
         checkpoint: a folder of shards or a single file. It holds pickles: trust it.
         out: the folder to write; must not exist, or be empty.
-        base: a folder with the model's config.json; tokenizer files in it are copied. By default
-            the folder that the checkpoint's hyperparameters name.
+        base: a folder with the model's config.json; files of a tokenizer and of a processor in it
+            are copied. By default the folder that the checkpoint's hyperparameters name.
         prefix: prefix of the model's parameter names in the checkpoint, such as ``model.``;
             inferred from names and shapes when None.
         max_shard_size: weights are split into files of at most this size.

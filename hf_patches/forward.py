@@ -22,8 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_patches.input_checks import check_agreed, check_call, name_arguments, parameters_of
 from hf_patches.moe_loss import balance_loss
-from hf_patches.multimodal import outer
-from hf_patches.multimodal.seam import ROUTERS
+from hf_patches.multimodal.call import around_decoder
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
 from lightning_cp.data.sharding import shard, unshard
@@ -181,72 +180,9 @@ def stock_forward(model: PreTrainedModel) -> Callable[..., Any]:
     enabled: Enabled = model.__dict__[MARK]
     # Not a bound method: the compiler would look it up on the instance and find ours.
     stock = partial(type(model).forward, model) if enabled.forward is None else enabled.forward
-    return stock if enabled.media is None else partial(_around_decoder, model, enabled, stock)
-
-
-def _around_decoder(
-    model: PreTrainedModel, enabled: Enabled, stock: Callable[..., Any], **arguments: Any
-) -> Any:
-    """Run a model with media: on full sequences up to its decoder, which shards what it gets."""
-    step = active()
-    if step is None:
-        return stock(**arguments)
-    decoder: Any = model.get_submodule(enabled.decoder)
-    configs = (model.config, model.config.get_text_config(), decoder.config)
-    _check_dropout(model, enabled)
-    if step.documents is not None:
-        arguments = _with_documents(model, enabled, arguments, step)
-    if "use_cache" in parameters_of(type(model).forward):
-        arguments["use_cache"] = False
-    output = outer.run(stock, arguments, step, frozenset(map(id, configs)))
-    routers = step.cache.pop(ROUTERS, None)
-    if routers is not None:
-        output["router_logits"] = routers
-    return output
-
-
-def _with_documents(
-    model: PreTrainedModel, enabled: Enabled, arguments: dict[str, Any], step: Step
-) -> dict[str, Any]:
-    """Return the arguments of a model with media for packed documents."""
-    media = enabled.media or Media()
-    if media.packing:
-        raise ValueError(
-            f"The batch holds packed documents, and {type(model).__name__} cannot take them: "
-            f"{media.packing}. Give each document its own sample."
-        )
-    arguments, positions = dict(arguments), arguments.get("position_ids")
-    if any(hasattr(owner, "get_rope_index") for owner in (model, model.base_model)):
-        if isinstance(positions, Tensor) and positions.dim() == 2:
-            del arguments["position_ids"]  # they describe the documents; the model counts media
-        if arguments.get("attention_mask") is None:  # without one some models count text only
-            shape = (step.batch_size, step.layout.seq_len)
-            ones = torch.ones(shape, dtype=torch.int64, device=step.position_ids.device)
-            arguments["attention_mask"] = ones
-    elif positions is None and media.first_position is not None:
-        arguments["position_ids"] = outer.counted_positions(step) + media.first_position
-    return arguments
-
-
-def _check_dropout(model: PreTrainedModel, enabled: Enabled) -> None:
-    """Raise for dropout in training in parts that several ranks compute.
-
-    At each call: adapters may be added, and modules switched to training, after `enable`.
-    """
-    media = enabled.media or Media()
-    sharded = enabled.decoder if media.seam == "decoder" else f"{enabled.decoder}.layers"
-    for path, module in model.named_modules() if model.training else ():
-        if not module.training or f"{path}.".startswith(f"{sharded}."):
-            continue
-        for name, value in vars(module).items():
-            is_dropout = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
-            if is_dropout and isinstance(value, float) and 0 < value < 1:
-                raise ValueError(
-                    f"{path}.{name} is {value} in training, outside of the text decoder: ranks "
-                    "compute this part several times, and would draw different numbers. Set it to "
-                    "0 in the config of the model or of the adapter, or switch it off: "
-                    f"model.get_submodule('{path}').eval()."
-                )
+    if enabled.media is None:
+        return stock
+    return partial(around_decoder, model, enabled.media, enabled.decoder, stock)
 
 
 # ---------------------------------------------------------------- heads that score tokens

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from hf_patches.auto import auto_class
 from hf_patches.export import read_config
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.planner.shapes import GPT_OSS_SAVED, LayerShape, ModelShape
@@ -35,7 +36,7 @@ _NO_ATTENTION = re.compile("linear|conv|mamba|recurrent|ssm")
 
 
 def model_shape(model: PreTrainedConfig | str | Path, *, name: str | None = None) -> ModelShape:
-    """Return the shape of a causal language model.
+    """Return the shape of a language model, with the parameters of its towers for media.
 
     Args:
         model: a config, or a folder with a config.json, or that file; nothing is downloaded.
@@ -49,13 +50,14 @@ def model_shape(model: PreTrainedConfig | str | Path, *, name: str | None = None
     """
     config = model if isinstance(model, PreTrainedConfig) else _read(Path(model))
     label = name or (config.model_type if isinstance(model, PreTrainedConfig) else str(model))
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    auto = auto_class(config)
+    if auto is None:
         raise ValueError(
-            f"The config of type '{config.model_type}' has no causal language model in "
-            "transformers. Give that of another model."
+            f"The config of type '{config.model_type}' has no causal language model "
+            "in transformers, nor one with media. Give that of another model."
         )
     with torch.device("meta"):
-        built: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        built: Any = auto.from_config(config)
     text: Any = config.get_text_config()
     found = find_blocks(built)
     reached = {id(module) for module in _text_model(built).modules()}

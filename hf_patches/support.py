@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from hf_patches.forward import HeadKind
-from hf_patches.multimodal.table import Media, is_multimodal
+from hf_patches.multimodal.table import Media, is_multimodal, with_unit
 
 LIBRARIES: Final = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "liger_kernel"}
 """Their layers, kernels and quantized layers among them, work token by token."""
@@ -246,9 +246,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
 def _media(
     features: str, names: str, media: Media | None = None, caveat: str = "", mixers: str = ""
 ) -> Iterator[tuple[str, Architecture]]:
-    media = Media() if media is None else media
-    known = Architecture(features, caveat, mixers=mixers, media=media)
-    return ((name, known) for name in names.split())
+    for name in names.split():
+        entry = with_unit(name, Media() if media is None else media)
+        yield name, Architecture(features, caveat, mixers=mixers, media=entry)
 
 
 MULTIMODAL: Final[Mapping[str, Architecture]] = dict(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data import batch as batches
+from lightning_cp.data.media import media_names
 from lightning_cp.data.structure import rebuild
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.parallel import ContextParallel
@@ -205,7 +206,16 @@ def compare(
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
         step = nullcontext(part) if takes_full else cp.step(part, training=True)
-        loss, sharded = gradients(model, compute, step)
+        try:
+            loss, sharded = gradients(model, compute, step)
+        except Exception as error:
+            if part is not batch and media_names(part):
+                error.add_note(
+                    f"Sequences were truncated to {max_len} tokens, which may cut off placeholders "
+                    "of media. Compare full ones if a rank can hold them: verify_max_len of "
+                    "ContextParallelCallback, max_len of verify()."
+                )
+            raise
         sharded = _averaged(sharded, model, cp)
         alone = cp.alone(part, training=True, stock=stock)
         full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)

@@ -2,8 +2,9 @@
 """The forward of a multimodal model around its text decoder: on full sequences, inside a step.
 
 Towers, projectors, the merge of features into the text and 3-D positions are the model's own code,
-with its own attention; every rank computes them. Masks of the text decoder are ours. Where the
-decoder begins, `seam` shards what it gets.
+with its own attention; towers and projectors are shared among ranks (`sharing`). Masks of the text
+decoder are ours. Where the decoder begins, `seam` shards what it gets. Some models merge this
+rank's shard only: of what is full there, token ids and positions are left.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +30,12 @@ class _Outer:
     Args:
         step: its step.
         configs: ids of the configs of the text decoder.
+        merged_ids: the full token ids, if the model merges this rank's shard; None otherwise.
     """
 
     step: Step
     configs: frozenset[int]
+    merged_ids: Tensor | None = None
 
 
 # Read by the mask function, which transformers calls with a config and no model.
@@ -54,11 +57,19 @@ def on_full_sequences() -> Step | None:
     return step if step is not None and not step.is_stock and active_step.is_full() else None
 
 
+def merged_ids() -> Tensor | None:
+    """Return the full token ids while a model merges this rank's shard; None elsewhere."""
+    outer = _current
+    return None if outer is None else outer.merged_ids
+
+
 def run(
     stock: Callable[..., Any],
     arguments: Mapping[str, Any],
     step: Step,
     configs: frozenset[int],
+    *,
+    merges_shards: bool = False,
 ) -> Any:
     """Call a forward method with full sequences.
 
@@ -67,9 +78,13 @@ def run(
         arguments: of the call, with this rank's tokens.
         step: the active step.
         configs: ids of the configs of the text decoder.
+        merges_shards: whether token ids stay sharded; the model merges what belongs to them.
     """
     full = {name: full_value(name, x, step) for name, x in arguments.items()}
-    with _running(_Outer(step, configs)):
+    ids = None
+    if merges_shards and isinstance(full.get("input_ids"), Tensor):
+        ids, full["input_ids"] = full["input_ids"], arguments["input_ids"]
+    with _running(_Outer(step, configs, ids)):
         return stock(**full)
 
 

@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils.generic import ModelOutput
 
 from hf_patches.input_checks import FILLED, name_arguments, parameters_of
-from hf_patches.multimodal.outer import on_full_sequences
+from hf_patches.multimodal.outer import merged_ids, on_full_sequences
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.data.sharding import shard
+from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.step import Step, StepMask
 
@@ -57,6 +58,9 @@ ROWS: Final[Mapping[str, str]] = {
 }
 """Features of media tokens, one row each, by the mask of the tokens that they belong to."""
 
+_MERGED: Final = ("inputs_embeds", *ROWS, *ROWS.values())
+"""What belongs to this rank's tokens already, if the model merges its shard."""
+
 
 def add_hooks(
     modules: list[nn.Module], dims: Mapping[str, int | None], *, are_layers: bool
@@ -90,7 +94,9 @@ def _enter(
         module.__dict__.pop(_ENTERED, None)  # of a call that was interrupted
         return None
     given = name_arguments(module, args, kwargs)
-    local = _shard_rows(given, step)
+    is_merged = merged_ids() is not None
+    local = {} if is_merged else _shard_rows(given, step)
+    kept = (*kept, *_MERGED) if is_merged else kept
     for name, value in given.items():
         if name not in kept and name not in local:
             local[name] = _shard_value(module, name, value, dims, step)
@@ -143,7 +149,7 @@ def _shard_rows(given: Mapping[str, Any], step: Step) -> dict[str, Any]:
         features, mask = given.get(name), given.get(mask_name)
         if features is None or mask is None:
             continue
-        rows = rows_of(mask if mask.dim() == 2 else mask[..., 0], step)
+        rows = rows_of(mask if mask.dim() == 2 else mask[..., 0], step.layout, step.cp_rank)
         if isinstance(features, Mapping):
             local[name] = {key: x[rows] for key, x in features.items()}
         else:
@@ -151,15 +157,15 @@ def _shard_rows(given: Mapping[str, Any], step: Step) -> dict[str, Any]:
     return local
 
 
-def rows_of(mask: Tensor, step: Step) -> Tensor:
-    """Return which of the marked tokens of the full batch this rank holds, in its order.
+def rows_of(mask: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Return which of the marked tokens of the full batch a rank holds, in its order.
 
     Args:
         mask: bool [B, S].
-        step: the step.
+        layout: which rank owns which tokens.
+        rank: the rank.
     """
     numbers = (mask.flatten().cumsum(0) - 1).view_as(mask)
-    layout, rank = step.layout, step.cp_rank
     is_marked = shard(mask, 1, layout=layout, rank=rank, fill=False)
     return shard(numbers, 1, layout=layout, rank=rank)[is_marked]
 
@@ -236,6 +242,21 @@ def refuse_direct_call(module: nn.Module, *_: object) -> None:
 
 
 # ---------------------------------------------------------------- positions of packed documents
+
+
+def full_positions(stock: Any, signature: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute 3-D positions of full sequences, where a model merges this rank's shard.
+
+    Args:
+        stock: the model's ``compute_3d_position_ids``.
+        signature: its signature.
+        args: of the call.
+        kwargs: of the call.
+    """
+    ids = merged_ids()
+    if ids is None:
+        return stock(*args, **kwargs)
+    return stock(**{**signature.bind(*args, **kwargs).arguments, "input_ids": ids})
 
 
 def packed_positions(stock: Any, signature: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_cp.comm.collective_errors import any_rank, gather_texts
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import Transport, gather
+from lightning_cp.data.media import MEDIA, media_names
 from lightning_cp.data.outputs import Leaf, checksum, checksums, digest, form
 from lightning_cp.data.structure import flatten
 
@@ -83,6 +84,8 @@ class BatchChecks:
 
     def __init__(self, groups: Groups, num_batches: int) -> None:
         self.released = Released()
+        self.uneven_media: list[str] = []
+        """Media of the last batch that some data ranks hold and others do not."""
         self._groups = groups
         self._num_batches = num_batches
         self._counts = {True: 0, False: 0}  # in training, in evaluation
@@ -111,7 +114,7 @@ class BatchChecks:
             problem = error
         problem = compare_batches(fingerprint, problem, context, self.released)
         if training and self._groups.data.size > 1:
-            (failed,) = any_rank([problem is not None], self._groups.data)
+            failed = self.compare_media(batch, problem)
             # That group would not take part in the loss, and this one would wait for it.
             if failed and problem is None:
                 problem = ValueError(
@@ -120,6 +123,23 @@ class BatchChecks:
                 )
         if problem is not None:
             raise problem
+
+    def compare_media(self, batch: Any, problem: Exception | None = None) -> bool:
+        """Find media that some data ranks hold and others do not. Collective over data ranks.
+
+        Args:
+            batch: the full batch.
+            problem: why this rank refuses it, if it does.
+
+        Returns:
+            Whether a data rank refuses its batch.
+        """
+        held = media_names(batch) if problem is None else set()
+        flags = [flag for name in MEDIA for flag in (name in held, name not in held)]
+        failed, *flags = any_rank([problem is not None, *flags], self._groups.data)
+        pairs = zip(MEDIA, flags[::2], flags[1::2], strict=True)
+        self.uneven_media = [name for name, some, others in pairs if some and others]
+        return failed
 
     def check_loss(self, loss: Tensor) -> None:
         """Raise if ranks disagree about a loss, while batches are still compared. Collective."""

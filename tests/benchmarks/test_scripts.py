@@ -203,3 +203,13 @@ def test_the_cost_of_whole_rows_is_printed(capsys):
     said = capsys.readouterr().out
     for way in ("whole_rows", "context_parallel"):
         assert re.search(rf"\| 1 \| {way} \| [\d.]+ \| [\d.]+ of ", said), said
+
+
+def test_a_rank_computes_a_part_of_a_video(tmp_path):
+    from benchmarks import vision_gpu
+
+    vision_gpu.main(["--tiny", "--out", str(tmp_path)])
+    written = (tmp_path / "vision_gpu.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [line["what"] for line in lines] == ["tower", "long", "long"]
+    assert not any(isinstance(line.get("spent"), str) for line in lines)

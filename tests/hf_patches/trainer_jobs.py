@@ -46,7 +46,8 @@ from trl import (
 )
 
 from hf_patches.trainer import context_parallel
-from tests.parity import zoo
+from lightning_cp.torch_private import plain_functions
+from tests.parity import media_zoo, zoo
 from tests.parity.hf import Double
 from tests.parity.trainer_step import processes
 
@@ -68,7 +69,7 @@ class Job:
         size: the number of context ranks; 0 for a run without us.
         flags: what is special about it.
         folder: where checkpoints are written.
-        model: of the zoo; None for a tiny Llama.
+        model: of the zoo, with the flag ``media`` of the one with media; None for a tiny Llama.
     """
 
     kind: str = "trainer"
@@ -219,6 +220,30 @@ def packed_by_ids(features: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
+def media_batches(job: Job, seeds: range) -> list[dict[str, Tensor]]:
+    """Return batches with the keys of a processor: several items in a sample or none, or text."""
+    kinds = [kind for kind in ("plain", "packed", "text", "left") if kind in job.flags]
+    batches = []
+    for seed in seeds:
+        kind = kinds[seed % len(kinds)]
+        with plain_functions():  # the model that counts features is in float32
+            pair = media_zoo.build_batches(
+                job.model, kind, dtype=torch.float64, length=45, seed=seed
+            )
+        batch = dict(pair[job.size == 0])  # the stock model gets each document as a sample
+        # Trainers count labels of first tokens, where a class is not known to shift labels.
+        ids = batch.get("document_ids", torch.zeros_like(batch["labels"]))
+        is_first = torch.nn.functional.pad(ids.diff(dim=1) != 0, (1, 0), value=True)
+        batches.append({**batch, "labels": batch["labels"].masked_fill(is_first, -100)})
+    return batches
+
+
+def only(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch that a dataset holds ready."""
+    (batch,) = features
+    return batch
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
@@ -284,7 +309,8 @@ def _recompute() -> tuple[Any, Any]:
 def _layer_class(job: Job) -> str:
     if job.model is None:
         return "LlamaDecoderLayer"
-    return type(zoo.build_model(job.model).get_decoder().layers[0]).__name__
+    build = media_zoo.build_model if "media" in job.flags else zoo.build_model
+    return type(build(job.model).get_decoder().layers[0]).__name__
 
 
 def _accuracy(prediction: Any) -> dict[str, float]:
@@ -307,7 +333,15 @@ def _build_trainer(job: Job, folder: str) -> Any:
     elif "flattened" in job.flags:
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs="kwargs" in job.flags)
     model: Any = tiny()
-    if job.model:
+    if "media" in job.flags:
+        train, evaluated, collator = (
+            media_batches(job, range(8)),
+            media_batches(job, range(8, 12)),
+            only,
+        )
+        arguments |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+        model = media_zoo.build_model(job.model, dtype=torch.float64)
+    elif job.model:
         attention = "sdpa" if "sdpa" in job.flags else "eager"
         model = zoo.build_model(job.model, dtype=torch.float64, attention=attention)
     if "lora" in job.flags:
@@ -430,8 +464,8 @@ def _weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def _logits(parts: tuple[Any, ...]) -> Any:
-    (logits,) = (x for x in parts if getattr(x, "ndim", 0) == 3)
-    return logits
+    """Return the logits; features of media may follow them."""
+    return next(x for x in parts if getattr(x, "ndim", 0) == 3)
 
 
 def build_trainer(job: Job, folder: str) -> Any:

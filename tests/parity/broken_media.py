@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_patches import mask_reader
-from hf_patches.multimodal import outer, seam
+from hf_patches.multimodal import outer, seam, sharing
 from tests.parity.hf import Found
 from tests.parity.media import MediaJob, compare
 
@@ -38,8 +38,16 @@ def _other_sample(stock: Any, name: str, x: Any, step: Any) -> Any:
     return full.roll(1, 0) if name == "pixel_values" else full
 
 
-def _other_rows(stock: Any, mask: Tensor, step: Any) -> Tensor:
-    return stock(mask, step).flip(0)
+def _other_rows(stock: Any, mask: Tensor, layout: Any, rank: int) -> Tensor:
+    return stock(mask, layout, rank).flip(0)
+
+
+def _counted_by_owner(stock: Any, x: Tensor, sizes: Any, wanted: Any, step: Any) -> Tensor:
+    return stock(x + (step.cp_size - 1) * (x - x.detach()), sizes, wanted, step)
+
+
+def _in_other_order(stock: Any, x: Tensor, sizes: Any, wanted: Any, step: Any) -> Tensor:
+    return stock(x, sizes, [rows[::-1] for rows in wanted], step)
 
 
 def _counted_by_rank(stock: Any, module: Any, name: str, x: Tensor, dim: int, step: Any) -> Tensor:
@@ -69,7 +77,19 @@ BREAKS: dict[str, tuple[Callable[[], AbstractContextManager[None]], MediaJob]] =
     ),
     "features added to the wrong tokens": (
         lambda: _replaced(seam, "rows_of", _other_rows),
+        MediaJob("cohere_compass"),
+    ),
+    "features merged into the wrong tokens of a shard": (
+        lambda: _replaced(sharing, "rows_of", _other_rows),
         MediaJob("qwen3_vl"),
+    ),
+    "features exchanged in another order": (
+        lambda: _replaced(sharing, "exchange_rows", _in_other_order),
+        MediaJob("llava"),
+    ),
+    "gradients of shared features counted twice": (
+        lambda: _replaced(sharing, "exchange_rows", _counted_by_owner),
+        MediaJob("voxtral"),
     ),
     "vision gradients counted by every rank": (
         lambda: _replaced(seam, "_shard_at", _counted_by_rank),

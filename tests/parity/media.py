@@ -18,7 +18,7 @@ KINDS = ("plain", "packed", "left", "right", "text")
 
 @dataclass(frozen=True)
 class MediaJob:
-    """One comparison; arguments as in `tests.parity.hf.Job`."""
+    """One comparison; arguments as in `tests.parity.hf.Job`, and the device of the ranks."""
 
     name: str
     kind: str = "plain"
@@ -26,6 +26,7 @@ class MediaJob:
     options: tuple[tuple[str, Any], ...] = ()
     enabling: tuple[tuple[str, Any], ...] = ()
     checkpointing: bool | None = None
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return " ".join([self.name, self.kind, *(str(v) for _, v in self.options)])
@@ -44,8 +45,9 @@ def _exact(name: str, kind: str, dtype: torch.dtype) -> tuple[float, dict[str, T
 def run(job: MediaJob) -> dict[str, Tensor]:
     """Return the loss of a job and the average over ranks of each gradient."""
     cp = build_cp(**dict(job.options))
-    model = media_zoo.build_model(job.name, dtype=job.dtype)
+    model = media_zoo.build_model(job.name, dtype=job.dtype).to(job.device)
     batch, _ = media_zoo.build_batches(job.name, job.kind, dtype=job.dtype)
+    batch = {key: x.to(job.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
     enable(model, **dict(job.enabling))
     if job.checkpointing is not None:
         model.train()
@@ -63,7 +65,7 @@ def compare(job: MediaJob) -> Found | None:
     if dist.get_rank() > 0:
         return None
     exact_loss, exact = _exact(job.name, job.kind, job.dtype)
-    return Found(loss.item(), exact_loss, errors(found, exact))
+    return Found(loss.item(), exact_loss, errors({k: x.cpu() for k, x in found.items()}, exact))
 
 
 def compare_all(jobs: list[MediaJob]) -> list[Found | str | None]:

@@ -18,7 +18,7 @@ from typing import Final
 
 import transformers
 
-from hf_patches.support import MULTIMODAL
+from hf_patches.support import MULTIMODAL, Architecture
 from tests.parity import media_zoo
 from tests.parity.media import MediaJob, compare_all
 from tests.parity.table import features_of
@@ -94,7 +94,8 @@ def main() -> int:
         loss, gradient, failures = run(name, turn, pools)
         failed |= bool(failures)
         verdict = f"FAILED: {failures[0]}" if failures else "yes"
-        rows.append([name, verdict, features_of(known), f"{loss:.1e}", f"{gradient:.1e}"])
+        features = f"{features_of(known)}; {_shared(known)}"
+        rows.append([name, verdict, features, f"{loss:.1e}", f"{gradient:.1e}"])
         seconds = time.monotonic() - start
         _say(f"{name:24} {loss:.1e} {gradient:.1e} {seconds:5.1f}s {' | '.join(failures)[:600]}\n")
     for pool in pools.values():
@@ -104,6 +105,13 @@ def main() -> int:
     if given.write:
         given.write.write_text(rewrite(given.write.read_text(), rows, given.ranks))
     return int(failed)
+
+
+def _shared(known: Architecture) -> str:
+    """Return how ranks share the media of a type."""
+    unit = known.media.unit if known.media is not None else ""
+    names = {"grids": "images and videos", "frames": "images and frames", "items": "items"}
+    return f"{names[unit]} shared" if unit else "media on every rank"
 
 
 _ABOUT = """\

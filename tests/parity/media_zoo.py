@@ -410,6 +410,28 @@ def _grids(changes: dict[str, Any] | None = None, kinds: tuple[int, ...] = _FILM
     return Entry(grids, changes or {}, kinds)
 
 
+_GRANITE_SPEECH = Entry(
+    sound,
+    {
+        "has_lora_adapter": False,
+        "window_size": 4,
+        "downsample_rate": 2,
+        "encoder_config": {
+            "input_dim": 8,
+            "hidden_dim": 64,
+            "context_size": 16,
+            "max_pos_emb": 32,
+            "conv_kernel_size": 3,
+            "output_dim": 12,
+            "num_heads": 4,
+            "dim_head": 16,
+            "num_layers": 2,
+        },
+        "projector_config": {"encoder_hidden_size": 64},
+    },
+    (AUDIO,),
+)
+
 _TYPES: dict[str, Entry] = {
     "audioflamingo3": Entry(sound, {"audio_config": _EARS}, (AUDIO,)),
     "fun_asr_nano": Entry(
@@ -425,48 +447,8 @@ _TYPES: dict[str, Entry] = {
         (AUDIO,),
     ),
     "glmasr": Entry(sound, {"audio_config": {**_EARS, "intermediate_size": 256}}, (AUDIO,)),
-    "granite_speech": Entry(
-        sound,
-        {
-            "has_lora_adapter": False,
-            "window_size": 4,
-            "downsample_rate": 2,
-            "encoder_config": {
-                "input_dim": 8,
-                "hidden_dim": 64,
-                "context_size": 16,
-                "max_pos_emb": 32,
-                "conv_kernel_size": 3,
-                "output_dim": 12,
-                "num_heads": 4,
-                "dim_head": 16,
-                "num_layers": 2,
-            },
-            "projector_config": {"encoder_hidden_size": 64},
-        },
-        (AUDIO,),
-    ),
-    "granite_speech_plus": Entry(
-        sound,
-        {
-            "has_lora_adapter": False,
-            "window_size": 4,
-            "downsample_rate": 2,
-            "encoder_config": {
-                "input_dim": 8,
-                "hidden_dim": 64,
-                "context_size": 16,
-                "max_pos_emb": 32,
-                "conv_kernel_size": 3,
-                "output_dim": 12,
-                "num_heads": 4,
-                "dim_head": 16,
-                "num_layers": 2,
-            },
-            "projector_config": {"encoder_hidden_size": 64},
-        },
-        (AUDIO,),
-    ),
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": _GRANITE_SPEECH,
     "moss_transcribe_diarize": Entry(
         sound, {"audio_config": _EARS, "audio_merge_size": 2}, (AUDIO,)
     ),

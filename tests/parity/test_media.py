@@ -5,12 +5,13 @@ A subset; `python -m tests.parity.media_report` runs all names.
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_patches import enable
 from hf_patches.support import MULTIMODAL
+from lightning_cp import ContextParallel
 from tests.parity import media_zoo
 from tests.parity.broken_media import BREAKS, compare_broken
-from tests.parity.hf import build_cp
 from tests.parity.media import KINDS, MediaJob, compare_all
 from tests.parity.media_report import REFUSED_BATCHES
 
@@ -104,30 +105,64 @@ def test_every_name_is_served_or_refused_with_a_reason():
     assert set(SERVED) == {name for name in media_zoo.ENTRIES if ":" not in name}
 
 
-def bad_media():
-    """Return what each of some bad batches raises on this rank."""
-    cp, model = build_cp(), media_zoo.build_model("qwen3_vl")
-    enable(model)
+def _without(batch, name):
+    return {key: x for key, x in batch.items() if key != name}
+
+
+def _bad_batches():
+    """Return bad batches of two ranks, by what is wrong with them; the last one is good."""
     good, _ = media_zoo.build_batches("qwen3_vl", "plain")
     text = torch.where(good["input_ids"] == 3, 30, good["input_ids"])
-    no_grid = {key: x for key, x in good.items() if key != "image_grid_thw"}
-    no_types = {key: x for key, x in good.items() if key != "mm_token_type_ids"}
-    found = []
-    for batch in ({**good, "input_ids": text}, no_grid, no_types, good):
+    is_first, pixels = dist.get_rank() == 0, good["pixel_values"]
+    return {
+        "no placeholders": {**good, "input_ids": text},
+        "no grid": _without(good, "image_grid_thw"),
+        "no grid of a video": _without(good, "video_grid_thw"),
+        "no types": _without(good, "mm_token_type_ids"),
+        "on one rank": good if is_first else _without(good, "pixel_values"),
+        "fewer on one rank": good if is_first else {**good, "pixel_values": pixels[:8]},
+        "other values": good if is_first else {**good, "pixel_values": pixels + 1},
+        "good": good,
+    }
+
+
+def bad_media():
+    """Return what each of some bad batches raises on this rank."""
+    cp, model = ContextParallel(dist.group.WORLD), media_zoo.build_model("qwen3_vl")
+    enable(model)
+    found = {}
+    for what, batch in _bad_batches().items():
         try:
             with cp.step(batch) as local:
-                found.append(str(model(**local).loss.isfinite().item()))
+                found[what] = str(model(**local).loss.isfinite().item())
         except (ValueError, TypeError, AttributeError) as error:
-            found.append(str(error))
+            found[what] = " ".join([str(error), *getattr(error, "__notes__", ())])
     return found
+
+
+BAD = {
+    "no placeholders": (
+        "Image features and image tokens do not match",
+        "Qwen3VLForConditionalGeneration got image_grid_thw, pixel_values",
+        "shorten samples before it, so that each feature has its placeholder",
+    ),
+    "no grid": ("got `pixel_values` without `image_grid_thw`", "its processor returns them"),
+    "no grid of a video": ("got `pixel_values_videos` without `video_grid_thw`",),
+    "no types": ("`mm_token_type_ids` is missing", "everything that its processor returns"),
+    "on one rank": ("must hold the same batch, but rank 1 and rank 0 differ in their shapes",),
+    "fewer on one rank": (
+        "must hold the same batch, but rank 1 and rank 0 differ in their shapes",
+    ),
+    "other values": ("must hold the same batch, but rank 1 and rank 0 differ in their values",),
+    "good": ("True",),  # after bad ones
+}
 
 
 def test_bad_media_raise_on_all_ranks(ranks):
     for found in ranks(2).run(bad_media):
-        assert "Image features and image tokens do not match" in found[0]
-        assert "NoneType" in found[1]  # the model's own
-        assert "`mm_token_type_ids` is missing" in found[2]
-        assert found[3] == "True"  # a good batch after bad ones
+        assert found.keys() == BAD.keys()
+        for what, texts in BAD.items():
+            assert all(text in found[what] for text in texts), (what, found[what])
 
 
 @pytest.mark.parametrize("what", BREAKS)
