@@ -45,7 +45,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import recipes.data  # makes short class names known to the parser
 import recipes.preference
-from lightning_cp import ContextParallelCallback
+from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from recipes.data.module import PackedData, PackingOptions
 from recipes.module import CausalLMModule
@@ -206,6 +206,8 @@ class Requeue(Callback):
         saver: Any = trainer.checkpoint_callback
         folder = Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
         trainer.save_checkpoint(folder / "last.ckpt")
+        if isinstance(trainer.strategy, ContextParallelStrategy):
+            trainer.strategy.wait_for_checkpoint()
         trainer.should_stop = True
         self._signalled = False
         if trainer.is_global_zero:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CausalLMModule`: a causal language model of transformers, trained on sharded sequences.
+"""`CausalLMModule`: a language model of transformers, trained on sharded sequences.
 
 Knows transformers, PEFT and Lightning. Batches come from `recipes.data`; `ContextParallelStrategy`
 shards them, and keeps packed documents apart.
@@ -17,12 +17,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_patches import enable
+from hf_patches.auto import auto_class
 from hf_patches.forward import ChunkedLoss
+from hf_patches.support import MULTIMODAL
 from lightning_cp.options import check_choice
 from recipes.data.passkey import RetrievalGrid, heat_map, retrieval_accuracy
+from recipes.processors import TINY_IMAGE
 from recipes.schedule import Schedule, check_total, check_warmup, decay_groups, lr_factor
 from recipes.weights import (
     LoraOptions,
@@ -44,12 +47,15 @@ class CausalLMModule(LightningModule):
     The model is built on the meta device and loaded shard by shard: no rank holds all of it.
 
     Args:
-        model: a folder with a config.json, or a name on the hub. None: a small Llama for the byte
-            tokenizer, which needs no download.
+        model: a folder with a config.json, or a name on the hub. Two models need no download:
+            None is a small Llama for the byte tokenizer, ``tiny-image`` a small LLaVA.
         config: changes of the model's config, such as ``{"rope_parameters": {"factor": 16.0}}``.
             A dict in it changes the entries that it names.
         random_weights: start from random weights, although ``model`` may have others.
-        lora: train adapters instead of the model.
+        media: build the model with its towers for images, video or audio. None: if the data has
+            media, or if there is no such model without towers.
+        lora: train adapters instead of the model; of a model with media, adapters of its text
+            decoder.
         freeze: name patterns of parameters that are not trained, such as ``*vision_tower*``.
         lr: the highest learning rate.
         weight_decay: of matrices; norms and biases have none.
@@ -74,6 +80,7 @@ class CausalLMModule(LightningModule):
         model: str | None = None,
         config: dict[str, Any] | None = None,
         random_weights: bool = False,
+        media: bool | None = None,
         lora: LoraOptions | None = None,
         freeze: list[str] | None = None,
         lr: float = 1e-4,
@@ -103,7 +110,7 @@ class CausalLMModule(LightningModule):
         self._config = load_config(model)
         self._dequantize = pop_quantization(self._config, str(model))
         change_config(self._config, config or {})
-        self._loads = model is not None and not random_weights
+        self._loads = model not in (None, TINY_IMAGE) and not random_weights
         # Only adapters are saved if the other weights can be loaded from the base model.
         self._saves_adapters = self._lora is not None and self._loads
         self.strict_loading = not self._saves_adapters
@@ -141,8 +148,39 @@ class CausalLMModule(LightningModule):
                 f"{limit}. Set model.config.max_position_embeddings to {seq_len}, and model.config."
                 "rope_parameters to scale positions (configs/qwen3_8b_yarn_256k.yaml)."
             )
+        processor = getattr(data, "processor", None)
+        if self.hparams["media"] is None:
+            self.hparams["media"] = processor is not None
+        if processor is not None:
+            self._check_processor(processor)
         if data is not None and hasattr(data, "build_metric"):
             self.grid, self._grid_axes = data.build_metric(), (data.lengths, data.depths)
+
+    def _check_processor(self, processor: Any) -> None:
+        """Raise if the model does not take what a processor returns."""
+        kind = self._config.model_type
+        known = MULTIMODAL.get(kind)
+        if known is None:
+            raise ValueError(
+                f"The data has media, but a model of type '{kind}' takes text only. Set "
+                "model.model to a model with images or video, or use ChatData."
+            )
+        if known.media is not None and known.media.packing:
+            raise ValueError(
+                f"A model of type '{kind}' cannot take packed conversations: {known.media.packing}."
+                " Choose another model."
+            )
+        for name in ("image", "video"):
+            # Also those that stand around them: some processors call one of these the token.
+            ours = getattr(processor, f"{name}_token_ids", [None])
+            names = (f"{name}_token_id", f"{name}_token_index")
+            ids = [getattr(self._config, key) for key in names if hasattr(self._config, key)]
+            if ours != [None] and ids and not set(ids) & set(ours):
+                raise ValueError(
+                    f"The processor marks places of {name}s by token {ours[0]}, but a model of "
+                    f"type '{kind}' by {ids[0]}. Set data.init_args.processor to the name or "
+                    "folder of model.model."
+                )
 
     def configure_model(self) -> None:
         """Build the model on the meta device; the strategy materializes and shards it."""
@@ -153,9 +191,10 @@ class CausalLMModule(LightningModule):
     def _build(self, *, trained: bool) -> Any:
         """Build a model that is trained, or a frozen copy without adapters."""
         has_trainer = self._trainer is not None  # load_from_checkpoint() has none
+        auto = auto_class(self._config, media=bool(self.hparams["media"]))
         with torch.device("meta" if has_trainer else "cpu"):
             # A copy: settings for training do not belong into the exported config.
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
+            model = auto.from_config(copy.deepcopy(self._config))
         model.config.use_cache = False
         if self._lora is not None and trained:
             model = add_lora(model, self._lora)
@@ -298,13 +337,15 @@ class CausalLMModule(LightningModule):
     # ---------------------------------------------------------------- files
 
     def on_fit_start(self) -> None:
-        """Write the config and the tokenizer, which `hf_patches export` reads."""
+        """Write the config, and the tokenizer or the processor, which `hf_patches export` reads."""
         folder = Path(self.trainer.default_root_dir).absolute() / "base"
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._config.save_pretrained(folder)
-            tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            data = getattr(self.trainer, "datamodule", None)
+            # A processor writes its tokenizer, too.
+            processor = getattr(data, "processor", None) or getattr(data, "tokenizer", None)
+            if processor is not None:
+                processor.save_pretrained(folder)
         self._base = folder
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

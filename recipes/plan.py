@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.planner.plan import CHIPS, plan_run
 from lightning_cp.planner.report import draw_plan, format_plan, parse_tokens
 from lightning_cp.planner.setup import Checkpointing, Offload, Precision
@@ -46,7 +47,9 @@ def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
     command.add_argument("--ulysses-size", type=int, default=1, help="of them, in a group (1)")
     command.add_argument("--batch-size", type=int, default=1, help="samples per data rank (1)")
     command.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
-    command.add_argument("--sharding", choices=("full", "none"), default="full")
+    command.add_argument("--sharding", choices=get_args(Sharding), default="full")
+    command.add_argument("--shard-size", type=int, default=0, help="of hybrid (those of a node)")
+    command.add_argument("--parameter-offload", action="store_true", help="to host memory")
     command.add_argument("--checkpointing", choices=get_args(Checkpointing), default="full")
     command.add_argument("--offload", choices=get_args(Offload), default="none")
     command.add_argument("--tiles", type=int, default=0, help="of MLPs and norms (0)")
@@ -103,6 +106,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
             batch_size=args.batch_size,
             precision=args.precision,
             sharding=args.sharding,
+            shard_size=args.shard_size,
+            parameter_offload=args.parameter_offload,
             checkpointing=args.checkpointing,
             offload=args.offload,
             tiles=args.tiles,

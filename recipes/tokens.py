@@ -4,7 +4,7 @@
 import socket
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -33,11 +33,14 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer whose first 256 ids are the bytes of UTF-8; decoding is exact.
 
     After them come ``<pad>``, ``<bos>``, ``<eos>`` and a marker for each role of a chat. It has a
     chat template with ``{% generation %}`` marks, and is saved and loaded like any other.
+
+    Args:
+        more: other special tokens, after these.
 
     Example:
         >>> tokenizer = byte_tokenizer()
@@ -46,7 +49,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         >>> len(tokenizer)
         262
     """
-    specials = ["<pad>", "<bos>", "<eos>", *(f"<|{role}|>" for role in ROLES)]
+    specials = ["<pad>", "<bos>", "<eos>", *(f"<|{role}|>" for role in ROLES), *more]
     vocab = {char: byte for byte, char in enumerate(_byte_chars())}
     vocab |= {token: len(vocab) + i for i, token in enumerate(specials)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -88,24 +91,59 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by its hub name; None is the byte tokenizer."""
     if name_or_path is None:
         return byte_tokenizer()
-    folder = Path(name_or_path).expanduser()
-    if looks_local(name_or_path) and not folder.exists():
+    check_folder("tokenizer", name_or_path, embedded="the byte tokenizer")
+    loaded: PreTrainedTokenizerBase = from_folder_or_hub(
+        AutoTokenizer,
+        "tokenizer",
+        name_or_path,
+        cure="Check the name and the connection, or use None for the byte tokenizer.",
+    )
+    return loaded
+
+
+def check_folder(what: str, name_or_path: str, *, embedded: str) -> None:
+    """Raise for a path that does not exist.
+
+    Args:
+        what: the name of the option.
+        name_or_path: its value.
+        embedded: what None stands for.
+    """
+    if looks_local(name_or_path) and not Path(name_or_path).expanduser().exists():
         raise FileNotFoundError(
-            f"tokenizer={name_or_path!r}: there is no such folder. Give a folder that "
-            "save_pretrained() wrote, a name on the hub, or None for the byte tokenizer."
+            f"{what}={name_or_path!r}: there is no such folder. Give a folder that "
+            f"save_pretrained() wrote, a name on the hub, or None for {embedded}."
         )
+
+
+def from_folder_or_hub(
+    auto_class: Any,
+    what: str,
+    name_or_path: str,
+    *,
+    cure: str,
+    errors: tuple[type[Exception], ...] = (OSError, ValueError, KeyError),
+) -> Any:
+    """Load what a class of transformers finds in a folder or on the hub.
+
+    Args:
+        auto_class: the class.
+        what: the name of the option, for the message.
+        name_or_path: its value.
+        cure: what to do if it cannot be loaded.
+        errors: those that mean so.
+    """
+    folder = Path(name_or_path).expanduser()
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        return auto_class.from_pretrained(
             str(folder) if folder.exists() else name_or_path,
             local_files_only=folder.exists() or not reaches_hub(),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except errors as error:
         raise ValueError(
-            f"tokenizer={name_or_path!r} could not be loaded, neither as a folder nor from the hub "
-            f"({first_line(error)}). {unreachable()}Check the name and the connection, or use None "
-            "for the byte tokenizer."
+            f"{what}={name_or_path!r} could not be loaded, neither as a folder nor from the hub "
+            f"({first_line(error)}). {unreachable()}{cure}"
         ) from error
-    return loaded
 
 
 @cache

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config and the weights of a causal language model: from a folder, from the hub, or new."""
+"""The config and the weights of a language model: from a folder, from the hub, or new."""
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +21,28 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
+    LlavaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.quantization_config import Mxfp4Config
 
+from hf_patches.auto import auto_class
+from hf_patches.multimodal.table import find_decoder, is_multimodal
+from hf_patches.support import architecture_of
 from lightning_cp.checkpoint import load_weights
 from lightning_cp.comm.collective_errors import together
-from recipes.tokens import byte_tokenizer, first_line, looks_local, reaches_hub, unreachable
+from recipes.processors import IMAGE_SIDE, PATCH_SIDE, TINY_IMAGE, tiny_processor
+from recipes.tokens import (
+    byte_tokenizer,
+    first_line,
+    from_folder_or_hub,
+    looks_local,
+    reaches_hub,
+    unreachable,
+)
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -47,13 +59,16 @@ class LoraOptions:
         rank: of the adapter matrices.
         alpha: their scale is alpha / rank.
         dropout: on their inputs.
-        target_modules: names of the linear layers to adapt; ``all-linear`` is all but the head.
+        target_modules: names of the linear layers to adapt; ``all-linear`` is all but the head. Of
+            a model with media only layers of the text decoder are adapted.
+        adapt_towers: also adapt layers of towers and projectors that have such names.
     """
 
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.0
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    adapt_towers: bool = False
 
 
 # ---------------------------------------------------------------- config
@@ -74,10 +89,37 @@ def tiny_config() -> PreTrainedConfig:
     )
 
 
+def tiny_image_config() -> PreTrainedConfig:
+    """Return the config of a small LLaVA for `tiny_processor`."""
+    processor = tiny_processor()
+    return LlavaConfig(
+        text_config={**tiny_config().to_dict(), "vocab_size": len(processor.tokenizer)},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": IMAGE_SIDE,
+            "patch_size": PATCH_SIDE,
+            "projection_dim": 64,
+        },
+        image_token_index=processor.image_token_id,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+        architectures=["LlavaForConditionalGeneration"],
+    )
+
+
 def load_config(model: str | None) -> PreTrainedConfig:
-    """Load the config of a model: a folder, a name on the hub, or None for `tiny_config`."""
+    """Load the config of a model: a folder, a name on the hub, or of an embedded model.
+
+    These are `tiny_config` for None, and `tiny_image_config` for ``tiny-image``.
+    """
     if model is None:
         return tiny_config()
+    if model == TINY_IMAGE:
+        return tiny_image_config()
     folder = Path(model).expanduser()
     if (folder.exists() or looks_local(model)) and not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "is not a folder"
@@ -85,20 +127,17 @@ def load_config(model: str | None) -> PreTrainedConfig:
             f"model={model!r} {what}. Give a folder that save_pretrained() wrote, or a name on the "
             "hub."
         )
-    try:
-        config = AutoConfig.from_pretrained(
-            str(folder) if folder.exists() else model,
-            local_files_only=folder.exists() or not reaches_hub(),
-        )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ValueError(
-            f"model={model!r} could not be loaded, neither as a folder nor from the hub "
-            f"({first_line(error)}). {unreachable()}Check the name, the connection and your access."
-        ) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    config = from_folder_or_hub(
+        AutoConfig,
+        "model",
+        model,
+        cure="Check the name, the connection and your access.",
+        errors=(OSError, ValueError, KeyError, StrictDataclassError),
+    )
+    if auto_class(config) is None:
         raise ValueError(
             f"model={model!r} has type '{config.model_type}', of which transformers has no causal "
-            "language model. Choose another."
+            "language model, and none with media. Choose another."
         )
     return config  # type: ignore[no-any-return]
 
@@ -158,6 +197,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> Any:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=options.target_modules,
+        exclude_modules=None if options.adapt_towers else _towers(model),
         task_type="CAUSAL_LM",
     )
     try:
@@ -170,6 +210,14 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> Any:
                 part.to_empty(device="cpu")
             layer.reset_lora_parameters("default", init_lora_weights=True)
     return adapted
+
+
+def _towers(model: PreTrainedModel) -> str | None:
+    """Return a pattern of the modules outside of the text decoder; None for a model of text."""
+    known = architecture_of(model)
+    if known is None or known.media is None:
+        return None
+    return rf"(?!{re.escape(find_decoder(model, known.media))}\.).*"
 
 
 @contextmanager
@@ -265,23 +313,41 @@ def load_pretrained(model: Any, folder: Path, *, dequantize: bool = False) -> No
     def load() -> dict[str, Any]:
         if dist.get_rank():
             return {}
-        # With the config of the folder, which describes how the weights are packed.
-        options = {"quantization_config": Mxfp4Config(dequantize=True)} if dequantize else {}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", output_loading_info=True, **options
-        )
-        full, info = loaded
-        if info["missing_keys"]:
-            raise ValueError(
-                f"{folder} lacks weights of a {type(full).__name__}: "
-                f"{', '.join(sorted(info['missing_keys'])[:3])}, ... Give a complete folder."
-            )
+        full = load_full(folder, dequantize=dequantize, media=is_multimodal(base))
         return dict(full.state_dict())
 
     state = together(load, f"{folder} was not loaded.", (OSError, ValueError, ImportError))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(plain, state, options=options)
     rank_zero_info(f"weights: source={folder}, read_by=rank 0")
+
+
+def load_full(
+    folder: Path,
+    *,
+    dequantize: bool = False,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    media: bool = False,
+) -> PreTrainedModel:
+    """Load a full model into main memory; raise if the folder lacks weights.
+
+    Args:
+        folder: written by ``save_pretrained``.
+        dequantize: the weights are packed as MXFP4; the config of the folder describes how.
+        dtype: of the weights; by default that of the folder.
+        media: load the model with its towers, if the folder's config has one without.
+    """
+    auto = auto_class(AutoConfig.from_pretrained(folder), media=media)
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if dequantize else {}
+    loaded: Any = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    full, info = loaded
+    if info["missing_keys"]:
+        raise ValueError(
+            f"{folder} lacks weights of a {type(full).__name__}: "
+            f"{', '.join(sorted(info['missing_keys'])[:3])}, ... Give a complete folder."
+        )
+    built: PreTrainedModel = full
+    return built
 
 
 def _plain_names(base: nn.Module) -> nn.Module:

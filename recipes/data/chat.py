@@ -60,7 +60,7 @@ class ChatData(PackedData):
         """The tokenizer, with ``chat_template``."""
         tokenizer = super().tokenizer
         if self.chat_template is not None:
-            tokenizer.chat_template = _read_template(self.chat_template)
+            tokenizer.chat_template = read_template(self.chat_template)
         return tokenizer
 
     def prepare_data(self) -> None:
@@ -77,7 +77,8 @@ class ChatData(PackedData):
             yield document(ids, labels, number=number)
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str) -> str:
+    """Return the text of a template: a file, or ``chatml``."""
     file = Path(__file__).parent / "chatml.jinja" if name == "chatml" else Path(name).expanduser()
     if not file.is_file():
         raise FileNotFoundError(
@@ -102,6 +103,11 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def marks_answers(template: str) -> bool:
+    """Return whether a template says which part of it is the assistant's."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], number: int
 ) -> tuple[list[int], list[bool]]:
@@ -111,13 +117,13 @@ def render(
     to each answer, and again with it: the difference is the answer, with its end of turn. This
     needs a template that renders each turn independently of later ones, which is checked.
     """
-    if re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.get_chat_template())):
+    if marks_answers(str(tokenizer.get_chat_template())):
         marked: Any = tokenizer.apply_chat_template(
             messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
         )
         ids, mask = list(marked["input_ids"]), [bool(x) for x in marked["assistant_masks"]]
     else:
-        text, spans = _answers(tokenizer, messages, number)
+        text, spans = answer_spans(tokenizer, messages, number)
         encoded = tokenizer(
             text,
             add_special_tokens=False,
@@ -136,15 +142,19 @@ def render(
     return ids, mask
 
 
-def _answers(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], number: int
+def answer_spans(
+    renderer: Any, messages: list[Message], number: int
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text, and the start and stop of each answer in it."""
+    """Return the rendered text, and the start and stop of each answer in it.
+
+    Args:
+        renderer: a tokenizer or a processor.
+        messages: of the conversation.
+        number: of the conversation, for messages.
+    """
 
     def text_of(part: list[Message], *, prompt: bool = False) -> str:
-        return str(
-            tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt)
-        )
+        return str(renderer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt))
 
     full = text_of(messages)
     spans = []
@@ -178,7 +188,7 @@ _ROLES: Final = {
 """Roles of chat templates, by the senders of ShareGPT conversations."""
 
 
-def _with_role(message: Any, number: int) -> Any:
+def with_role(message: Any, number: int) -> Any:
     """Return a message in ShareGPT format (``from``, ``value``) with role and content."""
     if not isinstance(message, dict) or "role" in message or "from" not in message:
         return message
@@ -193,7 +203,7 @@ def _with_role(message: Any, number: int) -> Any:
 
 def _messages(value: Any, number: int) -> list[Message]:
     if isinstance(value, list):
-        value = [_with_role(message, number) for message in value]
+        value = [with_role(message, number) for message in value]
     is_valid = isinstance(value, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in value

@@ -175,6 +175,7 @@ class SampleLoader(ResumableLoader):
         epoch_len: as in `ResumableLoader`.
         num_pending: as in `ResumableLoader`.
         num_workers: processes that read ahead.
+        collate: builds a batch of samples, in the workers.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class SampleLoader(ResumableLoader):
         epoch_len: int | None = None,
         num_pending: Callable[[], int] = lambda: 0,
         num_workers: int = 0,
+        collate: Callable[[list[Batch]], Batch] = default_collate,
     ) -> None:
         self._length = len(plan(0))
         stop = self._length if epoch_len is None else min(epoch_len, self._length)
@@ -193,13 +195,15 @@ class SampleLoader(ResumableLoader):
         self._samples = _FilledSamples(samples)
         self._plan = plan
         self._num_workers = num_workers
+        self._collate = collate
 
     def __len__(self) -> int:
         return self._length
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         batches = [[int(sample) for sample in batch] for batch in self._plan(epoch)[start:]]
-        return iter(_torch_loader(self._samples, self._num_workers, batch_sampler=batches))
+        options = {"batch_sampler": batches, "collate_fn": self._collate}
+        return iter(_torch_loader(self._samples, self._num_workers, **options))
 
 
 class StreamLoader(ResumableLoader):

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 
 from recipes.data.loader import (
@@ -83,6 +84,15 @@ class SampleData(LightningDataModule):
         """Return the samples to train on."""
         raise NotImplementedError
 
+    def collate(self, split: Split, samples: list[Batch]) -> Batch:
+        """Build a batch of samples; called where samples are read, by the workers if there are any.
+
+        Args:
+            split: that the samples belong to.
+            samples: of a batch.
+        """
+        return dict(default_collate(samples))
+
     def val_samples(self) -> Samples | None:
         """Return the samples to validate with, or None."""
         raise NotImplementedError
@@ -122,6 +132,7 @@ class SampleData(LightningDataModule):
             epoch_len=limit if isinstance(limit, int) else int(num_batches * limit),
             num_pending=partial(count_pending, self.trainer),
             num_workers=self.num_workers,
+            collate=partial(self.collate, "train"),
         )
 
     def _identity(self, global_batch_size: int, **more: int) -> dict[str, int]:
@@ -135,7 +146,12 @@ class SampleData(LightningDataModule):
             return []
         rank, size = find_data_rank(self.trainer)
         plan = plan_evaluation(len(samples), self.batch_size, rank=rank, size=size)
-        return SampleLoader(samples, lambda _: plan, num_workers=self.num_workers)
+        return SampleLoader(
+            samples,
+            lambda _: plan,
+            num_workers=self.num_workers,
+            collate=partial(self.collate, "val"),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next batch. The fit loop saves it too, but loses it between epochs."""
@@ -159,6 +175,10 @@ class PackedSamples:
 
     def __getitem__(self, index: int) -> Batch:
         return as_tensors(self._table[index])
+
+    def column(self, name: str) -> Any:
+        """Return the values of a key, for all samples."""
+        return self._table[name]
 
 
 @dataclass(frozen=True)
@@ -229,7 +249,10 @@ class PackedData(SampleData):
     """The name of the option for the column, for messages."""
 
     columns: tuple[str, ...] = COLUMNS
-    """The keys of a sample."""
+    """The keys of a sample, each with a value per token."""
+
+    lists: tuple[str, ...] = ()
+    """Keys with any number of values."""
 
     def __init__(self, source: str | None, *, column: str, options: PackingOptions) -> None:
         super().__init__(
@@ -365,7 +388,9 @@ class PackedData(SampleData):
 
     def _pack_to(self, file: Path, split: Split) -> None:
         start = time.monotonic()
-        num_samples, num_tokens = write_samples(file, self._pack(split), self.seq_len, self.columns)
+        num_samples, num_tokens = write_samples(
+            file, self._pack(split), self.seq_len, self.columns, self.lists
+        )
         name = self._sources[split].name
         if not num_samples:
             file.unlink()
@@ -426,7 +451,11 @@ class PackedData(SampleData):
 
 
 def write_samples(
-    file: Path, samples: Iterable[Sample], seq_len: int, columns: Sequence[str] = COLUMNS
+    file: Path,
+    samples: Iterable[Sample],
+    seq_len: int,
+    columns: Sequence[str] = COLUMNS,
+    lists: Sequence[str] = (),
 ) -> tuple[int, int]:
     """Write samples to an Arrow file, renamed when it is complete; count samples and tokens.
 
@@ -436,14 +465,16 @@ def write_samples(
 
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
-    schema = pa.schema([(name, pa.list_(pa.int32(), seq_len)) for name in columns])
+    fixed, variable = pa.list_(pa.int32(), seq_len), pa.list_(pa.int32())
+    schema = pa.schema([(n, fixed) for n in columns] + [(n, variable) for n in lists])
     num_samples = num_tokens = 0
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for chunk in _chunks(samples, max(1, _CHUNK_TOKENS // seq_len)):
                 flat = [np.concatenate([sample[name] for sample in chunk]) for name in columns]
-                lists = [pa.FixedSizeListArray.from_arrays(pa.array(x), seq_len) for x in flat]
-                writer.write_batch(pa.record_batch(lists, schema=schema))
+                arrays = [pa.FixedSizeListArray.from_arrays(pa.array(x), seq_len) for x in flat]
+                arrays += [pa.array([sample[name] for sample in chunk], variable) for name in lists]
+                writer.write_batch(pa.record_batch(arrays, schema=schema))
                 num_samples += len(chunk)
                 num_tokens += sum(int((sample["document_ids"] >= 0).sum()) for sample in chunk)
         temporary.replace(file)

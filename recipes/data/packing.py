@@ -5,7 +5,8 @@ Pure: knows token ids, not where they come from. Labels belong to the same token
 them, and never across documents.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
@@ -15,7 +16,10 @@ P = TypeVar("P", contravariant=True)
 
 IntArray = NDArray[np.int32]
 Sample = dict[str, IntArray]
-"""``input_ids``, ``labels`` and ``document_ids``, each of ``seq_len`` tokens."""
+"""``input_ids``, ``labels`` and ``document_ids``, each of ``seq_len`` tokens, and token types.
+
+``media`` and ``media_kinds`` have an entry for each document with media.
+"""
 
 LongDocuments = Literal["split", "refuse", "truncate"]
 
@@ -34,7 +38,11 @@ class Document(NamedTuple):
     ids: IntArray
     labels: IntArray
     number: int = 0
-    """The index of its record in the source, for messages."""
+    """The index of its record in the source."""
+    types: Mapping[str, IntArray] = MappingProxyType({})
+    """Types of its tokens, by the name that the model gives them."""
+    media_kinds: int | None = None
+    """The sum of the kinds of its media; None in data without media."""
 
 
 def document(ids: list[int], labels: list[int] | None = None, *, number: int = 0) -> Document:
@@ -105,13 +113,23 @@ class _OpenSample:
         self.sample["input_ids"][tokens] = part.ids
         self.sample["labels"][tokens] = part.labels
         self.sample["document_ids"][tokens] = self._num_documents
+        for name, types in part.types.items():
+            empty = np.zeros(len(self.sample["input_ids"]), np.int32)
+            self.sample.setdefault(name, empty)[tokens] = types
+        if part.media_kinds is not None:
+            self._add_media(part.number, part.media_kinds)
         self.free -= len(part.ids)
         self._num_documents += 1
+
+    def _add_media(self, number: int, kinds: int) -> None:
+        for name, value in (("media", number), ("media_kinds", kinds)):
+            former = self.sample.get(name, np.empty(0, np.int32))
+            self.sample[name] = np.append(former, np.int32(value)) if kinds else former
 
 
 def _pack_split(documents: Iterable[Document], seq_len: int, pad_id: int) -> Iterator[Sample]:
     last = _OpenSample(seq_len, pad_id)
-    for ids, labels, _ in documents:
+    for ids, labels, *_ in documents:
         start = 0
         while start < len(ids):
             stop = min(start + last.free, len(ids))
@@ -128,7 +146,8 @@ def _pack_whole(
     documents: Iterable[Document], seq_len: int, pad_id: int, *, truncate: bool
 ) -> Iterator[Sample]:
     def parts() -> Iterator[tuple[Document, int]]:
-        for ids, labels, number in documents:
+        for part in documents:
+            ids, labels, number = part[:3]
             if not len(ids):
                 continue
             if len(ids) > seq_len and not truncate:
@@ -137,7 +156,8 @@ def _pack_whole(
                     "Use a larger seq_len, or long_documents='truncate' (its end is lost) or "
                     "'split'."
                 )
-            part = Document(ids[:seq_len], labels[:seq_len])
+            if len(ids) > seq_len:
+                part = Document(ids[:seq_len], labels[:seq_len], number)
             yield part, len(part.ids)
 
     return fill_samples(parts(), lambda _: _OpenSample(seq_len, pad_id))

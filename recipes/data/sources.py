@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from recipes.data.pictures import Pictures
 from recipes.tokens import first_line, looks_local, reaches_hub, unreachable
 
 _BUILDERS: Final = {
@@ -26,6 +27,8 @@ _BUILDERS: Final = {
 }
 _SAVED: Final = ("dataset_dict.json", "dataset_info.json")
 """Files of `datasets.save_to_disk()` besides Arrow files, for several splits and for one."""
+PICTURES: Final = "pictures"
+"""The builder of generated pictures."""
 _NOT_CORPUS: Final = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 _CORPUS_BYTES: Final = 16_384
 """Smaller files of the standard library are skipped: the corpus is for long documents."""
@@ -37,7 +40,8 @@ class Source:
 
     Args:
         name: as the user wrote it.
-        builder: of `datasets`; or ``hub``, or ``saved`` for a folder of save_to_disk().
+        builder: of `datasets`; or ``hub``, ``saved`` for a folder of save_to_disk(), or
+            ``pictures`` for generated ones.
         files: in order.
         config_name: the hub's configuration.
         split: the hub's split.
@@ -48,6 +52,12 @@ class Source:
     files: tuple[Path, ...] = ()
     config_name: str | None = None
     split: str = "train"
+
+    @property
+    def folder(self) -> Path:
+        """The folder that paths in its records are relative to."""
+        path = Path(self.name).expanduser()
+        return path.parent.absolute() if path.is_file() else path.absolute()
 
     def fingerprint(self) -> str:
         """Return a text that changes with the source and with each of its files.
@@ -60,9 +70,14 @@ class Source:
         return json.dumps([self.name, *names, stats])
 
     def read(self, *, streaming: bool = False, cache_dir: str | None = None) -> Any:
-        """Return the records: by index, or as a stream."""
+        """Return the records: by index, or as a stream. Images and videos are not decoded."""
         if self.builder == "text":
             return TextFiles(self.files)
+        if self.builder == PICTURES:
+            return Pictures()
+        return _keep_encoded(self._read(streaming=streaming, cache_dir=cache_dir))
+
+    def _read(self, *, streaming: bool, cache_dir: str | None) -> Any:
         import datasets  # type: ignore[import-untyped]
 
         if self.builder == "saved":
@@ -121,6 +136,20 @@ def _offline_if_unreachable(config: Any) -> Iterator[None]:
         yield
     finally:
         config.HF_HUB_OFFLINE = former
+
+
+def _keep_encoded(records: Any) -> Any:
+    """Let records hold the bytes or paths of images and videos."""
+    import datasets
+
+    media = (datasets.Image, datasets.Video)
+    for name, feature in (records.features or {}).items():
+        inner = getattr(feature, "feature", None)  # of a list
+        if isinstance(feature, media):
+            records = records.cast_column(name, type(feature)(decode=False))
+        elif isinstance(inner, media):
+            records = records.cast_column(name, datasets.List(type(inner)(decode=False)))
+    return records
 
 
 class TextFiles(Sequence[dict[str, Any]]):

@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers import PreTrainedModel
 
 from hf_patches import enable
 from hf_patches.__main__ import join_ranks, report_error
 from lightning_cp import ContextParallel, sequence_logp
 from recipes.preference.data import STORED, PairData
 from recipes.preference.pairs import Pair, lay_out
-from recipes.weights import find_weights, load_config, pop_quantization
+from recipes.weights import find_weights, load_config, load_full, pop_quantization
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LONGEST: Final = 2**31 - 1
@@ -150,14 +149,8 @@ def _line(record: dict[str, Any]) -> str:
 
 def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a model for scoring, with attention as `enable` finds it."""
-    config = load_config(name)
-    options = {"quantization_config": Mxfp4Config(dequantize=True)}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        find_weights(name, fetch=True),
-        config=config,
-        dtype=dtype,
-        **(options if pop_quantization(config, name) else {}),
-    )
+    is_packed = pop_quantization(load_config(name), name)
+    model = load_full(find_weights(name, fetch=True), dequantize=is_packed, dtype=dtype)
     enable(model)
     model.eval()
     return model

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from recipes.preference import PairData
@@ -74,7 +75,7 @@ def test_two_ranks_store_what_the_stock_model_computes(ranks, given, tmp_path):
             assert {name: stored[name] for name in record} == record
             sums = [stored["ref_chosen_logps"], stored["ref_rejected_logps"]]
             assert sums == pytest.approx(expected(tmp_path / "model", record), rel=1e-5)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.unfinished"))
     options = {"seq_len": 512, "val_fraction": 0, "cache_dir": str(tmp_path)}
     data = PairData(str(shared), stored_reference=True, **options)
     data.prepare_data()
@@ -102,3 +103,13 @@ def test_what_cannot_be_stored_is_refused(given, tmp_path):
     assert status == 2
     assert "has a column ref_chosen_logps or ref_rejected_logps already" in said
     assert not (tmp_path / "twice.jsonl").exists()
+
+
+def test_a_folder_without_all_weights_is_refused(given, tmp_path):
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    status, said = run([*given, "--out", str(tmp_path / "stored.jsonl")])
+    assert status == 2
+    assert "lacks weights of a LlamaForCausalLM: model.layers.0.mlp.up_proj.weight" in said
