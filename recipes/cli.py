@@ -62,7 +62,7 @@ Train language models on long sequences that are sharded over several devices.
 
   {prog} fit --help       all options; --data.help PasskeyData those of a data module
   --debug                            full tracebacks
-  recipes/launch/                    torchrun, SLURM, Ray
+  recipes/launch/                    torchrun, SLURM, Ray, Kubernetes
 """
 
 _OUR_FOLDERS: Final = tuple(
