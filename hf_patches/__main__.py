@@ -90,8 +90,9 @@ def _add_export(commands: Any) -> None:
         help="turn a Lightning checkpoint into a Hugging Face folder",
         description=(
             "Write the Hugging Face model inside a Lightning checkpoint as a folder for "
-            "from_pretrained. Needs no GPU; the weights must fit into memory. A checkpoint holds "
-            "pickles, which can run any code: export only those that you trust."
+            "from_pretrained. Needs no GPU, and memory for one of the files that it writes; with "
+            "--merge for the model. A checkpoint holds pickles, which can run any code: export "
+            "only those that you trust."
         ),
     )
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="a folder, or a file")
@@ -106,7 +107,7 @@ def _add_export(commands: Any) -> None:
     command.add_argument(
         "--prefix", help="prefix of the model's parameter names in CKPT; inferred by default"
     )
-    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="(5GB)")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
     command.add_argument(
         "--merge",
         action="store_true",

@@ -2,7 +2,8 @@
 """`export(checkpoint, out)`: turns a Lightning checkpoint into a Hugging Face folder.
 
 Reads only the weights, with `lightning_cp.checkpoint`, and infers from their names and shapes which
-attribute of the LightningModule held the model. Needs no GPU and no process group.
+attribute of the LightningModule held the model. Needs no GPU and no process group; the weights are
+read layer by layer (`weight_files`), unless adapters are merged.
 """
 
 import os
@@ -10,10 +11,11 @@ import pickle
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import transformers
@@ -21,6 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_patches.weight_files import write_weights
 from lightning_cp.adapters import NOTES
 from lightning_cp.checkpoint import find_folder, is_checkpoint_folder
 from lightning_cp.checkpoint.folder import read_metadata, remove
@@ -54,6 +57,7 @@ _AUTO: Final = (
 )
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 def export(
@@ -84,7 +88,7 @@ def export(
             hold the config of its adapters; checkpoints of the strategy do.
 
     Returns:
-        The model, with the weights that were written.
+        The model that was written. Its weights are on the meta device, unless they were merged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists. Remove it, or give another name.")
@@ -108,9 +112,19 @@ def export(
     shapes = {name: shape for name, (_, shape) in forms.items()}
     model, prefix = _find(config, shapes, prefix, checkpoint)
     selected = {name: keys for name, (keys, _) in forms.items() if name.startswith(prefix)}
-    tensors = source.read({keys: blank(source.forms[keys]) for keys in selected.values()})
-    _fill(model, {name.removeprefix(prefix): tensors[keys] for name, keys in selected.items()})
-    _write(model, base, out, max_shard_size=max_shard_size)
+    keys_of = _resolve(model, {n.removeprefix(prefix): keys for n, keys in selected.items()})
+    blanks = {name: blank(source.forms[keys], "meta") for name, keys in keys_of.items()}
+    _assign(model, {name: x for name, x in blanks.items() if x is not None})
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        tensors = source.read({keys_of[n]: blank(source.forms[keys_of[n]]) for n in names})
+        return {name: tensors[keys_of[name]] for name in names}
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder, state_dict={})  # configs alone
+        write_weights(model, read, folder, max_shard_size)
+
+    _write(save, base, out)
     return model
 
 
@@ -242,7 +256,8 @@ def _export_adapted(
 
     if not merge:
         weights = read(_adapter_names(model))
-        _write(model, base, out, state_dict=weights, save_embedding_layers=False)
+        options = {"state_dict": weights, "save_embedding_layers": False}
+        _write(partial(model.save_pretrained, **options), base, out)
         return model
     if adapters_only:
         model_class = type(model.get_base_model())
@@ -254,9 +269,9 @@ def _export_adapted(
                 "Give the folder of the base model: --base PATH."
             ) from error
         model = _wrap(base_model, configs)
-    _fill(model, read(model.state_dict()))
+    _assign(model, _resolve(model, read(model.state_dict())))
     merged: PreTrainedModel = model.merge_and_unload()
-    _write(merged, base, out, max_shard_size=max_shard_size)
+    _write(partial(merged.save_pretrained, max_shard_size=max_shard_size), base, out)
     return merged
 
 
@@ -380,22 +395,26 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(x), name) for name, x in named}
 
 
-def _fill(model: Any, weights: dict[str, Tensor]) -> None:
-    """Load weights into a model on the meta device, in the precision that they have."""
+def _resolve(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
+    """Return the value of each name of a model; tied weights have that of another name."""
     first_names = _first_names(model)
-    tied = {first_names.get(name, name): x for name, x in weights.items()}
-    full = {name: weights.get(name, tied.get(first)) for name, first in first_names.items()}
-    state = {name: x for name, x in full.items() if x is not None}
-    model.load_state_dict(state, strict=False, assign=True)
+    tied = {first_names.get(name, name): value for name, value in values.items()}
+    full = {name: values.get(name, tied.get(first)) for name, first in first_names.items()}
+    return {name: value for name, value in full.items() if value is not None}
+
+
+def _assign(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Replace the weights of a model on the meta device, with the precision that they have."""
+    model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()  # a PEFT model delegates it
 
 
-def _write(model: Any, base: Path, out: Path, **options: Any) -> None:
+def _write(save: Callable[[Path], Any], base: Path, out: Path) -> None:
     """Write to a temporary folder next to ``out``, and rename it when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.saving-{uuid.uuid4().hex[:8]}")
     try:
-        model.save_pretrained(temporary, **options)
+        save(temporary)
         folder = base if base.is_dir() else base.parent
         for file in {file for pattern in _OTHER_FILES for file in folder.glob(pattern)}:
             if file.is_file():

@@ -3,14 +3,15 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from lightning_cp.fsdp.sharding import Sharding
+from lightning_cp.planner.meshes import MESH_OPTIONS, plan_meshes
 from lightning_cp.planner.plan import CHIPS, plan_run
-from lightning_cp.planner.report import draw_plan, format_plan, parse_tokens
-from lightning_cp.planner.setup import Checkpointing, Offload, Precision
+from lightning_cp.planner.report import draw_plan, format_meshes, format_plan, parse_tokens
+from lightning_cp.planner.setup import Checkpointing, Offload, Precision, Setup
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 
 
@@ -45,6 +46,21 @@ def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
         "--context-parallel-size", type=int, default=0, help="ranks that share a sequence (all)"
     )
     command.add_argument("--ulysses-size", type=int, default=1, help="of them, in a group (1)")
+    command.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="ranks that share each layer (1)"
+    )
+    command.add_argument(
+        "--mesh",
+        choices=("given", "auto"),
+        default="given",
+        help="auto: of all meshes that fit, plan the fastest, and list others (given)",
+    )
+    command.add_argument(
+        "--sequences",
+        type=int,
+        default=0,
+        help="of a step, with --mesh auto (one for each data rank)",
+    )
     command.add_argument("--batch-size", type=int, default=1, help="samples per data rank (1)")
     command.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
     command.add_argument("--sharding", choices=get_args(Sharding), default="full")
@@ -84,6 +100,30 @@ def read_model(model: str) -> ModelShape:
     return model_shape(Path(model).expanduser(), name=model)
 
 
+def _mesh(args: argparse.Namespace, model: ModelShape, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the mesh: those that were given, or the fastest."""
+    given = {
+        "cp_size": args.context_parallel_size,
+        "ulysses_size": args.ulysses_size,
+        "tp_size": args.tensor_parallel_size,
+        "sharding": args.sharding,
+        "shard_size": args.shard_size,
+        "batch_size": args.batch_size,
+    }
+    if args.mesh == "given":
+        if args.sequences:
+            raise ValueError("--sequences is for --mesh auto. Add that, or give --batch-size.")
+        return given
+    defaults = Setup(1, 1)
+    if wrong := [name for name, value in given.items() if value != getattr(defaults, name)]:
+        raise ValueError(
+            f"--mesh auto chooses {wrong[0]} itself. Leave out options of the mesh, or --mesh auto."
+        )
+    meshes = plan_meshes(model, num_sequences=args.sequences, **run)
+    sys.stdout.write(format_meshes(meshes))
+    return {name: getattr(meshes[0].setup, name) for name in MESH_OPTIONS}
+
+
 def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> int:
     """Run ``plan`` and return the exit status: 1 if the run does not fit, 2 for a user error.
 
@@ -94,29 +134,25 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
     args = build_parser(prog).parse_args(argv)
     try:
         documents = tuple(map(parse_tokens, filter(None, args.document_lengths.split(","))))
-        plan = plan_run(
-            read_model(args.model),
-            seq_len=parse_tokens(args.length),
-            num_gpus=args.gpus,
-            gpu_memory=args.gpu_memory,
-            host_memory=args.host_memory,
-            chip=args.chip,
-            cp_size=args.context_parallel_size,
-            ulysses_size=args.ulysses_size,
-            batch_size=args.batch_size,
-            precision=args.precision,
-            sharding=args.sharding,
-            shard_size=args.shard_size,
-            parameter_offload=args.parameter_offload,
-            checkpointing=args.checkpointing,
-            offload=args.offload,
-            tiles=args.tiles,
-            compiled=args.compile,
-            lora_rank=args.lora_rank,
-            documents=documents,
-            attention_memory=args.attention_memory,
-            gradient_wire=args.gradient_wire,
-        )
+        model = read_model(args.model)
+        run: dict[str, Any] = {
+            "seq_len": parse_tokens(args.length),
+            "num_gpus": args.gpus,
+            "gpu_memory": args.gpu_memory,
+            "host_memory": args.host_memory,
+            "chip": args.chip,
+            "precision": args.precision,
+            "parameter_offload": args.parameter_offload,
+            "checkpointing": args.checkpointing,
+            "offload": args.offload,
+            "tiles": args.tiles,
+            "compiled": args.compile,
+            "lora_rank": args.lora_rank,
+            "documents": documents,
+            "attention_memory": args.attention_memory,
+            "gradient_wire": args.gradient_wire,
+        }
+        plan = plan_run(model, **run, **_mesh(args, model, run))
         sys.stdout.write(format_plan(plan))
         if args.plot is not None:
             draw_plan(plan, args.plot)

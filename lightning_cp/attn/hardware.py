@@ -4,7 +4,7 @@
 Numbers of an H200 were measured; others are marked (docs/cost-model.md says how well they predict).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ class Links:
         between_gbs: likewise from other nodes, through one network card per rank.
         ranks_per_node: ranks of a node.
         latency_us: minimal time of an exchange.
+        hop_us: more time of a collective for each rank of its group, as in a ring. 0 is what the
+            cost model was compared with, on up to 64 ranks; of more, it is not known here.
         slowdown: time that kernels lose to a concurrent exchange, as a share of its time: it takes
             cores, bandwidth and power from them.
     """
@@ -93,6 +95,16 @@ class Links:
     ranks_per_node: int = 8
     latency_us: float = 15.0
     slowdown: float = 0.1
+    hop_us: float = 0.0
+
+    def beside(self, tp_size: int) -> "Links":
+        """Return the links between ranks of the same tensor index, of which a node has fewer.
+
+        Example:
+            >>> Links().beside(4).ranks_per_node
+            2
+        """
+        return replace(self, ranks_per_node=max(1, self.ranks_per_node // tp_size))
 
     def collective(self, num_bytes: float, group_size: int, stride: int) -> float:
         """Return the time in which every rank of a group receives ``num_bytes`` from all others.
@@ -101,7 +113,8 @@ class Links:
         """
         if group_size == 1:
             return 0.0
-        return self._time(num_bytes, self.collective_gbs(group_size, stride))
+        hops = self.hop_us * (group_size - 1) / 1e6
+        return hops + self._time(num_bytes, self.collective_gbs(group_size, stride))
 
     def collective_gbs(self, group_size: int, stride: int = 1) -> float:
         """Return the gigabytes per second that a rank receives."""

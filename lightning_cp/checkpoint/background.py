@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint folders that are written by a thread, while training goes on.
 
-The tensors are copied to host memory first. The threads of all ranks communicate by a gloo group of
-their own: collectives of the main threads come in between, in another order on each rank.
+The tensors are copied to host memory first, or written to a local disk. The threads of all ranks
+communicate by a gloo group of their own: collectives of the main threads come in between, in
+another order on each rank.
 """
 
+import hashlib
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lightning_cp.checkpoint.folder import failure_of, join_shards, save_bytes, write_folder
+from lightning_cp.checkpoint.folder import (
+    failure_of,
+    join_shards,
+    remove,
+    save_bytes,
+    write_folder,
+    write_shards,
+)
 from lightning_cp.comm.collective_errors import from_rank_0, rank, together
 from lightning_cp.torch_private import is_alive
 
@@ -30,10 +41,13 @@ class BackgroundSaver:
 
     Args:
         timeout: of the process group; torch's default if None.
+        staging_dir: a folder on a local disk, to which each rank writes its shards instead of
+            copying them to host memory; the thread copies them from there.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None, staging_dir: Path | None = None) -> None:
         self._timeout = timeout
+        self._staging_dir = staging_dir
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -43,19 +57,24 @@ class BackgroundSaver:
     def save(self, state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path) -> None:
         """Start to save a folder, see `save_folder`, after the former one is complete.
 
-        Returns when all that is saved has been copied to host memory. A failure of the former save
-        is raised here, on all ranks.
+        Returns when all that is saved has been copied to host memory, or to the local disk. A
+        failure of the former save is raised here, on all ranks.
         """
         self.wait()
         folder = from_rank_0(folder)
         state, meta = join_shards(state, meta)
-        staged, content = together(lambda: self._copy(state, meta), failure_of(folder))
+        if self._staging_dir is None:
+            staged = together(lambda: self._copy(state), failure_of(folder))
+            write = partial(write_shards, staged)
+        else:
+            write = partial(_move_shards, _stage_shards(state, self._staging_dir, folder))
+        content = together(lambda: _to_bytes(meta), failure_of(folder))
         if dist.is_initialized() and (self._group is None or not is_alive(self._group)):
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_cp_checkpoint")
         write_meta = partial(save_bytes, content)
-        self._save = self._thread.submit(write_folder, staged, write_meta, folder, self._group)
+        self._save = self._thread.submit(write_folder, write, write_meta, folder, self._group)
 
     def after_save(self, action: Callable[[], None]) -> None:
         """Call a function once the save in progress is complete, or now; never if it fails."""
@@ -92,16 +111,56 @@ class BackgroundSaver:
                 self._stager.close()
             self._thread = self._stager = None
 
-    def _copy(
-        self, state: Mapping[str, Any], meta: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], bytes]:
-        """Return copies that training does not change: tensors in host memory, rank 0's meta."""
+    def _copy(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return copies in host memory, which training does not change."""
         if self._stager is None:
             is_pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(is_pinned, False, False, is_pinned))
         staged = self._stager.stage(dict(state))
         assert not isinstance(staged, Future)  # noqa: S101  only with use_async_staging
-        stream = BytesIO()
-        if rank() == 0:
-            torch.save(dict(meta), stream)
-        return staged, stream.getvalue()
+        return staged
+
+
+def _to_bytes(meta: Mapping[str, Any]) -> bytes:
+    """Return what rank 0 will write to a file."""
+    stream = BytesIO()
+    if rank() == 0:
+        torch.save(dict(meta), stream)
+    return stream.getvalue()
+
+
+def _stage_shards(state: Mapping[str, Any], staging_dir: Path, folder: Path) -> Path:
+    """Write this rank's shards to a local disk, and return the folder there. Collective.
+
+    Its name has a digest of the checkpoints' folder, into which no two jobs save at once: what is
+    there is left from a save of this job that was killed.
+    """
+    digest = hashlib.sha256(str(folder.parent.absolute()).encode()).hexdigest()[:16]
+    stem = f"lightning_cp-{digest}-"
+    own = staging_dir / f"{stem}{rank()}"
+
+    def prepare() -> None:
+        staging_dir.mkdir(parents=True, exist_ok=True)
+        for path in staging_dir.glob(f"{stem}*"):  # ranks of a node share a disk
+            remove(path)
+
+    together(prepare, failure_of(folder))
+    try:
+        together(lambda: write_shards(state, own), failure_of(folder))
+    except RuntimeError:
+        remove(own)  # the disk may be full
+        raise
+    return own
+
+
+def _move_shards(own: Path, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Copy this rank's staged shards to a checkpoint, and flush them; remove them here."""
+    del group  # `write_folder` waits for all ranks
+    try:
+        for file in own.iterdir():
+            with file.open("rb") as source, (folder / file.name).open("wb") as target:
+                shutil.copyfileobj(source, target, 16 * 2**20)
+                target.flush()
+                os.fsync(target.fileno())
+    finally:
+        remove(own)

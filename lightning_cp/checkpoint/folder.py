@@ -58,7 +58,7 @@ def save_folder(state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path)
         folder: on a file system that all ranks share; rank 0's path is used.
     """
     state, meta = join_shards(state, meta)
-    write_folder(state, partial(save_file, meta), from_rank_0(folder))
+    write_folder(partial(write_shards, state), partial(save_file, meta), from_rank_0(folder))
 
 
 def join_shards(
@@ -75,7 +75,7 @@ def failure_of(folder: Path) -> str:
 
 
 def write_folder(
-    state: Mapping[str, Any],
+    write: Callable[[Path, dist.ProcessGroup | None], None],
     write_meta: Callable[[Path], None],
     folder: Path,
     group: dist.ProcessGroup | None = None,
@@ -83,7 +83,7 @@ def write_folder(
     """Write a checkpoint, and put it in place. Collective.
 
     Args:
-        state: all shards.
+        write: writes each rank's shards to a folder, with a group of all ranks. Collective.
         write_meta: writes what is not sharded to a file, on rank 0.
         folder: the same path on all ranks.
         group: a group of all ranks; the default one if None.
@@ -93,7 +93,7 @@ def write_folder(
     own = everywhere(lambda: _prepare(folder) if first else folder)
     temporary = from_rank_0(own, group)
     try:
-        everywhere(lambda: _write_shards(state, temporary, group))
+        everywhere(lambda: write(temporary, group))
         rank_sums = everywhere(lambda: sum_files(sorted(temporary.glob(f"__{rank()}_*"))))
         sums = {name: entry for part in from_all(rank_sums, group) for name, entry in part.items()}
         everywhere(lambda: _write_meta(write_meta, sums, temporary) if first else None)
@@ -156,11 +156,11 @@ def _prepare(folder: Path) -> Path:
     return temporary
 
 
-def _write_shards(
-    state: Mapping[str, Any], temporary: Path, group: dist.ProcessGroup | None
+def write_shards(
+    state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write each rank's shards. Collective."""
-    writer = FileSystemWriter(temporary)
+    """Write each rank's shards; each rank's folder may be another one. Collective."""
+    writer = FileSystemWriter(folder)
     if dist.is_initialized():
         state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
         return

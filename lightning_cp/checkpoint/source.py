@@ -76,12 +76,16 @@ def open_folder(
         md: Any = metadata.state_dict_metadata[name]
         forms[keys] = (tuple(md.size), md.properties.dtype) if hasattr(md, "size") else None
 
+    reader = FileSystemReader(folder)
+    # Read once: of many ranks it is large, and weights may be read in many parts.
+    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+
     def read(targets: Mapping[Keys, Any]) -> dict[Keys, Any]:
         flat = {flat_names[keys]: value for keys, value in targets.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is ")
             try:  # not collective: each rank reads its shards
-                state_dict_loader.load(flat, storage_reader=FileSystemReader(folder), no_dist=True)
+                state_dict_loader.load(flat, storage_reader=reader, no_dist=True)
             except CheckpointException as error:
                 raise error.failures[0][0] from None
         return {keys: flat[flat_names[keys]] for keys in targets}
@@ -228,9 +232,9 @@ def nest(values: Mapping[Keys, Any]) -> Any:
     return nested
 
 
-def blank(form: Form) -> Tensor | None:
-    """Return an empty tensor on the CPU to read a value into; None for other values."""
-    return None if form is None else torch.empty(form[0], dtype=form[1])
+def blank(form: Form, device: str = "cpu") -> Tensor | None:
+    """Return an empty tensor to read a value into; None for other values."""
+    return None if form is None else torch.empty(form[0], dtype=form[1], device=device)
 
 
 def blank_like(param: Tensor, form: Form) -> Tensor | None:

@@ -23,15 +23,25 @@ class CheckpointStrategy(MeshStrategy):
 
     Args:
         async_checkpoint: whether folders are saved in the background.
+        checkpoint_staging_dir: with it, the local folder to which ranks write first.
         options: of `MeshStrategy`.
     """
 
-    def __init__(self, *sizes: Any, async_checkpoint: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        *sizes: Any,
+        async_checkpoint: bool,
+        checkpoint_staging_dir: _PATH | None,
+        **options: Any,
+    ) -> None:
         super().__init__(*sizes, **options)
         is_folder = self._save_distributed_checkpoint
         checkpointing.check_async_checkpoint(async_checkpoint, is_folder=is_folder)
         self._async_checkpoint = async_checkpoint
-        self._saver = checkpoints.BackgroundSaver(self._timeout)
+        staging_dir = checkpointing.check_staging_dir(
+            checkpoint_staging_dir, is_async=async_checkpoint
+        )
+        self._saver = checkpoints.BackgroundSaver(self._timeout, staging_dir)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is saved in the background is complete. Collective."""
@@ -60,7 +70,7 @@ class CheckpointStrategy(MeshStrategy):
     ) -> None:
         """Save a folder or a file; a job that is killed meanwhile leaves the previous one.
 
-        In the background, this returns once all tensors are in host memory.
+        In the background, this returns once all tensors are in host memory or on a local disk.
         """
         checkpointing.check_storage_options(storage_options, type(self).__name__)
         path = Path(self.broadcast(filepath))

@@ -8,6 +8,7 @@ in which Lightning calls the hooks is in docs/lightning.md; hooks stand in that 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -145,6 +146,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         check_memory: raise if the first training step cannot fit into memory, by plan.
         save_distributed_checkpoint: save a folder into which every rank writes; else one file.
         async_checkpoint: write folders in the background, while training goes on.
+        checkpoint_staging_dir: with ``async_checkpoint``, a folder on a local disk of each node, to
+            which ranks write first, instead of copying their part to host memory.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
 
@@ -187,6 +190,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         check_memory: bool = True,
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
+        checkpoint_staging_dir: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -211,6 +215,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             shard_size=shard_size if parameter_sharding == "hybrid" else None,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_checkpoint=async_checkpoint,
+            checkpoint_staging_dir=checkpoint_staging_dir,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )

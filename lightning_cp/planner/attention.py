@@ -20,7 +20,7 @@ from lightning_cp.attn.cost import (
     default_memory_budget,
     estimate,
 )
-from lightning_cp.attn.hardware import Chip, Links
+from lightning_cp.attn.hardware import FREE, Chip, Links
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range, union
@@ -49,6 +49,7 @@ class AttentionCost:
     Args:
         algorithm: ``gather``, ``ring`` or ``flex``.
         time: seconds, with exchanges that are not hidden.
+        exposed: of them, those that links without any delay would save.
         wire: bytes that a rank receives.
         memory: peak bytes beyond inputs and output.
         pairs: visible pairs of the mean rank, all samples.
@@ -57,6 +58,7 @@ class AttentionCost:
 
     algorithm: str
     time: Passes
+    exposed: Passes
     wire: Passes
     memory: float
     pairs: float
@@ -114,7 +116,7 @@ def problem_of(layer: LayerShape, setup: Setup) -> Problem:
 def attention_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) -> AttentionCost:
     """Estimate the attention of a layer."""
     if not layer.num_heads:
-        return AttentionCost("none", Passes(0, 0), Passes(0, 0), 0.0, 0.0, 1.0)
+        return AttentionCost("none", *(Passes(0, 0),) * 3, 0.0, 0.0, 1.0)
     is_narrow = layer.window is not None and layer.window < setup.seq_len
     if is_narrow or setup.documents:
         return _flex_cost(layer, setup, chip, links)
@@ -127,12 +129,17 @@ def attention_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) ->
     choice = choose_exchange(problem, memory_budget=budget, chip=chip, links=links)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
     passes = estimate(choice.algorithm, problem, groups=groups, chip=chip, links=links)
+    free = estimate(choice.algorithm, problem, groups=groups, chip=chip, links=FREE)
     memory = passes.memory
     if setup.attention_queries is not None:
         memory = setup.attention_queries * problem.query_bytes
     return AttentionCost(
         choice.algorithm,
         Passes(passes.forward.time, passes.backward.time),
+        Passes(
+            max(0.0, passes.forward.time - free.forward.time),
+            max(0.0, passes.backward.time - free.backward.time),
+        ),
         wire_bytes(problem, choice.algorithm),
         memory,
         setup.batch_size * setup.seq_len**2 / 2 / setup.context_size,
@@ -207,13 +214,16 @@ def _flex_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) -> Att
     spread = _spread(setup.seq_len, size, layer.window, setup.documents)
     keys = problem.key_bytes(spread.remote)
     wire = Passes(keys, keys + keys * problem.wire_itemsize / problem.itemsize)
-    times = []
+    times, waits = [], []
     for speed, sent in ((chip.forward, wire.forward), (chip.backward, wire.backward)):
         flops = speed.flops * pairs * spread.balance * layer.num_heads * problem.mean_dim
         compute = flops / (FLEX_RATE * speed.causal_tflops * 1e12)
         exposed = links.collective(sent, size, 1) if sent else 0.0
         times.append(max(compute, speed.host_us / 1e6) + exposed)
+        waits.append(exposed)
     shard = problem.key_bytes(problem.local_len)
     # Backward: gradients of queries and keys, delta in float32, all keys and their float32 sums.
     memory = 2 * problem.query_bytes + shard + 3 * (shard + keys)
-    return AttentionCost("flex", Passes(*times), wire, memory, pairs, spread.balance)
+    return AttentionCost(
+        "flex", Passes(*times), Passes(*waits), wire, memory, pairs, spread.balance
+    )

@@ -311,7 +311,8 @@ def plan_memory(
         chip: the GPU, on which the choice of an algorithm depends.
         links: between ranks; likewise.
     """
-    links = Links() if links is None else links
+    links = (Links() if links is None else links).beside(setup.tp_size)
+    model = model.part(setup.tp_size)
     tokens, hidden = setup.local_len, model.hidden
     states, held, host_parameters = _states(model, setup)
     sizes = {layer: token_bytes(layer, hidden, setup) for layer in set(model.layers)}

@@ -32,6 +32,14 @@ class Capacity:
     gpu: float
     host: float
 
+    @classmethod
+    def of_gb(cls, gpu_memory: float, host_memory: float) -> "Capacity":
+        """Return the capacity of so many GB, 10^9 bytes."""
+        for name, value in (("gpu_memory", gpu_memory), ("host_memory", host_memory)):
+            if value <= 0:
+                raise ValueError(f"{name}={value:g}: give GB, more than 0.")
+        return cls(gpu_memory * 1e9, host_memory * 1e9)
+
     def fits(self, memory: MemoryPlan) -> bool:
         """Return whether a plan fits, with a margin."""
         host = memory.host + memory.host_parameters
@@ -89,6 +97,18 @@ class Plan:
         return self.capacity.fits(self.memory)
 
 
+def find_shape(model: ModelShape | str) -> ModelShape:
+    """Return a known shape by its name."""
+    if not isinstance(model, str):
+        return model
+    if model not in KNOWN:
+        raise ValueError(
+            f"There is no known model {model!r}. Choose one of {', '.join(KNOWN)}, or pass "
+            "hf_patches.model_shape(config)."
+        )
+    return KNOWN[model]
+
+
 def plan_run(
     model: ModelShape | str,
     *,
@@ -120,20 +140,11 @@ def plan_run(
         >>> plan.fits, plan.smallest
         (True, 4)
     """
-    if isinstance(model, str):
-        if model not in KNOWN:
-            raise ValueError(
-                f"There is no known model {model!r}. Choose one of {', '.join(KNOWN)}, or pass "
-                "hf_patches.model_shape(config)."
-            )
-        model = KNOWN[model]
-    for name, value in (("gpu_memory", gpu_memory), ("host_memory", host_memory)):
-        if value <= 0:
-            raise ValueError(f"{name}={value:g}: give GB, more than 0.")
+    model = find_shape(model)
+    capacity = Capacity.of_gb(gpu_memory, host_memory)
     check_choice("chip", chip, tuple(CHIPS))
     setup = Setup(seq_len=seq_len, num_gpus=num_gpus, **options)  # type: ignore[arg-type]
     links = Links() if links is None else links
-    capacity = Capacity(gpu_memory * 1e9, host_memory * 1e9)
     gpu = CHIPS[chip]
     memory = plan_memory(model, setup, chip=gpu, links=links)
     return Plan(
@@ -186,7 +197,7 @@ def smallest_gpus(
     links: Links | None = None,
 ) -> int:
     """Return the smallest power of two of GPUs, all sharing the sequence, that fits; 0 for none."""
-    size = setup.ulysses_size
+    size = setup.ulysses_size * setup.tp_size
     while size <= min(MAX_GPUS, setup.seq_len):
         one = replace(setup, num_gpus=size, cp_size=0)
         if capacity.fits(plan_memory(model, one, chip=chip, links=links)):
@@ -239,6 +250,8 @@ def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
         yield "links are modelled (400 GB/s inside a node, 45 GB/s per card between nodes)"
     if setup.context_size != 8:
         yield f"steps were measured as one rank of 8, not of {setup.context_size}"
+    if setup.tp_size > 1:
+        yield "tensor parallelism was not measured: sums by links, matrices as fast as whole ones"
     if setup.num_gpus > 64:
         yield "attention was measured on up to 64 emulated ranks"
     if setup.seq_len > 1 << 20:

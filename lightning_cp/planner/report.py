@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_cp.planner.memory import HOST_USABLE, USABLE
+from lightning_cp.planner.meshes import MeshPlan
 from lightning_cp.planner.plan import Plan
 from lightning_cp.planner.setup import GPUS_PER_HOST, Setup
 from lightning_cp.planner.shapes import KNOWN
+from lightning_cp.planner.time import TENSOR
 
 _COLORS = (
     "#0072b2",
@@ -76,12 +78,42 @@ def format_plan(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
+def format_meshes(meshes: Sequence[MeshPlan], *, limit: int = 10) -> str:
+    """Return a table of the fastest meshes, as plain text."""
+    best, gpus = meshes[0].setup, f"{meshes[0].setup.num_gpus} GPUs"
+    names = ("copies x shards x context x tensor", "batches", "GB", "s", "tokens/s", *_WAITS)
+    rows: list[tuple[str, ...]] = [names]
+    for mesh in meshes[:limit]:
+        sizes = " x ".join(map(str, mesh.sizes))
+        inside = mesh.setup.ulysses_size
+        rows.append(
+            (
+                f"  {sizes}" + (f", Ulysses {inside}" if inside > 1 else ""),
+                f"{mesh.num_batches}",
+                f"{mesh.memory.peak / 1e9:.1f}",
+                _seconds(mesh.seconds),
+                f"{mesh.tokens_per_second:,.0f}",
+                *(f"{value / mesh.seconds:.1%}" for value in mesh.exposed.values()),
+            )
+        )
+    lines = [
+        f"{len(meshes)} meshes of {gpus} hold {format_tokens(best.seq_len)} tokens, by tokens/s; "
+        "computed, not measured",
+        *_table(rows),
+        "  batches: of a data rank in a step, accumulated; %: of the step, waiting for other ranks",
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+_WAITS = ("keys", "parameters", "tensor")
+
+
 def _head(plan: Plan) -> list[str]:
     setup, model = plan.setup, plan.model
-    shared = setup.context_size
-    groups = setup.num_gpus // shared
+    groups = setup.data_size
     how = f"LoRA of rank {setup.lora_rank}" if setup.lora_rank else "all weights"
     ranks = f"{setup.num_gpus} GPUs" + (f", {groups} sequences at a time" if groups > 1 else "")
+    ranks += f", {setup.tp_size} tensor ranks" if setup.tp_size > 1 else ""
     packed = " of packed documents" if setup.documents else ""
     return [
         f"{model.name}: {model.num_params / 1e9:.2f}B parameters, {len(model.layers)} layers, "
@@ -134,7 +166,7 @@ def _time(plan: Plan) -> list[str]:
             rows.append((f"  {name}", _seconds(value), f"{100 * value / time.step:.0f}%"))
     rows.append(("  step", _seconds(time.step), "100%"))
     lines = _table(rows)
-    sequences = setup.num_gpus // setup.context_size * setup.batch_size
+    sequences = setup.data_size * setup.batch_size
     rate = setup.seq_len * sequences / time.step
     lines += [
         f"  {time.flops / 1e15:.3g} PFLOP per rank, {time.attention_flops / time.flops:.0%} of "
@@ -143,7 +175,8 @@ def _time(plan: Plan) -> list[str]:
         f"  {rate:,.0f} tokens/s of all ranks; most expensive rank {time.balance:.2f} of the mean",
         f"  attention: {', '.join(f'{name} in {n} layers' for name, n in time.algorithms.items())}",
     ]
-    wire = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in time.wire.items())
+    received = {n: x for n, x in time.wire.items() if n != TENSOR or setup.tp_size > 1}
+    wire = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in received.items())
     lines.append(f"  received by a rank per step, GB: {wire}")
     return lines
 
@@ -230,6 +263,8 @@ def _strategy(setup: Setup) -> Iterable[str]:
     size, inside = setup.context_size, setup.ulysses_size
     shared = f"{size}" if inside == 1 else f"[{inside}, {size // inside}]"
     yield f"context_parallel_size: {shared}"
+    if setup.tp_size > 1:
+        yield f"tensor_parallel_size: {setup.tp_size}"
     if setup.sharding != "full":
         yield f"parameter_sharding: {setup.sharding}"
     if setup.sharding == "hybrid" and setup.shard_size:

@@ -29,13 +29,15 @@ class Setup:
     Args:
         seq_len: tokens of a sequence.
         num_gpus: all ranks.
-        cp_size: context ranks; 0 for all.
+        cp_size: context ranks; 0 for all that tensor ranks leave.
         ulysses_size: of them, those of a Ulysses group.
+        tp_size: tensor ranks, which share the weights and heads of each layer. They are neighbours;
+            then come context ranks, then those that share the parameters, then copies of these.
         batch_size: samples per data rank.
         precision: of the Trainer.
         sharding: ``parameter_sharding`` of the strategy.
-        shard_size: with ``hybrid``, the ranks that share a copy of the parameters; 0 for those of a
-            node of `GPUS_PER_HOST`.
+        shard_size: with ``hybrid``, the ranks that share a copy of the parameters, beside tensor
+            ranks; 0 for those of a node of `GPUS_PER_HOST`.
         parameter_offload: whether weights, gradients and moments are in host memory.
         checkpointing: what is recomputed in backward.
         offload: what is moved to the host.
@@ -58,6 +60,7 @@ class Setup:
     num_gpus: int
     cp_size: int = 0
     ulysses_size: int = 1
+    tp_size: int = 1
     batch_size: int = 1
     precision: Precision = "bf16-mixed"
     sharding: Sharding = "full"
@@ -83,7 +86,7 @@ class Setup:
             ("offload", Offload),
         ):
             check_choice(name, getattr(self, name), get_args(kinds))
-        for name in ("seq_len", "num_gpus", "batch_size", "ulysses_size"):
+        for name in ("seq_len", "num_gpus", "batch_size", "ulysses_size", "tp_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give an integer of at least 1.")
         for name in ("tiles", "lora_rank", "cp_size", "shard_size"):
@@ -93,17 +96,7 @@ class Setup:
             raise ValueError(
                 f"num_gpus={self.num_gpus}: plans go up to {MAX_GPUS} GPUs. Give fewer."
             )
-        if self.num_gpus % self.context_size:
-            near = gcd(self.num_gpus, self.context_size)
-            raise ValueError(
-                f"cp_size={self.cp_size} does not divide num_gpus={self.num_gpus}. Give a divisor, "
-                f"such as {near}."
-            )
-        if self.num_gpus % self.num_shards:
-            raise ValueError(
-                f"shard_size={self.num_shards} does not divide num_gpus={self.num_gpus}. Give a "
-                f"divisor, such as {gcd(self.num_gpus, self.num_shards)}."
-            )
+        self._check_mesh()
         if self.context_size % self.ulysses_size:
             raise ValueError(
                 f"ulysses_size={self.ulysses_size} does not divide the {self.context_size} context "
@@ -129,10 +122,37 @@ class Setup:
                 "checkpointing='full' or 'keep'."
             )
 
+    def _check_mesh(self) -> None:
+        left, per_tensor = self.num_gpus, ""
+        for name, size in (
+            ("tp_size", self.tp_size),
+            ("cp_size", self.context_size),
+            ("shard_size", self.num_shards),
+        ):
+            if left % size:
+                raise ValueError(
+                    f"{name}={size} does not divide num_gpus={self.num_gpus}{per_tensor}. Give a "
+                    f"divisor, such as {gcd(left, size)}."
+                )
+            if name == "tp_size" and size > 1:
+                left, per_tensor = left // size, f" / tp_size={size}"
+        if self.tp_size > 1 and (not self.is_sharded or self.lora_rank):
+            wrong = f"lora_rank={self.lora_rank}" if self.lora_rank else "sharding='none'"
+            raise ValueError(
+                f"tp_size={self.tp_size} with {wrong}: the strategy divides weights over tensor "
+                "ranks if all of them are trained and sharded. Give tp_size=1, or lora_rank=0 and "
+                "sharding='full' or 'hybrid'."
+            )
+
     @property
     def context_size(self) -> int:
         """Return the ranks that share a sequence."""
-        return self.cp_size or self.num_gpus
+        return self.cp_size or max(1, self.num_gpus // self.tp_size)
+
+    @property
+    def data_size(self) -> int:
+        """Return the groups of ranks that have different samples."""
+        return self.num_gpus // self.tp_size // self.context_size
 
     @property
     def local_len(self) -> int:
@@ -146,12 +166,13 @@ class Setup:
 
     @property
     def num_shards(self) -> int:
-        """Return the ranks over which parameters are sharded."""
+        """Return the ranks over which parameters, or the parts of tensor ranks, are sharded."""
+        ranks = max(1, self.num_gpus // self.tp_size)
         if self.sharding == "hybrid":
-            return min(self.shard_size or GPUS_PER_HOST, self.num_gpus)
-        return self.num_gpus if self.is_sharded else 1
+            return min(self.shard_size or max(1, GPUS_PER_HOST // self.tp_size), ranks)
+        return ranks if self.is_sharded else 1
 
     @property
     def num_copies(self) -> int:
         """Return the number of copies of the parameters, sharded or not."""
-        return self.num_gpus // self.num_shards
+        return self.num_gpus // self.tp_size // self.num_shards

@@ -5,7 +5,7 @@ Plain integers. `hf_patches.model_shape` reads them from the config of a Hugging
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -114,9 +114,54 @@ class ModelShape:
         """Return the parameters of the largest layer."""
         return max((layer.num_params for layer in self.layers), default=0)
 
+    def part(self, tp_size: int) -> "ModelShape":
+        """Return what one of ``tp_size`` tensor ranks has: a part of all heads, widths and weights.
+
+        Norms and hidden states are not divided.
+
+        Example:
+            >>> part = KNOWN["llama-8b"].part(4)
+            >>> part.layers[0].num_heads, part.layers[0].num_kv_heads, part.layers[0].inner
+            (8, 2, 3584)
+        """
+        if tp_size == 1:
+            return self
+        layers = {layer: _part(layer, self.hidden, tp_size) for layer in set(self.layers)}
+        return replace(
+            self,
+            vocab=-(-self.vocab // tp_size),
+            layers=tuple(layers[layer] for layer in self.layers),
+            root_params=self.hidden + (self.root_params - self.hidden) // tp_size,
+            head_params=self.head_params // tp_size,
+        )
+
     def lora_params(self, rank: int) -> int:
         """Return the parameters of adapters on all linear layers but the head."""
         return rank * sum(layer.lora_params for layer in self.layers)
+
+
+def _part(layer: LayerShape, hidden: int, tp_size: int) -> LayerShape:
+    """Return a tensor rank's part of a layer."""
+    for name in ("num_heads", "num_kv_heads", "inner"):
+        if getattr(layer, name) % tp_size:
+            raise ValueError(
+                f"tp_size={tp_size} does not divide {name}={getattr(layer, name)} of a layer. Give "
+                "a divisor of it, and more context ranks."
+            )
+    if layer.num_active or layer.latent or not layer.num_heads:
+        raise ValueError(
+            f"tp_size={tp_size}: layers with experts, with latent attention or without attention "
+            "are planned for one tensor rank only. Give tp_size=1, and more context ranks."
+        )
+    norms = layer.num_norms * hidden
+    return replace(
+        layer,
+        num_heads=layer.num_heads // tp_size,
+        num_kv_heads=layer.num_kv_heads // tp_size,
+        inner=layer.inner // tp_size,
+        num_params=norms + (layer.num_params - norms) // tp_size,
+        num_active_params=norms + (layer.num_active_params - norms) // tp_size,
+    )
 
 
 def _layer(

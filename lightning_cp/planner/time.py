@@ -91,6 +91,9 @@ HOST_GBS: Final = 25.0
 """Gigabytes per second of one GPU to host memory while 8 of them share it; not measured."""
 
 
+TENSOR: Final = "tensor parallelism"
+"""The part of time and bytes for sums over tensor ranks."""
+
 HOST_ADAM_GBS: Final = 20.0
 """Gigabytes per second that AdamW of one rank moves on a CPU that 8 ranks share; not measured."""
 
@@ -108,6 +111,8 @@ class TimePlan:
         balance: attention work of the most expensive rank over the mean.
         peak_flops: of the chip, per second.
         algorithms: how keys are exchanged, by number of layers.
+        exposed: seconds in which a rank waits for others, by purpose; parts of ``seconds``. For
+            parameters: and for host memory, if there is offload.
     """
 
     seconds: Mapping[str, float]
@@ -117,6 +122,7 @@ class TimePlan:
     balance: float
     peak_flops: float
     algorithms: Mapping[str, int]
+    exposed: Mapping[str, float]
 
     @property
     def step(self) -> float:
@@ -143,7 +149,8 @@ def plan_time(
         chip: the GPU.
         links: between ranks.
     """
-    links = Links() if links is None else links
+    all_links = Links() if links is None else links
+    links, whole, model = all_links.beside(setup.tp_size), model, model.part(setup.tp_size)
     rates, states = RATES[chip], STATES[setup.precision]
     tokens = setup.local_len
     is_full = setup.lora_rank == 0
@@ -153,9 +160,10 @@ def plan_time(
         ("attention", "recomputed attention", "layers", "recomputed layers"), 0.0
     )
     others = ("head and loss", "copies of parameters", "optimizer", "waiting for links")
-    seconds |= dict.fromkeys(others, 0.0)
+    seconds |= dict.fromkeys((*others, TENSOR), 0.0)
     wire = dict.fromkeys(("keys and values", "their gradients", "parameters", "gradients"), 0.0)
     pairs_flops, weighted, total_pairs, algorithms = 0.0, 0.0, 0.0, dict[str, int]()
+    exposed = 0.0
     for layer, count in _counted(model).items():
         cost = attention_cost(layer, setup, chip, links)
         algorithms[cost.algorithm] = algorithms.get(cost.algorithm, 0) + count
@@ -166,6 +174,8 @@ def plan_time(
         parameters = _Traffic.gather(gather_size * layer.num_params, setup)
         reduced = _Traffic.reduce(states.reduced * layer.num_params if is_full else 0.0, setup)
         attend = Passes(*(_attention_factor(layer) * each for each in cost.time))
+        waits = cost.exposed.forward * (2 if again else 1) + cost.exposed.backward
+        exposed += count * _attention_factor(layer) * waits
         passes = {
             "attention": attend.forward + attend.backward,
             "recomputed attention": attend.forward if again else 0.0,
@@ -212,6 +222,7 @@ def plan_time(
     wire["gradients"] += sum(reduced)
     seconds["waiting for links"] += root.plus(reduced).time(setup, links)
     seconds["waiting for links"] += sum(_copied_shards(model.root_params, states, setup))
+    wire[TENSOR], seconds[TENSOR] = _tensor_traffic(whole, setup, all_links)
     flops = 2 * (1 + backward_factor) * model.num_matmul_params * tokens + pairs_flops
     if not is_full:
         flops += 6 * trained * tokens
@@ -223,6 +234,11 @@ def plan_time(
         weighted / total_pairs if total_pairs else 1.0,
         rates.peak * 1e12,
         algorithms,
+        {
+            "keys and values": exposed,
+            "parameters": seconds["waiting for links"],
+            TENSOR: seconds[TENSOR],
+        },
     )
 
 
@@ -260,6 +276,19 @@ class _Traffic(NamedTuple):
             for num_bytes, (size, stride) in zip(self, groups, strict=True)
             if num_bytes
         )
+
+
+def _tensor_traffic(model: ModelShape, setup: Setup, links: Links) -> tuple[float, float]:
+    """Return the bytes that a rank receives from tensor ranks, and their seconds, all exposed.
+
+    In each layer, attention and MLP sum their output over tensor ranks in forward, and the gradient
+    of their input in backward; recomputation sums the outputs again. So do the embeddings and the
+    head, once each.
+    """
+    passes = 2 if setup.checkpointing == "none" else 3
+    num_sums = 2 * passes * len(model.layers) + 2
+    each = 2 * 2.0 * model.hidden * setup.local_len * (1 - 1 / setup.tp_size)  # bf16, both ways
+    return num_sums * each, num_sums * links.collective(each, setup.tp_size, 1)
 
 
 def _copied_shards(num_params: int, states: StateBytes, setup: Setup) -> Passes:

@@ -3,6 +3,7 @@
 import os
 import threading
 from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cp import ContextParallelStrategy, checkpoint
+from lightning_cp.checkpoint import background
 from lightning_cp.checkpoint.background import BackgroundSaver
 from tests.checkpoint.test_checkpoint import (
     assert_same,
@@ -123,6 +125,85 @@ def test_a_kill_in_the_background_leaves_the_former_checkpoint(ranks, tmp_path, 
     assert resume_here(tmp_path / "a", "adam")[0] == {"steps": 2}
 
 
+def staged_files(staging):
+    return sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
+
+
+def save_and_die(folder, staging, rank):
+    """Save two checkpoints by a local disk; one rank is killed while it copies the second."""
+    saver = BackgroundSaver(staging_dir=staging)
+    model, optimizer = build("adam", seed=1, mesh="sharded")
+    train(model, optimizer, 2)
+    saver.save(state_for_folder(model, optimizer), {"steps": 2}, folder)
+    saver.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(background.shutil, "copyfileobj", lambda *_: die())
+        saver.save(state_for_folder(model, optimizer), {"steps": 3}, folder)
+        saver.wait()
+
+
+def run_staged(folder, staging):
+    """Save by a local disk, with full disks at times; return what was where."""
+    seen, released = [], threading.Event()
+    copy, is_last = background.shutil.copyfileobj, dist.get_rank() == 1
+    saver = BackgroundSaver(staging_dir=staging)
+    model, optimizer = build("adam", seed=1, mesh="sharded")
+    train(model, optimizer, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        hold = lambda *args: released.wait(60) and copy(*args)  # noqa: E731
+        patch.setattr(background.shutil, "copyfileobj", hold)
+        saver.save(state_for_folder(model, optimizer), {"steps": "staged"}, folder)
+        dist.barrier()
+        seen.append(staged_files(staging))
+        train(model, optimizer, 1)
+        dist.barrier()  # no rank has finished
+        released.set()
+        saver.wait()
+    for place, name in ((FileSystemWriter, "write_data"), (background.shutil, "copyfileobj")):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_last:
+                patch.setattr(place, name, lambda *_: full_disk())
+            try:
+                saver.save(state_for_folder(model, optimizer), {"steps": 3}, folder)
+                seen.append("saving")
+                saver.wait()
+            except RuntimeError as error:
+                seen.append(str(error))
+            dist.barrier()
+            seen.append(staged_files(staging))
+    saver.close()
+    return seen
+
+
+def test_a_local_disk_holds_shards_until_they_are_copied(ranks, tmp_path):
+    folder, staging = tmp_path / "shared" / "a", tmp_path / "local"
+    with pytest.raises(RankError):
+        ranks(2).run(save_and_die, folder, staging, 1)
+    assert resume_here(folder, "adam")[0] == {"steps": 2}
+    assert any(name.endswith("/__1_0.distcp") for name in staged_files(staging))
+    (next(staging.iterdir()).with_name("another job")).mkdir()
+    stale = next(path for path in staging.iterdir() if path.name.endswith("-1"))
+    stale.rename(stale.with_name(stale.name[:-1] + "7"))  # of a rank that is no longer here
+    for local, *told in ranks(2).run(run_staged, folder, staging):
+        assert [name.rpartition("/")[2] for name in local] == [
+            ".metadata",
+            "__0_0.distcp",
+            "__1_0.distcp",
+        ]
+        written, nothing, saving, copied, also_nothing = told
+        for text in (written, copied):
+            assert text.startswith("Rank 1 failed: OSError: [Errno 28] No space left on device.")
+        assert (saving, nothing, also_nothing) == ("saving", [], [])
+    assert [path.name for path in staging.iterdir()] == ["another job"]
+    assert os.listdir(folder.parent) == ["a"]
+    model, optimizer = build("adam", seed=2)
+    meta = checkpoint.load_folder(model, [optimizer], folder, strict=True, weights_only=None)
+    assert meta == {"steps": "staged"}
+    model.note = "2 steps"
+    assert_same(list(plain("adam", 2)), list(full_state(model, [optimizer])))
+
+
 class AdamModule(Module):
     """Its state must be in the checkpoint, too."""
 
@@ -196,6 +277,10 @@ def run_link(folder, **options):
 def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
     with pytest.raises(ValueError, match="save_distributed_checkpoint=False saves one file. Leave"):
         ContextParallelStrategy(async_checkpoint=True, save_distributed_checkpoint=False)
+    with pytest.raises(ValueError, match="checkpoint_staging_dir='/local' is where .*=True"):
+        ContextParallelStrategy(checkpoint_staging_dir="/local")
+    strategy = ContextParallelStrategy(async_checkpoint=True, checkpoint_staging_dir="/local")
+    assert strategy._saver._staging_dir == Path("/local")
     for message in ranks(2).run(partial(run_link, str(tmp_path), save_last="link")):
         assert "ModelCheckpoint(save_last='link') replaces its link before" in message
     named = partial(run_link, str(tmp_path), filename="best", save_top_k=-1)

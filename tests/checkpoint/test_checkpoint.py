@@ -418,7 +418,7 @@ def save_and_die(folder, moment, rank):
 @pytest.mark.parametrize(
     ("moment", "rank", "steps", "left"),
     [
-        ("_write_shards", 0, 2, ".a.saving"),
+        ("write_shards", 0, 2, ".a.saving"),
         ("shards", 1, 2, None),
         ("_write_meta", 0, 2, ".a.saving"),
         ("_put_in_place", 0, 2, ".a.saving"),

@@ -1,16 +1,28 @@
 """`export`: a checkpoint of the strategy becomes a folder for from_pretrained."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from lightning.pytorch import LightningModule
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from hf_patches import weight_files
 from hf_patches.__main__ import main
 from hf_patches.export import export
 from lightning_cp import ContextParallelStrategy
@@ -128,6 +140,68 @@ def test_ties_experts_and_other_names_come_out_right(tmp_path, name, folder):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert type(loaded) is type(model)
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
+    model.save_pretrained(tmp_path / "stock", max_shard_size="100KB")
+    assert_same_weights(tmp_path / "out", tmp_path / "stock")
+
+
+def read_weights(folder):
+    """Read all files, and the names of those that the index names."""
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(folder / file)
+    return weights, index["metadata"], set(index["weight_map"])
+
+
+def assert_same_weights(folder, stock):
+    (weights, totals, names), (expected, totals_of_stock, _) = map(read_weights, (folder, stock))
+    assert (totals, names, weights.keys()) == (totals_of_stock, expected.keys(), expected.keys())
+    for name, weight in expected.items():
+        assert weights[name].dtype == weight.dtype, name
+        assert torch.equal(weights[name], weight), name
+
+
+def test_conversions_that_combine_layers_have_all_of_them(tmp_path, monkeypatch):
+    # As if each weight were a layer: this model's files combine several of them.
+    monkeypatch.setattr(weight_files, "_layer", lambda name: name)
+    model = zoo.build_model("hrm_text")
+    base = write_base(tmp_path / "base", "hrm_text", tokenizer=False)
+    path = save(holder(model=model), tmp_path / "last.ckpt", folder=True)
+    export(path, tmp_path / "out", base=base, max_shard_size="100KB")
+    model.save_pretrained(tmp_path / "stock", max_shard_size="100KB")
+    assert_same_weights(tmp_path / "out", tmp_path / "stock")
+
+
+_MEASURE = """
+import re, sys
+from pathlib import Path
+from hf_patches.export import export
+
+def peak():  # not ru_maxrss, which a process inherits from the one that starts it
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+checkpoint, out, base = map(Path, sys.argv[1:])
+before = peak()
+export(checkpoint, out, base=base, max_shard_size="20MB")
+print((peak() - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_the_weights_are_never_all_in_memory(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+    config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=8000)
+    config.save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM(config)
+    total = sum(p.nbytes for p in model.parameters())
+    path = save(holder(model=model), tmp_path / "last.ckpt", folder=True)
+    args = [sys.executable, "-c", _MEASURE, path, tmp_path / "out", tmp_path / "base"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    used = subprocess.run(args, env=env, capture_output=True, check=True, text=True).stdout
+    assert total > 200e6
+    assert int(used.split()[-1]) < total / 2
 
 
 def test_precision_is_that_of_the_checkpoint(tmp_path):
