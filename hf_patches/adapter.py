@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -14,6 +15,7 @@ from hf_patches.auto import auto_class
 from hf_patches.enable import enable, is_enabled
 from hf_patches.guard import guarded
 from hf_patches.model_shape import model_shape
+from hf_patches.tensor_parallel import check_loaded, parallelize
 from lightning_cp.adapters import Handle
 
 
@@ -49,6 +51,14 @@ class HuggingFaceAdapter:
         scores_tokens = isinstance(logits, Tensor) and logits.dim() > 2  # else it scores sequences
         states = {"last_hidden_state": 1, "hidden_states": 1}
         return {**states, "logits": 1} if scores_tokens else states
+
+    def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Apply tensor parallelism, by the plan of a model."""
+        parallelize(module, mesh)
+
+    def check_loaded(self, module: nn.Module, num_tensor_ranks: int, *, reduces_once: bool) -> None:
+        """Raise for a model that transformers has distributed in a way that is not exact."""
+        check_loaded(module, num_tensor_ranks, reduces_once=reduces_once)
 
     def describe(self, module: nn.Module) -> dict[str, Any]:
         """Return the configs of PEFT adapters, which `export` needs besides their weights."""

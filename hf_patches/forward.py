@@ -15,8 +15,10 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -26,6 +28,7 @@ from hf_patches.multimodal.call import around_decoder
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
 from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.fsdp.sharding import on_tensor_ranks
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.logp import Head, token_logp
 from lightning_cp.loss import (
@@ -305,7 +308,22 @@ def _is_chunked(
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) for p in module.parameters())
+    """Return whether weights must be gathered; those that tensor ranks share need not be."""
+    return any(isinstance(p, DTensor) and not on_tensor_ranks(p) for p in module.parameters())
+
+
+def _tensor_mesh(head: nn.Module) -> DeviceMesh | None:
+    """Return the tensor ranks over which the classes of a head are sharded, if they are."""
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, DTensor) or not on_tensor_ranks(weight):
+        return None
+    return weight.device_mesh if weight.placements == (Shard(0),) else None
+
+
+def _sharded_logits(head: Any, mesh: DeviceMesh, hidden: Tensor) -> Tensor:
+    """Return logits that stay sharded over tensor ranks, along the classes."""
+    replicated = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    return functional.linear(replicated, head.weight, getattr(head, "bias", None))
 
 
 class _Replacement(nn.Module):
@@ -395,16 +413,23 @@ def _chunked(
     keeps_weights = not _is_sharded(last) and isinstance(last, FSDPModule)
     path = next(name for name, module in model.named_modules() if module is last)
 
+    tensor_ranks = _tensor_mesh(last)
+
     def head(hidden: Tensor) -> Tensor:
         with ExitStack() as stack:
             given = replaced(model, base, lambda *_, **__: _with_hidden(states, hidden))
             stack.enter_context(given)
-            if keeps_weights:
+            if tensor_ranks is not None:
+                part = partial(_sharded_logits, last, tensor_ranks)
+                stack.enter_context(replaced(model, path, part))
+            elif keeps_weights:
                 stack.enter_context(replaced(model, path, last.forward))
             logits: Tensor = stock(**head_arguments).logits
         return logits
 
-    scored = score(head, states[0], parameters, auto_chunk_len(output.logits, parameters))
+    chunk_len = auto_chunk_len(output.logits, parameters)
+    chunk_len *= 1 if tensor_ranks is None else tensor_ranks.size()
+    scored = score(head, states[0], parameters, chunk_len)
     output["logits"] = None
     return output, scored
 

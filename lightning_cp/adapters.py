@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 ADAPTERS: Final = "lightning_cp.adapters"
 """The entry-point group."""
@@ -104,6 +105,51 @@ def enable_models(owner: nn.Module) -> list[Handle]:
 
     visit(owner)
     return handles
+
+
+def parallelize_models(owner: nn.Module, mesh: DeviceMesh) -> None:
+    """Let adapters apply tensor parallelism to the outermost models inside a module.
+
+    ``parallelize`` is an optional method of an adapter.
+
+    Args:
+        owner: a LightningModule whose weights are the same on all ranks.
+        mesh: the ranks that share the weights of each layer, one axis.
+    """
+    adapters = load_adapters()
+    count = 0
+
+    def visit(module: nn.Module) -> None:
+        nonlocal count
+        for adapter in adapters:
+            if adapter.matches(module):
+                parallelize = getattr(adapter, "parallelize", None)
+                if parallelize is not None:
+                    parallelize(module, mesh)
+                    count += 1
+                return
+        for child in module.children():
+            visit(child)
+
+    visit(owner)
+    if count == 0:
+        raise ValueError(
+            f"tensor_parallel_size={mesh.size()}, but {type(owner).__name__} has no Hugging Face "
+            "model whose plan could be applied. Apply a plan in configure_model(): "
+            "parallelize_module(self.model, self.trainer.strategy.tensor_mesh, plan)."
+        )
+
+
+def check_loaded_models(owner: nn.Module, num_tensor_ranks: int, *, reduces_once: bool) -> None:
+    """Let adapters refuse models that their library has distributed in a way that is not exact.
+
+    ``check_loaded`` is an optional method of an adapter.
+    """
+    for adapter in load_adapters():
+        check = getattr(adapter, "check_loaded", None)
+        for module in owner.modules() if check is not None else ():
+            if adapter.matches(module):
+                check(module, num_tensor_ranks, reduces_once=reduces_once)  # type: ignore[misc]
 
 
 def plan_models(owner: nn.Module) -> list[Mapping[str, Any]]:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_cp.gradients import add_gradients, unlisted_leaf
 from lightning_cp.precision import ForwardState, accumulation_dtype, autocast_off
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.torch_private import without_tensor_hooks
+from lightning_cp.vocabulary import sharded_cross_entropy
 
 MAX_CHUNK_LOGITS: Final = 2**28
 """Number of logits of a chunk, by default: 1 GiB in float32."""
@@ -29,6 +31,11 @@ MAX_CHUNK_LOGITS: Final = 2**28
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """Return the cross entropy of logits [B, L, V] in float32 or wider, [B * L] or summed."""
+    if isinstance(logits, DTensor) and all(x.is_replicate() for x in logits.placements):
+        logits = logits.to_local()
+    if isinstance(logits, DTensor):
+        losses = sharded_cross_entropy(logits, targets)
+        return losses.sum() if reduction == "sum" else losses
     wide = logits.to(accumulation_dtype(logits.dtype))
     return functional.cross_entropy(
         wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]
 AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
@@ -19,6 +19,9 @@ Offload = float | Literal["all", "auto", "none"]
 
 SequenceDims = Mapping[str, int | None]
 """Name or path of a tensor of the batch to its sequence dim; None keeps it full."""
+
+TENSOR_AXIS: Final = "tensor_parallel"
+"""Mesh axis along which ranks share the weights of each layer and hold the same tokens."""
 
 
 @dataclass(frozen=True)

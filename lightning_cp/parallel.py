@@ -134,6 +134,8 @@ class ContextParallel:
             process. The second axis of a 2-D mesh (between nodes, inside a node) is the Ulysses
             group. `Groups` are used unchanged.
         data: the ranks that hold other samples, if any; the loss is a mean over both.
+        tensor: the ranks that hold the same tokens and share the weights of each layer, if any;
+            they must have the same batch.
         layout: which rank owns which tokens. ``auto`` is ``contiguous`` where ranks then have equal
             work (windows, short documents), else ``zigzag``, or ``balanced`` where documents and
             padding would give some ranks more work than others.
@@ -181,6 +183,7 @@ class ContextParallel:
         mesh: DeviceMesh | dist.ProcessGroup | Groups | None,
         data: DeviceMesh | dist.ProcessGroup | None = None,
         *,
+        tensor: DeviceMesh | dist.ProcessGroup | None = None,
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
@@ -220,6 +223,7 @@ class ContextParallel:
             self._groups = build_groups(
                 mesh,
                 data=data,
+                tensor=tensor,
                 ulysses_size="all" if options.algorithm == "ulysses" else options.ulysses_size,
                 timeout=timeout,
                 compiles=can_start,

@@ -287,6 +287,23 @@ def is_hybrid(unit: Any) -> bool:
     return any(isinstance(group.mesh_info, HSDPMeshInfo) for group in _param_groups(unit))
 
 
+def divide_once(unit: FSDPModule) -> None:
+    """Let FSDP2 divide the gradients of a unit once by the factor that was set for it.
+
+    Over one rank it divides twice, where sums are forced or the dtype is neither float32 nor
+    bfloat16 (`foreach_reduce`, torch 2.13): experts that transformers places on one rank each.
+    """
+    for group in _param_groups(unit):
+        factor = group.gradient_divide_factor
+        if factor not in (None, 1.0) and group.mesh_info.shard_mesh_size == 1:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_all_reduce_hook(partial(_divide, factor))
+
+
+def _divide(factor: float, gradients: Tensor) -> None:
+    gradients.div_(factor)
+
+
 def has_gradients_of_one_copy(unit: Any) -> bool:
     """Return whether gradients wait to be reduced between copies (`_partial_reduce_output`).
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
+from lightning_cp.checkpoint.blocks import as_blocks
 from lightning_cp.checkpoint.checksums import CHECKSUMS, sum_files, write_checksums
 from lightning_cp.checkpoint.state import take_shards
 from lightning_cp.comm.collective_errors import from_all, from_rank_0, rank, together
@@ -161,12 +162,13 @@ def write_shards(
 ) -> None:
     """Write each rank's shards; each rank's folder may be another one. Collective."""
     writer = FileSystemWriter(folder)
+    state = as_blocks(state)
     if dist.is_initialized():
-        state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
+        state_dict_saver.save(state, storage_writer=writer, process_group=group)
         return
     with warnings.catch_warnings():  # not in a thread: filters are those of the process
         warnings.filterwarnings("ignore", "torch.distributed is ")
-        state_dict_saver.save(dict(state), storage_writer=writer)
+        state_dict_saver.save(state, storage_writer=writer)
 
 
 def _write_meta(write: Callable[[Path], None], sums: Mapping[str, Any], temporary: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_cp.checkpoint.blocks import Blocks, as_blocks
 from lightning_cp.checkpoint.checksums import ALL, Share, check_file, check_folder
 from lightning_cp.checkpoint.folder import META, UNSHARDED, read_metadata
 from lightning_cp.checkpoint.state import Names, plain_name, renamed
@@ -85,10 +86,12 @@ def open_folder(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is ")
             try:  # not collective: each rank reads its shards
-                state_dict_loader.load(flat, storage_reader=reader, no_dist=True)
+                flat_blocks = as_blocks(flat)
+                state_dict_loader.load(flat_blocks, storage_reader=reader, no_dist=True)
             except CheckpointException as error:
                 raise error.failures[0][0] from None
-        return {keys: flat[flat_names[keys]] for keys in targets}
+        results = {n: flat[n] if isinstance(x, Blocks) else x for n, x in flat_blocks.items()}
+        return {keys: results[flat_names[keys]] for keys in targets}
 
     targets = {keys: blank(f) for keys, f in forms.items() if keys[1:2] == ("param_groups",)}
     states = nest(read(targets))

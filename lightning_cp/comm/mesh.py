@@ -6,7 +6,7 @@ The only module that asks `torch.distributed` for the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final, Literal, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.comm.transport import GroupTransport, LoneTransport, Transport, gather
+from lightning_cp.options import TENSOR_AXIS
 from lightning_cp.torch_private import flatten, is_alive, num_process_groups, set_timeout
 
 T = TypeVar("T")
@@ -24,13 +25,13 @@ DATA_AXIS: Final = "data_parallel"
 """Mesh axis along which ranks hold different samples."""
 CONTEXT_AXIS: Final = "context_parallel"
 """Mesh axis along which ranks hold different tokens of the same samples."""
-TENSOR_AXIS: Final = "tensor_parallel"
-"""Mesh axis along which ranks would share a layer; its size is 1."""
 SHARD_AXIS: Final = "dp_cp"
 """Data x context as one axis: gradients are averaged and parameters sharded over it."""
 HYBRID_AXES: Final = ("replicate", "shard")
 """Data x context as two axes: each index of the first is a copy of the parameters, sharded over the
 second."""
+ALL_AXIS: Final = "all"
+"""All ranks as one axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,13 @@ class Sizes:
         data: ranks that hold different samples.
         context: ranks that share each sequence.
         ulysses: the size of a Ulysses group, neighbours among the context ranks.
+        tensor: ranks that share the weights of each layer.
     """
 
     data: int
     context: int
     ulysses: int = 1
+    tensor: int = 1
 
 
 ContextSize = int | tuple[int, int] | Literal["auto"]
@@ -55,6 +58,7 @@ ContextSize = int | tuple[int, int] | Literal["auto"]
 def resolve_sizes(
     context: ContextSize,
     data: int | Literal["auto"],
+    tensor: int = 1,
     *,
     world_size: int,
     ranks_per_node: int,
@@ -65,12 +69,24 @@ def resolve_sizes(
 
     Example:
         >>> resolve_sizes("auto", "auto", world_size=16, ranks_per_node=8)
-        Sizes(data=2, context=8, ulysses=1)
+        Sizes(data=2, context=8, ulysses=1, tensor=1)
         >>> resolve_sizes(4, "auto", world_size=16, ranks_per_node=8)
-        Sizes(data=4, context=4, ulysses=1)
+        Sizes(data=4, context=4, ulysses=1, tensor=1)
         >>> resolve_sizes((8, 2), "auto", world_size=32, ranks_per_node=8)
-        Sizes(data=2, context=16, ulysses=8)
+        Sizes(data=2, context=16, ulysses=8, tensor=1)
+        >>> resolve_sizes("auto", "auto", 2, world_size=16, ranks_per_node=8)
+        Sizes(data=2, context=4, ulysses=1, tensor=2)
     """
+    check_size("tensor_parallel_size", tensor)
+    if tensor > 1:
+        _check_divides("tensor_parallel_size", tensor, world_size)
+        sizes = resolve_sizes(
+            context,
+            data,
+            world_size=world_size // tensor,
+            ranks_per_node=max(1, ranks_per_node // tensor),
+        )
+        return replace(sizes, tensor=tensor)
     if isinstance(context, tuple | list):
         inside, between = _pair(context)
         sizes = resolve_sizes(
@@ -126,23 +142,37 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def build_mesh(
-    sizes: Sizes, *, device_type: str, timeout: timedelta | None
-) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the mesh (data, context, tensor), and data x context as one axis.
+class Meshes(NamedTuple):
+    """The ranks of a run, as meshes.
 
-    Context ranks are neighbours, so that they are in one node if ranks are numbered node by node.
+    Args:
+        axes: (data, context, tensor).
+        shard: data x context as one axis.
+        ranks: all ranks as one axis.
+    """
+
+    axes: DeviceMesh
+    shard: DeviceMesh
+    ranks: DeviceMesh
+
+
+def build_mesh(sizes: Sizes, *, device_type: str, timeout: timedelta | None) -> Meshes:
+    """Return the mesh (data, context, tensor), and parts of it as one axis.
+
+    Tensor ranks are neighbours, and context ranks next to them, so that they are in one node if
+    ranks are numbered node by node.
     """
     mesh = init_device_mesh(
         device_type,
-        (sizes.data, sizes.context, 1),
+        (sizes.data, sizes.context, sizes.tensor),
         mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS),
     )
-    shard_mesh = flatten(mesh[DATA_AXIS, CONTEXT_AXIS], SHARD_AXIS)
+    shard = flatten(mesh[DATA_AXIS, CONTEXT_AXIS], SHARD_AXIS)
+    ranks = shard if sizes.tensor == 1 else flatten(mesh, ALL_AXIS)
     if timeout is not None:
-        for axis in (mesh[DATA_AXIS], mesh[CONTEXT_AXIS], mesh[TENSOR_AXIS], shard_mesh):
+        for axis in (mesh[DATA_AXIS], mesh[CONTEXT_AXIS], mesh[TENSOR_AXIS], shard, ranks):
             set_timeout(axis.get_group(), timeout)
-    return mesh, shard_mesh
+    return Meshes(mesh, shard, ranks)
 
 
 def resolve_shard_size(
@@ -160,27 +190,31 @@ def resolve_shard_size(
     return size
 
 
-def build_hybrid_mesh(mesh: DeviceMesh, shard_size: int, timeout: timedelta | None) -> DeviceMesh:
-    """Return the mesh (replicate, shard) of hybrid sharding. Collective.
+def build_hybrid_mesh(
+    meshes: Meshes, shard_size: int, timeout: timedelta | None
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh (replicate, shard) of hybrid sharding, and the tensor ranks. Collective.
 
-    The ranks that hold the shards of one copy of the parameters are neighbours.
+    The ranks that hold the shards of one copy of the parameters are neighbours. FSDP2 shards what
+    tensor ranks share only if both meshes are parts of one mesh.
 
     Args:
-        mesh: data x context, one axis.
-        shard_size: the number of shards of a copy. If that is all ranks, there is one copy, and
-            ``mesh`` is returned.
+        meshes: the ranks of the run.
+        shard_size: the number of shards of a copy. If that is all of data x context, there is one
+            copy, and parts of ``meshes`` are returned.
         timeout: of the new process groups.
     """
-    num_copies = mesh.size() // shard_size
+    num_copies = meshes.shard.size() // shard_size
+    tensor = meshes.axes[TENSOR_AXIS]
     if num_copies == 1:
-        return mesh
-    hybrid = init_device_mesh(
-        mesh.device_type, (num_copies, shard_size), mesh_dim_names=HYBRID_AXES
-    )
+        return meshes.shard, tensor
+    names = (*HYBRID_AXES, TENSOR_AXIS)
+    sizes = (num_copies, shard_size, tensor.size())
+    hybrid = init_device_mesh(meshes.axes.device_type, sizes, mesh_dim_names=names)
     if timeout is not None:
-        for name in HYBRID_AXES:
+        for name in names:
             set_timeout(hybrid[name].get_group(), timeout)
-    return hybrid
+    return hybrid[HYBRID_AXES], hybrid[TENSOR_AXIS]
 
 
 def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
@@ -215,6 +249,7 @@ class Groups:
         data: ranks that hold the same positions of other samples; a group of one without such an
             axis.
         gpu: what the GPUs of the context ranks can do; None on CPUs and for one rank.
+        tensor: ranks that hold the same tokens and share the weights of each layer.
     """
 
     attend: Transport
@@ -222,6 +257,7 @@ class Groups:
     context: Transport
     data: Transport
     gpu: Gpu | None = None
+    tensor: Transport = field(default_factory=LoneTransport)
 
     def sum(self, x: Tensor) -> Tensor:
         """Replace ``x`` by its sum over data x context, and return it."""
@@ -254,6 +290,7 @@ def build_groups(
     mesh: DeviceMesh | dist.ProcessGroup | None,
     *,
     data: DeviceMesh | dist.ProcessGroup | None = None,
+    tensor: DeviceMesh | dist.ProcessGroup | None = None,
     ulysses_size: int | Literal["all"] | None = None,
     timeout: timedelta | None = None,
     compiles: Callable[[torch.device], bool] | None = None,
@@ -265,6 +302,7 @@ def build_groups(
     Args:
         mesh: the context ranks; of two axes, the second is the Ulysses group.
         data: ranks that hold other samples.
+        tensor: ranks that hold the same tokens.
         ulysses_size: the size of a Ulysses group, or ``all``; None: the mesh's second axis, or 1.
         timeout: of the groups that attention uses.
         compiles: tells whether kernels can be compiled on a GPU.
@@ -273,6 +311,8 @@ def build_groups(
     context_group = group_of(one_axis, "mesh")
     data_group = group_of(data, "data")
     data_ranks = LoneTransport() if data_group is None else GroupTransport(data_group)
+    tensor_group = group_of(tensor, "tensor")
+    tensor_ranks = LoneTransport() if tensor_group is None else GroupTransport(tensor_group)
     context = LoneTransport() if context_group is None else GroupTransport(context_group)
     num_inside = num_inside or context.size
     if num_inside < 1 or context.size % num_inside:
@@ -281,7 +321,7 @@ def build_groups(
             f"sequence. Use one of {_divisors(context.size)}."
         )
     if context_group is None or context.size == 1:
-        return Groups(LoneTransport(), LoneTransport(), context, data_ranks)
+        return Groups(LoneTransport(), LoneTransport(), context, data_ranks, tensor=tensor_ranks)
     ranks = tuple(dist.get_process_group_ranks(context_group))
     key = ranks, dist.get_backend(context_group), num_inside, timeout
     for dead in [built for built, groups in _built.items() if not _is_alive(groups)]:
@@ -293,7 +333,7 @@ def build_groups(
         between = ranks[context.rank % num_inside :: num_inside]
         attend, swap = (_new_group(part, context_group, timeout) for part in (between, inside))
         _built[key] = Groups(attend, swap, context, data_ranks, _common_gpu(context, compiles))
-    return replace(_built[key], context=context, data=data_ranks)
+    return replace(_built[key], context=context, data=data_ranks, tensor=tensor_ranks)
 
 
 def _new_group(

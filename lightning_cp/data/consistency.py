@@ -106,13 +106,14 @@ class BatchChecks:
             training: whether the data ranks take part.
             values: whether to compare contents too.
         """
-        context, fingerprint = self._groups.context, Fingerprint()
+        context, tensor, fingerprint = self._groups.context, self._groups.tensor, Fingerprint()
         try:
-            if problem is None and context.size > 1:
+            if problem is None and context.size * tensor.size > 1:
                 fingerprint = build_fingerprint(batch, values=values)
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = error
         problem = compare_batches(fingerprint, problem, context, self.released)
+        problem = compare_batches(fingerprint, problem, tensor, axis="tensor")
         if training and self._groups.data.size > 1:
             failed = self.compare_media(batch, problem)
             # That group would not take part in the loss, and this one would wait for it.
@@ -170,14 +171,17 @@ def compare_batches(
     problem: Exception | None,
     context: Transport,
     released: Released | None = None,
+    *,
+    axis: str = "context",
 ) -> Exception | None:
-    """Return the error that all context ranks must raise: one refuses its batch, or they differ.
+    """Return the error that all ranks of a group must raise: one refuses its batch, or they differ.
 
     Args:
         fingerprint: this rank's batch.
         problem: why this rank refuses it, if it does.
         context: the ranks that must hold the same batch.
         released: values that have left former steps.
+        axis: the name of the ranks.
     """
     total, names = (released or Released()).take(context.device)
     if context.size == 1:  # nothing to compare: the host must not wait for the device
@@ -191,14 +195,14 @@ def compare_batches(
     if refused is not None:
         text = gather_texts(str(problem or ""), context)[refused]
         return problem or ValueError(
-            f"Rank {refused} of the context-parallel group refused its batch: {text}"
+            f"Rank {refused} of the {axis}-parallel group refused its batch: {text}"
         )
     odd = next((rank for rank, values in enumerate(states) if values != states[0]), None)
     if odd is None:
         return None
     what = "shapes" if states[odd][1] != states[0][1] else "values"
     return ValueError(
-        f"All ranks of a context-parallel group must hold the same batch, but rank {odd} and rank "
+        f"All ranks of a {axis}-parallel group must hold the same batch, but rank {odd} and rank "
         f"0 differ in their {what}; this is rank {context.rank}, with {fingerprint.text}. Usual "
         "causes: a sampler or an iterable data set that is split by the global rank instead of the "
         "data-parallel rank, shuffling or augmentation without a common seed, worker seeds that "

@@ -27,7 +27,9 @@ def call_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     # On the path of every torch function in a step: the common cases come first.
     try:
         output = func(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        if args and isinstance(args[0], list | tuple) and "mesh" in str(error):
+            return _call_by_mesh(func, args, kwargs)
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
@@ -49,6 +51,34 @@ def call_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if kind in (list, tuple) and output and isinstance(output[0], DTensor):
         return _all_unsharded(output)
     return output
+
+
+def _call_by_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a multi-tensor function separately for the tensors of each mesh.
+
+    Tensor ranks share some parameters and replicate others, such as the weights of norms.
+    """
+    size = len(args[0])
+    indices: dict[Any, list[int]] = {}
+    for index, x in enumerate(args[0]):
+        indices.setdefault(getattr(x, "device_mesh", None), []).append(index)
+    outputs: list[Any] = [None] * size
+    for part in indices.values():
+        chosen = [_chosen(x, part, size) for x in args]
+        options = {name: _chosen(x, part, size) for name, x in kwargs.items()}
+        output = call_unsharded(func, chosen, options)
+        if output is None:  # in place
+            outputs = []
+            continue
+        for index, x in zip(part, output, strict=True):
+            outputs[index] = x
+    return outputs or None
+
+
+def _chosen(x: Any, indices: Sequence[int], size: int) -> Any:
+    """Return the given items of a list that has one for each tensor; other arguments unchanged."""
+    is_list = isinstance(x, list | tuple) and len(x) == size
+    return [x[index] for index in indices] if is_list else x
 
 
 def _is_scalar(x: Any) -> bool:

@@ -22,11 +22,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.adapters import parallelize_models
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import set_averaging
-from lightning_cp.options import check_choice
+from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.torch_private import (
     apply_to_tensors,
+    divide_once,
     hide_from_modes,
     is_hybrid,
     module_tensors,
@@ -50,8 +52,26 @@ def check_parameter_sharding(name: str) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether any parameter is sharded."""
-    return any(isinstance(p, DTensor) for p in module.parameters())
+    """Return whether any parameter is sharded over data x context."""
+    return any(isinstance(p, DTensor) and not _is_tensor_only(p) for p in module.parameters())
+
+
+def is_parallelized(module: nn.Module) -> bool:
+    """Return whether tensor ranks share any parameter."""
+    return any(isinstance(p, DTensor) and _is_tensor_only(p) for p in module.parameters())
+
+
+def on_tensor_ranks(x: DTensor) -> bool:
+    """Return whether tensor ranks, and no others, hold the parts of a tensor.
+
+    Also inside the forward of an FSDP2 unit, which has gathered it over data x context. The second
+    name is that of transformers.
+    """
+    return x.device_mesh.mesh_dim_names in ((TENSOR_AXIS,), ("tp",))
+
+
+def _is_tensor_only(parameter: DTensor) -> bool:
+    return parameter.device_mesh.mesh_dim_names == (TENSOR_AXIS,)
 
 
 def has_copies(module: nn.Module) -> bool:
@@ -64,6 +84,7 @@ def shard_parameters(
     mesh: DeviceMesh,
     *,
     sharding: Sharding = "full",
+    tensor: DeviceMesh | None = None,
     shard_modules: Sequence[str] | None = None,
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
@@ -77,6 +98,8 @@ def shard_parameters(
         mesh: data x context, one axis; or two axes, which FSDP2 replicates and shards over.
         sharding: ``full`` and ``hybrid`` shard every parameter over the mesh; ``none`` leaves all
             of them replicated, see `average_gradients`.
+        tensor: the ranks that share the weights of each layer, one axis of the same mesh; models of
+            adapters are divided by their plans, unless a user has applied one.
         shard_modules: class names or name patterns of the blocks; by default those that the model
             lists in ``_no_split_modules``, else the items of its outermost ``ModuleList``s.
         compute_dtype: dtype to which parameters are cast when they are gathered, and inputs of
@@ -89,6 +112,10 @@ def shard_parameters(
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)
         return
+    if tensor is not None and tensor.size() > 1 and not is_parallelized(owner):
+        _materialise(owner, owner, device)
+        _broadcast_weights(owner, device)  # each rank then keeps its part of the same weights
+        parallelize_models(owner, tensor)
     direct = [name for name, _ in owner.named_parameters(recurse=False)]
     if direct:
         raise ValueError(
@@ -115,7 +142,7 @@ def shard_parameters(
     placement = CPUOffloadPolicy(pin_memory=is_pinned) if offload else OffloadPolicy()
     for unit in units:
         _materialise(owner, unit, device)
-        _broadcast_weights(unit, device)
+        _broadcast_weights(unit, device, mesh)
         policy = _policy(unit, compute_dtype)
         fully_shard(
             unit,
@@ -159,6 +186,7 @@ def prepare_reduction(owner: nn.Module) -> None:
     """Let ranks use different parameters, as with routed experts; hide FSDP2 from modes."""
     for part in owner.modules():
         if isinstance(part, FSDPModule):
+            divide_once(part)
             reduce_unused_parameters(part)
             note_used_parameters(part)
             hide_from_modes(part)
@@ -315,8 +343,16 @@ def _initialise(owner: nn.Module, module: nn.Module) -> None:
             )
 
 
-def _broadcast_weights(unit: nn.Module, device: torch.device) -> None:
-    """Broadcast the values of rank 0: `fully_shard` shards each rank's own values."""
+def _broadcast_weights(
+    unit: nn.Module, device: torch.device, mesh: DeviceMesh | None = None
+) -> None:
+    """Broadcast the values of rank 0: `fully_shard` shards each rank's own values.
+
+    Args:
+        unit: a module.
+        device: device of this rank.
+        mesh: data x context; along it, ranks have the same part of what tensor ranks share.
+    """
     seen: set[int] = set()
     with torch.no_grad():
         for module in own_modules(unit):
@@ -324,6 +360,10 @@ def _broadcast_weights(unit: nn.Module, device: torch.device) -> None:
                 if id(x) in seen:
                     continue
                 seen.add(id(x))
+                if isinstance(x, DTensor):
+                    assert mesh is not None  # noqa: S101
+                    _broadcast_along(x.to_local(), mesh, device)
+                    continue
                 staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
                 # As bytes: not every backend supports every dtype.
                 dist.broadcast(staged.view(-1).view(torch.uint8), 0)
@@ -333,18 +373,28 @@ def _broadcast_weights(unit: nn.Module, device: torch.device) -> None:
                     x.copy_(staged)
 
 
+def _broadcast_along(x: Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+    """Replace a tensor by that of the first rank of each axis, one after the other."""
+    staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
+    for axis in range(mesh.ndim):
+        dist.broadcast(staged.view(-1).view(torch.uint8), group=mesh.get_group(axis), group_src=0)
+    x.copy_(staged)
+
+
 def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
     """Raise for parameters whose gradients would not be averaged over data x context.
 
     Args:
         owner: a model that a user has sharded.
-        mesh: data x context, one axis.
+        mesh: data x context, of the tensor index of this rank.
     """
     ranks = set(mesh.mesh.flatten().tolist())
     for name, parameter in owner.named_parameters():
         if not parameter.requires_grad:
             continue
         if not isinstance(parameter, DTensor):
+            if mesh.size() == 1:
+                continue
             raise ValueError(
                 f"configure_model() has sharded some parameters but not `{name}`, so its gradient "
                 "would not be averaged over the ranks. Apply fully_shard(module, "

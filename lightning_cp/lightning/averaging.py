@@ -152,7 +152,7 @@ def _shard_like(copy: nn.Module, model: nn.Module) -> None:
 
 
 def _separate_dtensors(average: AveragedModel, device: torch.device) -> None:
-    """Call a multi-tensor function separately for DTensors and for plain tensors."""
+    """Call a multi-tensor function separately for plain tensors and DTensors of each mesh."""
     fn = average.multi_avg_fn
     if fn is None and average.avg_fn is None and device.type == "cuda":
         fn = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's default there
@@ -165,11 +165,11 @@ class _Separately:
         self._fn = fn
 
     def __call__(self, averaged: Any, current: Any, num_averaged: Any) -> None:
-        pairs = list(zip(averaged, current, strict=True))
-        for is_dtensor in (True, False):
-            alike = [pair for pair in pairs if isinstance(pair[0], DTensor) == is_dtensor]
-            if alike:
-                self._fn([a for a, _ in alike], [c for _, c in alike], num_averaged)
+        pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for pair in zip(averaged, current, strict=True):
+            pairs.setdefault(getattr(pair[0], "device_mesh", None), []).append(pair)
+        for alike in pairs.values():
+            self._fn([a for a, _ in alike], [c for _, c in alike], num_averaged)
 
 
 class _Reshard(Callback):

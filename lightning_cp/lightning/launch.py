@@ -2,12 +2,12 @@
 """Checks of how a job is launched: session, precision, placement of ranks on nodes."""
 
 import socket
-from typing import Final
+from typing import Final, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp.comm.mesh import Sizes, gather_objects
+from lightning_cp.comm.mesh import Sizes, check_size, gather_objects
 
 PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
@@ -21,13 +21,18 @@ def check_precision(precision: object, strategy: str) -> None:
         )
 
 
-def check_tensor_parallel_size(size: object) -> None:
-    """Raise for tensor parallelism."""
-    if size not in (1, "auto"):
+def check_tensor_parallel_size(size: int | Literal["auto"], sharding: str) -> int:
+    """Return the number of tensor ranks; raise if parameters would be replicated."""
+    if size == "auto":
+        return 1
+    check_size("tensor_parallel_size", size)
+    if size > 1 and sharding == "none":
         raise ValueError(
-            f"tensor_parallel_size={size}: tensor parallelism with context parallelism is not "
-            "supported yet. Leave it out, and use more context ranks: context_parallel_size."
+            f"tensor_parallel_size={size} needs FSDP2, which reduces gradients over data x context "
+            "only, but parameter_sharding='none' replicates parameters. Use 'full', or 'hybrid' "
+            "with shard_size=1."
         )
+    return size
 
 
 def check_session(strategy: str) -> None:
@@ -56,7 +61,7 @@ def warn_if_spread(sizes: Sizes, mesh: DeviceMesh, *, node_rank: int, ranks_per_
         ranks_per_node: the number of ranks on each node.
     """
     hosts = gather_objects(mesh, f"{socket.gethostname()} (node {node_rank})")
-    size = sizes.ulysses if sizes.ulysses > 1 else sizes.context
+    size = (sizes.ulysses if sizes.ulysses > 1 else sizes.context) * sizes.tensor
     groups = [hosts[start : start + size] for start in range(0, len(hosts), size)]
     spread = [sorted(set(group)) for group in groups if len(set(group)) > 1]
     if not spread or size > ranks_per_node:

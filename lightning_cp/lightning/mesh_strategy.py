@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the strategy that launches processes and builds the mesh (data, context).
+"""The part of the strategy that launches processes and builds the mesh (data, context, tensor).
 
 Knows launchers, devices and nodes; nothing about models or batches.
 """
@@ -18,6 +18,7 @@ from lightning_cp.comm.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
     ContextSize,
+    Meshes,
     Sizes,
     build_hybrid_mesh,
     build_mesh,
@@ -26,17 +27,18 @@ from lightning_cp.comm.mesh import (
 )
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning.launch import check_precision, check_session, warn_if_spread
-from lightning_cp.options import Options
+from lightning_cp.options import TENSOR_AXIS, Options
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.torch_private import delay_exit_for_gloo
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Connects one process per device as a mesh of data and context ranks.
+    """Connects one process per device as a mesh of data, context and tensor ranks.
 
     Args:
         context_parallel_size: number of ranks that share each sequence, see the subclass.
         data_parallel_size: number of groups that receive different batches.
+        tensor_parallel_size: number of ranks that share the weights of each layer.
         options: options of `ContextParallel`.
         balance: the mask under which work is balanced, see `ContextParallel`.
         shard_size: number of ranks that hold the shards of one copy of the parameters; None for
@@ -49,19 +51,23 @@ class MeshStrategy(ModelParallelStrategy):
         context_parallel_size: ContextSize,
         data_parallel_size: int | Literal["auto"],
         *,
+        tensor_parallel_size: int = 1,
         options: Options,
         balance: Mask | None,
         shard_size: int | Literal["auto"] | None,
         **lightning_options: Any,
     ) -> None:
         super().__init__(
-            data_parallel_size=data_parallel_size, tensor_parallel_size=1, **lightning_options
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **lightning_options,
         )
         self._context_parallel_size = context_parallel_size
         self._options, self._balance = options, balance
         self._shard_size = shard_size
-        self._all_ranks: DeviceMesh | None = None
+        self._meshes: Meshes | None = None
         self._shard_mesh: DeviceMesh | None = None
+        self._tensor_mesh: DeviceMesh | None = None
         self._context_parallel: ContextParallel | None = None
 
     @property
@@ -87,6 +93,24 @@ class MeshStrategy(ModelParallelStrategy):
                 "configure_model() or later."
             )
         return self._shard_mesh
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """Return the mesh for `parallelize_module`: the ranks that share the weights of a layer.
+
+        With hybrid sharding it is not an axis of ``device_mesh``, but of the mesh of `shard_mesh`.
+        """
+        if self._tensor_mesh is None:
+            raise RuntimeError(
+                "strategy.tensor_mesh is available once processes have started: use it in "
+                "configure_model() or later."
+            )
+        return self._tensor_mesh
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Return the number of ranks that share the weights of each layer."""
+        return int(self.device_mesh[TENSOR_AXIS].size())
 
     @property
     def context_parallel_size(self) -> int:
@@ -152,14 +176,16 @@ class MeshStrategy(ModelParallelStrategy):
         if "gloo" in str(self.process_group_backend):
             delay_exit_for_gloo()
         if self._device_mesh is None:
-            self._device_mesh, self._all_ranks = build_mesh(
+            self._meshes = build_mesh(
                 sizes, device_type=self.root_device.type, timeout=self._timeout
             )
+            self._device_mesh = self._meshes.axes
             self._build_shard_mesh()
             options = self._options
             self._context_parallel = ContextParallel(
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
+                tensor=self._device_mesh[TENSOR_AXIS],
                 layout=options.layout,
                 algorithm=options.algorithm,
                 kernel=options.kernel,
@@ -176,7 +202,7 @@ class MeshStrategy(ModelParallelStrategy):
             )
             warn_if_spread(
                 sizes,
-                self._all_ranks,
+                self._ranks(),
                 node_rank=self.node_rank,
                 ranks_per_node=self.num_processes,
             )
@@ -186,28 +212,32 @@ class MeshStrategy(ModelParallelStrategy):
         return resolve_sizes(
             self._context_parallel_size,
             self._data_parallel_size,
+            int(self._tensor_parallel_size),
             world_size=world_size,
             ranks_per_node=self.num_processes,
         )
 
     def _resolve_shard_size(self, world_size: int) -> int:
+        """Return the number of ranks of data x context that hold the shards of one copy."""
+        tensor = self._resolve_sizes(world_size).tensor
         if self._shard_size is None:
-            return world_size
+            return world_size // tensor
         return resolve_shard_size(
-            self._shard_size, world_size=world_size, ranks_per_node=self.num_processes
+            self._shard_size,
+            world_size=world_size // tensor,
+            ranks_per_node=max(1, self.num_processes // tensor),
         )
 
     def _build_shard_mesh(self) -> None:
         """Build the mesh over which parameters are sharded. Collective."""
-        self._shard_mesh = self._ranks()
-        if self._shard_size is not None:
-            size = self._resolve_shard_size(self.world_size)
-            self._shard_mesh = build_hybrid_mesh(self._ranks(), size, self._timeout)
+        assert self._meshes is not None  # noqa: S101
+        size = self._resolve_shard_size(self.world_size)
+        self._shard_mesh, self._tensor_mesh = build_hybrid_mesh(self._meshes, size, self._timeout)
 
     def _ranks(self) -> DeviceMesh:
-        """Return data x context as one axis, for collectives of all ranks."""
-        assert self._all_ranks is not None  # noqa: S101
-        return self._all_ranks
+        """Return all ranks as one axis, for collectives of all of them."""
+        assert self._meshes is not None  # noqa: S101
+        return self._meshes.ranks
 
     def _trainer(self) -> Trainer:
         return self._module().trainer

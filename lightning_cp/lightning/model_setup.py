@@ -86,6 +86,7 @@ def place_model(
     mesh: DeviceMesh,
     *,
     sharding: Sharding,
+    tensor: DeviceMesh,
     shard_modules: Sequence[str] | None,
     mixed_precision: MixedPrecision,
     offload: bool,
@@ -98,6 +99,7 @@ def place_model(
         model: the LightningModule.
         mesh: data x context, one axis or two; see `shard_parameters`.
         sharding: see `shard_parameters`; a model that is sharded already stays as it is.
+        tensor: the ranks that share the weights of each layer.
         shard_modules: see `shard_parameters`.
         mixed_precision: whether FSDP2 casts to bfloat16.
         offload: whether shards of parameters are in host memory.
@@ -118,6 +120,7 @@ def place_model(
             model,
             mesh,
             sharding=sharding,
+            tensor=tensor,
             shard_modules=shard_modules,
             compute_dtype=torch.bfloat16 if mixed_precision == "fsdp" else None,
             offload=offload,

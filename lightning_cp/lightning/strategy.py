@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.accumulate import GradientWindow
-from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.adapters import Handle, check_loaded_models, enable_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.fsdp.gathering import check_reduced
 from lightning_cp.fsdp.replication import is_replicated
@@ -97,7 +97,8 @@ class ContextParallelStrategy(CheckpointStrategy):
             as (8, 4): Ulysses among the ranks inside a node, ``algorithm`` between nodes.
         data_parallel_size: number of groups that receive different batches. ``auto`` uses all
             remaining ranks.
-        tensor_parallel_size: 1; other sizes are not supported yet.
+        tensor_parallel_size: number of ranks that share the weights and the attention heads of each
+            layer, and hold the same tokens; neighbours. docs/multi-node.md.
         layout: which rank owns which tokens: ``zigzag``, ``balanced``, ``contiguous`` or ``auto``.
         algorithm: how keys reach the queries: ``gather``, ``ring``, ``ulysses`` or ``auto``.
         kernel: what computes attention; ``auto`` selects the fastest that supports the call.
@@ -162,7 +163,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         context_parallel_size: ContextSize = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         *,
-        tensor_parallel_size: Literal[1, "auto"] = 1,
+        tensor_parallel_size: int | Literal["auto"] = 1,
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
         kernel: KernelName = "auto",
@@ -194,11 +195,12 @@ class ContextParallelStrategy(CheckpointStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        check_tensor_parallel_size(tensor_parallel_size)
+        tensor_parallel_size = check_tensor_parallel_size(tensor_parallel_size, parameter_sharding)
         ignore_known_warnings()
         super().__init__(
             context_parallel_size,
             data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             options=Options(
                 layout=layout,
                 algorithm=algorithm,
@@ -281,6 +283,8 @@ class ContextParallelStrategy(CheckpointStrategy):
             "kernel": self._options.kernel,
             "parameter_sharding": self._sharding,
         }
+        if self.tensor_parallel_size > 1:
+            values["tensor"] = self.tensor_parallel_size
         if self._sharding == "hybrid":
             values["shard_size"] = self.shard_mesh.shape[-1]
         return "context parallelism: " + " ".join(f"{key}={x}" for key, x in values.items())
@@ -322,11 +326,15 @@ class ContextParallelStrategy(CheckpointStrategy):
         self._handles += enable_models(module)
         is_training = trainer.state.fn == TrainerFn.FITTING
         self._prepare_layers(self._activations, training=is_training)
+        check_loaded_models(
+            module, self.tensor_parallel_size, reduces_once=not self._reduce_every_microbatch
+        )
         self._choose_sharding()
         stop = place_model(
             self.model,
             self.shard_mesh,
             sharding=self._sharding,
+            tensor=self.tensor_mesh,
             shard_modules=self._shard_modules,
             mixed_precision=self._mixed_precision,
             offload=self._parameter_offload,
@@ -446,6 +454,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         """Move a batch to the device; with ``broadcast_batch``, that of the first context rank."""
         if self._broadcast_batch and self.context_parallel_size > 1:
             batch = self.context_parallel.groups.context.first(batch)
+        if self._broadcast_batch and self.tensor_parallel_size > 1:
+            batch = self.context_parallel.groups.tensor.first(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---------------------------------------------------------------- training

@@ -95,10 +95,20 @@ def test_options_that_do_not_exist_are_refused_at_once(options, message):
         ContextParallelStrategy(**options)
 
 
-def test_tensor_parallelism_is_refused():
-    ContextParallelStrategy(tensor_parallel_size=1)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: .* not supported yet"):
-        ContextParallelStrategy(tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: give a whole number of at least 1"),
+        (
+            {"tensor_parallel_size": 2, "parameter_sharding": "none"},
+            "tensor_parallel_size=2 needs FSDP2, .* Use 'full', or 'hybrid' with shard_size=1",
+        ),
+    ],
+)
+def test_tensor_ranks_that_cannot_be_are_refused(options, message):
+    ContextParallelStrategy(tensor_parallel_size="auto")
+    with pytest.raises(ValueError, match=message):
+        ContextParallelStrategy(**options)
 
 
 def test_properties_that_need_processes_say_when_they_are_available():

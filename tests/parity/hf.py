@@ -13,10 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hf_patches import enable
 from lightning_cp import ContextParallel
+from lightning_cp.lightning.model_setup import place_model
 from tests.parity import zoo
 from tests.parity.trainer_step import trainer_step
 from tests.ranks import average_over_ranks
@@ -52,6 +55,7 @@ class Job:
         checkpointing: activation checkpointing: None, or its use_reentrant.
         trained_by: ``step``: full batches are sharded around the model; ``trainer``: a step of
             transformers' Trainer, whose model shards them.
+        tensor: number of ranks that share the weights of each layer, by the strategy's functions.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Job:
     enabling: tuple[tuple[str, Any], ...] = ()
     checkpointing: bool | None = None
     trained_by: str = "step"
+    tensor: int = 1
     given: tuple[str, ...] = field(default=("input_ids", "attention_mask", "labels"))
 
     def __str__(self) -> str:
@@ -208,9 +213,13 @@ def _exact(name: str, kind: str, head: str, dtype: torch.dtype) -> tuple[float, 
 
 def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
+        name: _full(torch.zeros_like(p) if p.grad is None else p.grad)
         for name, p in model.named_parameters()
     }
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @cache
@@ -220,6 +229,8 @@ def build_cp(**options: Any) -> ContextParallel:
 
 def run(job: Job) -> dict[str, Tensor]:
     """Return the loss of a job and the average over ranks of each gradient."""
+    if job.tensor > 1:
+        return _run_parallelized(job)
     cp = build_cp(**dict(job.options))
     model = build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
     batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
@@ -236,6 +247,43 @@ def run(job: Job) -> dict[str, Tensor]:
         loss = model(**local).loss
     loss.backward()
     return _averaged(loss, model)
+
+
+@cache
+def _meshes(tensor: int) -> DeviceMesh:
+    sizes = (dist.group.WORLD.size() // tensor, tensor)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("context_parallel", "tensor_parallel"))
+
+
+@cache
+def _build_tensor_cp(tensor: int, **options: Any) -> ContextParallel:
+    mesh = _meshes(tensor)
+    return ContextParallel(
+        mesh["context_parallel"], tensor=mesh["tensor_parallel"], check_batches=0, **options
+    )
+
+
+def _run_parallelized(job: Job) -> dict[str, Tensor]:
+    """Return the same of a model whose weights ranks share, as the strategy places it."""
+    mesh, cp = _meshes(job.tensor), _build_tensor_cp(job.tensor, **dict(job.options))
+    model = build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
+    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    enable(model, **dict(job.enabling))
+    place_model(
+        torch.nn.ModuleDict({"model": model}),
+        mesh["context_parallel"],
+        sharding="full",
+        tensor=mesh["tensor_parallel"],
+        shard_modules=None,
+        mixed_precision="autocast",
+        offload=False,
+        device=torch.device("cpu"),
+        to_device=lambda: None,
+    )
+    with cp.step(batch) as local, _precision(job.dtype):
+        loss = model(**local).loss
+    loss.backward()
+    return {"loss": loss.detach(), **_gradients(model)}
 
 
 def _averaged(loss: Tensor, model: torch.nn.Module) -> dict[str, Tensor]:
