@@ -78,6 +78,8 @@ class HuggingFaceAdapter:
         model: Any = module.get_base_model() if peft is not None else module  # type: ignore[operator]
         if auto_class(model.config) is not AutoModelForCausalLM:
             return {}  # what towers compute would be missing
+        if getattr(getattr(model.config, "distributed_config", None), "ep_size", 1) > 1:
+            return {}  # the planner knows no experts that stay on their ranks
         try:
             shape = model_shape(model.config)
         except ValueError:

@@ -38,6 +38,16 @@ EXACT: Final = _words(
 The plans of some are silently wrong: learned activations of shared features (apertus), layers that
 read the outputs of others (gemma3n_text)."""
 
+EXPERTS: Final = _words(
+    "afmoe aria_text axk1 axk2 beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 "
+    "deepseek_v4 dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite "
+    "glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared "
+    "hunyuan_v1_moe hy_v3 jamba kolibri1 laguna lfm2_moe mellum minimax minimax_m2 "
+    "minimax_m3_vl_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe "
+    "qwen3_5_moe_text qwen3_moe qwen3_next solar_open zaya"
+)
+"""The same for plans that send tokens to the ranks of their experts (``ep_size``)."""
+
 PARTIAL: Final = "replicated_with_grad_allreduce"
 """The style of weights that each rank has in full, but applies to its heads only."""
 
@@ -80,7 +90,7 @@ def _checked_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
             f"tensor_parallel_size={size}: transformers has no tensor parallel plan for {name}. "
             "Leave it out, and use more context ranks: context_parallel_size."
         )
-    _check_type(model, f"tensor_parallel_size={size}")
+    _check_type(model, EXACT, f"tensor_parallel_size={size}")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
             f"tensor_parallel_size={size}: {name} has quantized weights. Load it without a "
@@ -98,10 +108,10 @@ def _checked_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     return plan
 
 
-def _check_type(model: PreTrainedModel, option: str) -> None:
+def _check_type(model: PreTrainedModel, exact: frozenset[str], option: str) -> None:
     config = model.config
     types = {config.model_type, config.get_text_config().model_type}
-    if not types & EXACT:
+    if not types & exact:
         raise ValueError(
             f"{option}: the plan of {type(model).__name__} (model type {config.model_type!r}) has "
             "not been found to be exact. Use more context ranks: context_parallel_size. "
@@ -133,8 +143,10 @@ def check_loaded(model: nn.Module, num_tensor_ranks: int, *, reduces_once: bool)
             "weights: from the second step on, its head would compute with old ones (transformers "
             "5.22). Load it without a distributed_config: the strategy shards it."
         )
-    if sizes.tp_size > 1 or sizes.ep_size > 1:
-        _check_type(model, f"DistributedConfig(tp_size={sizes.tp_size}, ep_size={sizes.ep_size})")
+    if sizes.tp_size > 1:
+        _check_type(model, EXACT, f"DistributedConfig(tp_size={sizes.tp_size})")
+    if sizes.ep_size > 1:
+        _check_type(model, EXPERTS, f"DistributedConfig(ep_size={sizes.ep_size})")
     if sizes.tp_size > 1 and reduces_once and PARTIAL in model.tp_plan.values():
         raise ValueError(
             f"{name} was loaded with tp_size={sizes.tp_size}: transformers would sum the gradients "

@@ -95,9 +95,12 @@ class RunSetup:
                 )
 
     def of(self, model: Mapping[str, Any], step: Step) -> Setup | None:
-        """Return the setup of a step for the planner; None for a precision that it lacks."""
+        """Return the setup of a step for the planner; None for one that it cannot plan."""
         precision = "bf16-policy" if self.mixed_precision == "fsdp" else self.precision
         if precision not in ("bf16-mixed", "bf16-true", "bf16-policy"):
+            return None
+        num_tensor_ranks = step.groups.tensor.size
+        if not _can_divide(model["shape"], num_tensor_ranks):
             return None
         options, layout = self.options, step.layout
         is_checkpointed = model["is_checkpointed"] or self.activations.checkpointing is True
@@ -107,6 +110,7 @@ class RunSetup:
         setup = Setup(
             seq_len=max(layout.seq_len, layout.cp_size),
             num_gpus=self.world_size,
+            tp_size=num_tensor_ranks,
             cp_size=layout.cp_size,
             ulysses_size=step.groups.inside.size,
             batch_size=step.batch_size,
@@ -125,6 +129,15 @@ class RunSetup:
             return setup
         tokens = MIN_TOKENS if tile is True else tile
         return replace(setup, tiles=min(16, -(-setup.local_len // tokens)))
+
+
+def _can_divide(shape: ModelShape, num_tensor_ranks: int) -> bool:
+    """Return whether the planner knows what each tensor rank has of a model."""
+    try:
+        shape.part(num_tensor_ranks)
+    except ValueError:
+        return False
+    return True
 
 
 def fits(shape: ModelShape, setup: Setup, *, device: float, host: float) -> bool:
