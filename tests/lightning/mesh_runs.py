@@ -108,6 +108,7 @@ def run_fit(
     save=None,
     epochs=1,
     kind=None,
+    max_steps=-1,
 ):
     """Train on all ranks of the pool; return losses, weights and how they are sharded."""
     with elastic_environment():
@@ -118,6 +119,7 @@ def run_fit(
         trainer = build_trainer(
             strategy=ContextParallelStrategy(context, **options),
             max_epochs=epochs,
+            max_steps=max_steps,
             gradient_clip_val=0.5,
             accumulate_grad_batches=accumulate,
         )
@@ -130,9 +132,9 @@ def run_fit(
         return module.losses[-num_batches:], weights, held, trainer.strategy.describe()
 
 
-def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5):
+def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, **shape):
     """Train the stock model on one process, with the whole batch of each step at once."""
-    model, samples = build(name), Samples(num_batches)
+    model, samples = build(name, **shape), Samples(num_batches)
     optimizer = build_optimizer(model)
     losses = []
     for _ in range(epochs):
