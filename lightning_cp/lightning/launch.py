@@ -2,6 +2,7 @@
 """Checks of how a job is launched: session, precision, placement of ranks on nodes."""
 
 import socket
+from datetime import timedelta
 from typing import Final
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.mesh import Sizes, gather_objects
 
+MIN_HEARTBEAT_TIMEOUT: Final = timedelta(seconds=5)
 PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
@@ -27,6 +29,15 @@ def check_tensor_parallel_size(size: object) -> None:
         raise ValueError(
             f"tensor_parallel_size={size}: tensor parallelism with context parallelism is not "
             "supported yet. Leave it out, and use more context ranks: context_parallel_size."
+        )
+
+
+def check_heartbeat_timeout(limit: timedelta) -> None:
+    """Raise for a limit that a busy machine exceeds without a fault."""
+    if limit < MIN_HEARTBEAT_TIMEOUT:
+        raise ValueError(
+            f"heartbeat_timeout={limit} is too short: a rank on a busy machine would be taken for "
+            f"dead. Use at least {MIN_HEARTBEAT_TIMEOUT}."
         )
 
 
