@@ -39,7 +39,7 @@ NOTES = f"""
   launcher, whichever is first; rank 0 also by the store, which ends with it in a script.
 - **a stopped process**: with `heartbeat_timeout` {HEARTBEAT:.0f} s; 60 s by default. The seconds
   are those until the other rank is gone. A stopped process cannot end: here it was continued then,
-  and ended by itself; torchrun kills it after 30 s.
+  and ended. (torchrun would kill it 30 s after the other; by its code, not measured.)
 - **SIGTERM**: after the step in progress all ranks save `last.ckpt` and end with exit code 143.
 - **unequal loaders**, **a damaged shard**: refused on all ranks when a second `fit` starts.
 - **disk full**: a disk of 8 MB that fills up; the save fails on all ranks.
