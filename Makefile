@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-with parity conformance lint bench clean
+.PHONY: demo test test-all test-with parity conformance faults lint bench clean
 
 demo: .venv/.installed-recipes
 	$(BIN)/python -m recipes.demo
@@ -29,6 +29,10 @@ parity: .venv/.installed
 # Lightning's own tests: LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
 conformance: .venv/.installed-dev
 	$(BIN)/python -m tests.conformance $(LIGHTNING_TESTS)
+
+# Each fault of a rank under each launcher: half an hour on 2 cores; as root, for a small disk.
+faults: .venv/.installed-dev
+	$(BIN)/python -m tests.faults --write docs/faults.md $(if $(RESULTS),--results $(RESULTS))
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

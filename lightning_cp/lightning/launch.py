@@ -2,6 +2,7 @@
 """Checks of how a job is launched: session, precision, placement of ranks on nodes."""
 
 import socket
+from datetime import timedelta
 from typing import Final, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.mesh import Sizes, check_size, gather_objects
 
+MIN_HEARTBEAT_TIMEOUT: Final = timedelta(seconds=5)
 PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
@@ -33,6 +35,15 @@ def check_tensor_parallel_size(size: int | Literal["auto"], sharding: str) -> in
             "with shard_size=1."
         )
     return size
+
+
+def check_heartbeat_timeout(limit: timedelta) -> None:
+    """Raise for a limit that a busy machine exceeds without a fault."""
+    if limit < MIN_HEARTBEAT_TIMEOUT:
+        raise ValueError(
+            f"heartbeat_timeout={limit} is too short: a rank on a busy machine would be taken for "
+            f"dead. Use at least {MIN_HEARTBEAT_TIMEOUT}."
+        )
 
 
 def check_session(strategy: str) -> None:

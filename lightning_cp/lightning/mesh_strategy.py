@@ -4,13 +4,18 @@
 Knows launchers, devices and nodes; nothing about models or batches.
 """
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -25,8 +30,16 @@ from lightning_cp.comm.mesh import (
     resolve_shard_size,
     resolve_sizes,
 )
+from lightning_cp.comm.rendezvous import agent_store
+from lightning_cp.comm.watchdog import Watchdog
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.lightning.launch import check_precision, check_session, warn_if_spread
+from lightning_cp.lightning import interruption
+from lightning_cp.lightning.launch import (
+    check_heartbeat_timeout,
+    check_precision,
+    check_session,
+    warn_if_spread,
+)
 from lightning_cp.options import TENSOR_AXIS, Options
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.torch_private import delay_exit_for_gloo
@@ -43,6 +56,7 @@ class MeshStrategy(ModelParallelStrategy):
         balance: the mask under which work is balanced, see `ContextParallel`.
         shard_size: number of ranks that hold the shards of one copy of the parameters; None for
             all of data x context.
+        heartbeat_timeout: how long a rank may be silent, see `Watchdog`.
         lightning_options: arguments of Lightning's `ModelParallelStrategy`.
     """
 
@@ -55,6 +69,7 @@ class MeshStrategy(ModelParallelStrategy):
         options: Options,
         balance: Mask | None,
         shard_size: int | Literal["auto"] | None,
+        heartbeat_timeout: timedelta,
         **lightning_options: Any,
     ) -> None:
         super().__init__(
@@ -62,6 +77,10 @@ class MeshStrategy(ModelParallelStrategy):
             tensor_parallel_size=tensor_parallel_size,
             **lightning_options,
         )
+        check_heartbeat_timeout(heartbeat_timeout)
+        self._heartbeat_timeout = heartbeat_timeout
+        self._watchdog: Watchdog | None = None
+        self._detach_watchdog: Callable[[], None] | None = None
         self._context_parallel_size = context_parallel_size
         self._options, self._balance = options, balance
         self._shard_size = shard_size
@@ -173,6 +192,7 @@ class MeshStrategy(ModelParallelStrategy):
         sizes = self._resolve_sizes(self.world_size)
         check_precision(self.precision_plugin.precision, type(self).__name__)
         self._setup_distributed()
+        self._start_watchdog()
         if "gloo" in str(self.process_group_backend):
             delay_exit_for_gloo()
         if self._device_mesh is None:
@@ -207,6 +227,46 @@ class MeshStrategy(ModelParallelStrategy):
                 ranks_per_node=self.num_processes,
             )
         self._module()._device_mesh = self._device_mesh
+
+    @override
+    def _setup_distributed(self) -> None:
+        """Connect the processes, as Lightning does, but so that torchrun can restart them."""
+        assert self.cluster_environment is not None  # noqa: S101
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        on_cpu = self.root_device.type == "cpu"
+        options: dict[str, Any] = {
+            "timeout": self._timeout,
+            "device_id": None if on_cpu else self.root_device,
+        }
+        if not dist.is_initialized():
+            limit = self._timeout or default_pg_timeout
+            store = agent_store(self.global_rank, self.world_size, limit)
+            options |= {} if store is None else {"store": store}
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+
+    def _start_watchdog(self) -> None:
+        self._stop_watchdog()  # of a run that was never torn down
+        limit = self._heartbeat_timeout
+        self._watchdog = Watchdog.of_job(self.global_rank, self.world_size, limit)
+        if self._watchdog is not None:
+            self._detach_watchdog = interruption.attach(self._trainer(), self._watchdog)
+
+    def _stop_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._detach_watchdog is not None:
+            self._detach_watchdog()
+        self._watchdog = self._detach_watchdog = None
+
+    @override
+    def teardown(self) -> None:
+        """Stop the watchdog, last: others may still fail."""
+        try:
+            super().teardown()
+        finally:
+            self._stop_watchdog()
 
     def _resolve_sizes(self, world_size: int) -> Sizes:
         return resolve_sizes(

@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import Handle, check_loaded_models, enable_models
 from lightning_cp.comm.mesh import ContextSize
+from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
 from lightning_cp.fsdp.gathering import check_reduced
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.fsdp.sharding import (
@@ -151,6 +152,8 @@ class ContextParallelStrategy(CheckpointStrategy):
             which ranks write first, instead of copying their part to host memory.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
+        heartbeat_timeout: how long the process of a rank may be silent before all others end. A
+            rank that computes or waits is not silent: docs/multi-node.md.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -194,6 +197,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         checkpoint_staging_dir: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        heartbeat_timeout: timedelta = HEARTBEAT_TIMEOUT,
     ) -> None:
         tensor_parallel_size = check_tensor_parallel_size(tensor_parallel_size, parameter_sharding)
         ignore_known_warnings()
@@ -220,6 +224,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             checkpoint_staging_dir=checkpoint_staging_dir,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            heartbeat_timeout=heartbeat_timeout,
         )
         self._parameter_sharding = parameter_sharding
         self._sharding: Sharding = "full" if parameter_sharding == "auto" else parameter_sharding

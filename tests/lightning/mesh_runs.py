@@ -34,10 +34,11 @@ def build(name, **options):
     torch.manual_seed(0)
     shape = SHAPE | options
     if name == "llama":
+        shape.pop("moe_intermediate_size", None)
         model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     else:
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-        config = Qwen3MoeConfig(**shape, **experts, experts_implementation="eager")
+        config = Qwen3MoeConfig(**(experts | shape), experts_implementation="eager")
         model = Qwen3MoeForCausalLM(config)
     for part in model.modules():
         if type(part).__name__.endswith("RMSNorm"):
@@ -108,7 +109,7 @@ def run_fit(
     save=None,
     epochs=1,
     kind=None,
-    max_steps=-1,
+    num_losses=None,
 ):
     """Train on all ranks of the pool; return losses, weights and how they are sharded."""
     with elastic_environment():
@@ -119,7 +120,6 @@ def run_fit(
         trainer = build_trainer(
             strategy=ContextParallelStrategy(context, **options),
             max_epochs=epochs,
-            max_steps=max_steps,
             gradient_clip_val=0.5,
             accumulate_grad_batches=accumulate,
         )
@@ -129,10 +129,15 @@ def run_fit(
             trainer.save_checkpoint(save)
         weights = {n: full(p.detach()) for n, p in module.model.named_parameters()}
         held = sum(local(p).numel() for p in module.parameters())
-        return module.losses[-num_batches:], weights, held, trainer.strategy.describe()
+        return (
+            module.losses[-(num_losses or num_batches) :],
+            weights,
+            held,
+            trainer.strategy.describe(),
+        )
 
 
-def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, **shape):
+def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, num_losses=None, **shape):
     """Train the stock model on one process, with the whole batch of each step at once."""
     model, samples = build(name, **shape), Samples(num_batches)
     optimizer = build_optimizer(model)
@@ -153,7 +158,9 @@ def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, **shape):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-    return losses[-num_batches:], {n: p.detach() for n, p in model.named_parameters()}
+    return losses[-(num_losses or num_batches) :], {
+        n: p.detach() for n, p in model.named_parameters()
+    }
 
 
 def check(found, exact):

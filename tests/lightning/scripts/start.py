@@ -86,13 +86,28 @@ class Job:
         """Run `python script.py`."""
         self.start(self._script(name, *args))
 
-    def start_torchrun(self, name: str, *args: object, num_nodes: int = 1) -> None:
-        """Run `torchrun` on two processes per node, all nodes here."""
+    def start_torchrun(
+        self,
+        name: str,
+        *args: object,
+        num_nodes: int = 1,
+        per_node: int = 2,
+        restarts: int | None = None,
+    ) -> None:
+        """Run `torchrun` on two processes per node, all nodes here.
+
+        With restarts, nodes find each other as `recipes/launch/several_nodes.sh` lets them.
+        """
         port = str(free_port())
         for node in range(num_nodes):
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-            launcher += ["--nnodes", str(num_nodes), "--node-rank", str(node)]
-            launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
+            launcher = [sys.executable, "-m", "torch.distributed.run"]
+            launcher += ["--nnodes", str(num_nodes), "--nproc-per-node", str(per_node)]
+            if restarts is None:
+                launcher += ["--node-rank", str(node)]
+                launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
+            else:
+                launcher += ["--max-restarts", str(restarts), "--rdzv-id", "job"]
+                launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
             self.start([*launcher, *self._script(name, *args)[1:]])
 
     def start_slurm(self, name: str, *args: object, cyclic: bool = False) -> None:

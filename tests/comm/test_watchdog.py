@@ -1,0 +1,214 @@
+"""A rank that fails ends the others with its words; a run that ends well leaves nothing behind."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from lightning_cp.comm import watchdog as module
+from lightning_cp.comm.rendezvous import agree_on_attempt
+from lightning_cp.comm.watchdog import Watchdog
+
+SECOND = timedelta(seconds=1)
+
+
+class Recording(Watchdog):
+    """Does not end the process, but stops its thread."""
+
+    ended: str | None = None
+
+    def _end(self):
+        self.ended = self._cause
+        self._store.add("ended", 1)
+        self._closing.set()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, value in {"POLL": 0.02, "GRACE": 0.2, "FAILING_GRACE": 0.4, "_SILENCE": 0.2}.items():
+        monkeypatch.setattr(module, name, value)
+    yield
+    assert not [t for t in threading.enumerate() if "watchdog" in t.name]
+
+
+def start(size, limit=60.0, store=None):
+    store = HashStore() if store is None else store
+    dogs = [Recording(store, rank, size, timedelta(seconds=limit)) for rank in range(size)]
+    for dog in dogs:
+        dog.start()
+    return dogs
+
+
+def close(*dogs):
+    """Close them as ranks do, at the same time."""
+    threads = [threading.Thread(target=dog.close, daemon=True) for dog in dogs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def check_ended(*dogs):
+    wait_until(lambda: all(dog.ended for dog in dogs))
+    for dog in dogs:
+        dog._thread.join(10)
+
+
+def failure(text):
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        return error
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_others_end_with_the_words_of_the_rank_that_failed():
+    dogs = start(3)
+    dogs[1].report(failure("the disk is full"))
+    close(dogs[1])
+    check_ended(dogs[0], dogs[2])
+    for dog in (dogs[0], dogs[2]):
+        assert dog.ended.startswith("rank 1 on ")
+        assert "failed: ValueError: the disk is full (at " in dog.ended
+        assert "test_watchdog.py" in dog.ended
+    assert dogs[1].ended is None
+
+
+def test_ranks_that_fail_together_end_by_themselves_at_once(monkeypatch):
+    monkeypatch.setattr(module, "GRACE", 20.0)
+    dogs = start(3)
+    for dog in dogs:
+        dog.report(failure("not the same batch"))
+    begin = time.monotonic()
+    close(*dogs)
+    assert time.monotonic() - begin < 10
+    assert [dog.ended for dog in dogs] == [None] * 3
+
+
+def test_a_run_that_ends_well_waits_for_the_last_rank():
+    dogs = start(2)
+    first = threading.Thread(target=dogs[0].close, daemon=True)
+    first.start()
+    time.sleep(0.1)
+    assert first.is_alive()
+    close(dogs[1])
+    first.join(10)
+    assert not first.is_alive()
+
+
+def test_a_silent_rank_is_named():
+    dogs = start(3, limit=0.3)
+    dogs[1]._closing.set()  # its thread ends, as if the process were killed
+    check_ended(dogs[0], dogs[2])
+    assert "rank 1 on " in dogs[2].ended
+    assert "has had no heartbeat for" in dogs[0].ended
+
+
+def test_who_was_stopped_itself_does_not_take_others_for_dead():
+    dog = Recording(HashStore(), 0, 2, timedelta(seconds=60))
+    dog._store.set("host 1", "there")
+    now = time.monotonic()
+    dog._poll(now)
+    dog._poll(now + 1000)
+    assert dog._cause is None
+    for seconds in range(1001, 1062):
+        dog._polled = now + seconds - 0.05
+        dog._poll(now + seconds)
+    assert "rank 1 on there has had no heartbeat for 61 s" in dog._cause
+
+
+def test_after_a_lost_connection_the_rank_that_was_killed_is_the_cause(caplog):
+    dogs = start(3)
+    dogs[2]._closing.set()
+    time.sleep(0.1)
+    dogs[0].report(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    check_ended(dogs[1])
+    assert "rank 2 on " in dogs[1].ended
+    assert "has ended without an error" in dogs[1].ended
+    assert "Rank 0 has lost a connection: RuntimeError: Connection closed by peer" in caplog.text
+    close(dogs[0])
+
+
+def test_a_lost_connection_is_not_the_cause_if_another_rank_has_reported():
+    dogs = start(2)
+    dogs[1].report(failure("first"))
+    dogs[0].report(RuntimeError("Connection reset by peer"))
+    assert "rank 1 on" in dogs[0]._cause
+    assert "first" in dogs[0]._cause
+    close(*dogs)
+
+
+def test_a_rank_that_fails_but_does_not_end_is_ended():
+    dogs = start(2)
+    dogs[1].report(failure("and then waits"))  # and never closes
+    check_ended(*dogs)
+
+
+class Gone:
+    """A store whose process has ended."""
+
+    def __init__(self):
+        self.store, self.is_gone = HashStore(), False
+
+    def __getattr__(self, name):
+        if self.is_gone:
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+
+def test_the_end_of_the_store_ends_all():
+    store = Gone()
+    dogs = start(2, store=store)
+    store.is_gone = True
+    wait_until(lambda: all("store of the job is gone" in (dog._cause or "") for dog in dogs))
+    store.is_gone = False  # for the mark of `Recording`
+    check_ended(*dogs)
+
+
+def test_a_request_to_stop_reaches_all():
+    dogs = start(3)
+    dogs[2].ask_to_stop()
+    wait_until(lambda: all(dog.is_asked_to_stop for dog in dogs))
+    close(*dogs)
+
+
+def test_one_process_has_no_watchdog():
+    assert Watchdog.of_job(0, 1, SECOND) is None
+
+
+def agree(store, size):
+    names = [None] * size
+
+    def run(rank):
+        names[rank] = agree_on_attempt(store, rank, size, 10 * SECOND)
+
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(size)]
+    for thread in reversed(threads):
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join(10)
+    return names
+
+
+def test_each_attempt_has_a_name_of_its_own():
+    store = HashStore()
+    first, second = agree(store, 3), agree(store, 3)
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+def test_ranks_that_do_not_connect_are_named():
+    store = HashStore()
+    agree(store, 3)
+    with pytest.raises(RuntimeError, match="2 of 3 ranks have not connected within 1 s.*rank 1"):
+        agree_on_attempt(store, 0, 3, SECOND)

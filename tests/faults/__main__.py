@@ -1,0 +1,106 @@
+"""Let each fault happen under each launcher, and write what was found.
+
+    python -m tests.faults --write docs/faults.md
+    python -m tests.faults --only "SIGTERM" --launcher script
+    python -m tests.faults --results faults.jsonl --write docs/faults.md    # in several runs
+
+CPU ranks on this machine, two per job; "disk full" mounts a small disk, and needs root. Takes half
+an hour on an idle machine of 2 cores. The exit code is 1 if something is wrong in a cell.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import lightning
+import torch
+
+from tests.faults.matrix import FAULTS, HEARTBEAT, LAUNCHERS, LIMIT, Cell, run
+
+INTRO = """\
+# Faults of a run
+
+Made by `python -m tests.faults --write docs/faults.md`; do not edit. {date}, {processors} CPU
+cores ({machine}, shared with other jobs), Python {python}, torch {torch}, Lightning {lightning}.
+
+Two CPU ranks (gloo) train a tiny model, with a checkpoint every second step; in step 5 one of them
+fails. In each cell: the seconds from the fault until all processes are gone (at most
+{limit:.0f}), and the step of the last checkpoint, which was loaded afterwards, with its
+checksums. The output names the cause, unless the cell says otherwise.
+
+"""
+NOTES = f"""
+- **two torchrun agents**: as two nodes, on this machine, with one rank each.
+- **SIGKILL**: the rank is named by the watchdog, or the process by torchrun or by Lightning's
+  launcher, whichever is first; rank 0 also by the store, which ends with it in a script.
+- **a stopped process**: with `heartbeat_timeout` {HEARTBEAT:.0f} s; 60 s by default. The seconds
+  are those until the other rank is gone. A stopped process cannot end: here it was continued then,
+  and ended. (torchrun would kill it 30 s after the other; by its code, not measured.)
+- **SIGTERM**: after the step in progress all ranks save `last.ckpt` and end with exit code 143.
+- **unequal loaders**, **a damaged shard**: refused on all ranks when a second `fit` starts.
+- **disk full**: a disk of 8 MB that fills up; the save fails on all ranks.
+- Not here: GPUs and NCCL, real nodes, Ray.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser.add_argument("--write", type=Path, help="write the table to this file")
+    parser.add_argument("--results", type=Path, help="keep results here, and continue")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--launcher", choices=list(LAUNCHERS), action="append")
+    args = parser.parse_args()
+    cells = read(args.results)
+    for fault in FAULTS:
+        for launcher in args.launcher or LAUNCHERS:
+            if args.only in fault.name and (fault.name, launcher) not in cells:
+                cell = run(fault, launcher)
+                cells[fault.name, launcher] = cell
+                sys.stdout.write(f"{fault.name:36} {launcher:20} {show(cell)} {cell.problem}\n")
+                sys.stdout.flush()
+                if args.results and not cell.problem:
+                    with args.results.open("a") as file:
+                        file.write(json.dumps(cell.json()) + "\n")
+    if args.write:
+        args.write.write_text(table(cells))
+    return int(any(cell.problem for cell in cells.values()))
+
+
+def read(file: Path | None) -> dict[tuple[str, str], Cell]:
+    if file is None or not file.exists():
+        return {}
+    found = [Cell(**json.loads(line)) for line in file.read_text().splitlines()]
+    return {(cell.fault, cell.launcher): cell for cell in found}
+
+
+def show(cell: Cell | None) -> str:
+    if cell is None:
+        return "not run"
+    if cell.problem:
+        return f"**{cell.problem.splitlines()[0]}**"
+    return f"{cell.seconds:.0f} s, step {cell.step}"
+
+
+def table(cells: dict[tuple[str, str], Cell]) -> str:
+    """Return the page."""
+    intro = INTRO.format(
+        date=datetime.date.today().isoformat(),
+        processors=os.cpu_count(),
+        machine=platform.machine(),
+        python=platform.python_version(),
+        torch=torch.__version__.partition("+")[0],
+        lightning=lightning.__version__,
+        limit=LIMIT,
+    )
+    lines = [["one rank meets", *LAUNCHERS], ["---"] * (1 + len(LAUNCHERS))]
+    for fault in FAULTS:
+        lines.append([fault.name, *(show(cells.get((fault.name, name))) for name in LAUNCHERS)])
+    return intro + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + NOTES
+
+
+if __name__ == "__main__":
+    sys.exit(main())
