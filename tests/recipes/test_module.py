@@ -240,6 +240,30 @@ def test_two_ranks_train_as_one_and_resume_where_they_stopped(ranks, tmp_path):
     torch.testing.assert_close(torch.tensor(first + second), torch.tensor(alone), rtol=1e-4, atol=0)
 
 
+@pytest.mark.ranks
+def test_experts_may_stay_on_their_ranks(ranks, tmp_path):
+    path = str(write_config("qwen3_moe", tmp_path / "model", weights=True))
+    for name in ("alone", "shared", "tensor", "resumed"):
+        (tmp_path / name).mkdir()
+    steps = {"max_steps": 4}
+    (alone,) = ranks(1).run(on_ranks, fit, tmp_path / "alone", {"model": path}, steps)
+    for name, size, strategy in (("shared", 2, {}), ("tensor", 4, {"tensor_parallel_size": 2})):
+        options = {"model": path, "expert_parallel_size": 2}
+        others = {**steps, "strategy": ContextParallelStrategy(2, **strategy)}
+        for found in ranks(size).run(on_ranks, fit, tmp_path / name, options, others):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-4, atol=0)
+    # A checkpoint of it resumes without it, and is exported as any other.
+    half = {"max_steps": 4, "callbacks": [Stop(2)]}
+    folder = tmp_path / "resumed"
+    first, _ = ranks(2).run(on_ranks, fit, folder, options, half)
+    checkpoint = folder / "checkpoint.ckpt"
+    (second,) = ranks(1).run(on_ranks, fit, folder, {"model": path}, steps, checkpoint)
+    found = torch.tensor(first + second)
+    torch.testing.assert_close(found, torch.tensor(alone), rtol=1e-4, atol=0)
+    export(checkpoint, tmp_path / "exported")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+
+
 class Stop(Callback):
     """Ends a run before its time."""
 
