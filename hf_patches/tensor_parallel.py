@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -70,6 +71,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     partial_weights = [name for name, style in plan.items() if style == PARTIAL]
     styles = {name: style for name, style in plan.items() if style != PARTIAL}
     _apply(model, mesh, styles)
+    _check_parts(model, mesh.size())
     model.tie_weights()
     if _tied_names(model) != tied:
         raise RuntimeError(
@@ -115,7 +117,7 @@ def _check_type(model: PreTrainedModel, exact: frozenset[str], option: str) -> N
         raise ValueError(
             f"{option}: the plan of {type(model).__name__} (model type {config.model_type!r}) has "
             "not been found to be exact. Use more context ranks: context_parallel_size. "
-            "docs/support.md lists the types."
+            "docs/tensor-parallel.md lists the types."
         )
 
 
@@ -165,6 +167,21 @@ def _apply(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) ->
             "loaded. Upgrade it, or use more context ranks: context_parallel_size."
         ) from None
     apply_tensor_parallelism(model, mesh, dict(plan))  # type: ignore[no-untyped-call]
+
+
+def _check_parts(model: PreTrainedModel, size: int) -> None:
+    """Raise on all ranks if one of them has no part of a weight, which FSDP2 cannot reduce."""
+    for name, parameter in model.named_parameters():
+        for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+            dim: int | None = getattr(placement, "dim", None)
+            if dim is None:
+                continue
+            length = parameter.shape[dim]
+            if -(-length // -(-length // size)) < size:
+                raise ValueError(
+                    f"tensor_parallel_size={size}: one of the ranks would have no part of "
+                    f"`{name}`, whose {length} rows or columns are shared. Use fewer tensor ranks."
+                )
 
 
 def _tied_names(model: nn.Module) -> set[frozenset[str]]:

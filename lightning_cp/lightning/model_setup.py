@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.mesh import check_size, gather_objects
+from lightning_cp.comm.transport import Transport
 from lightning_cp.fsdp.gathering import gather_parts, order_gradients
 from lightning_cp.fsdp.replication import average_gradients
 from lightning_cp.fsdp.sharding import (
@@ -75,6 +76,23 @@ def choose_sharding(
     held = sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
     is_small = held / ranks_per_node <= HYBRID_SHARE * min(x for x in devices if x is not None)
     return "hybrid" if is_small else "full"
+
+
+def share_random_state(ranks: Transport, device: torch.device) -> None:
+    """Let tensor ranks draw the same random numbers: dropout of what each of them has in full.
+
+    Args:
+        ranks: the tensor ranks.
+        device: device of this rank.
+    """
+    if ranks.size == 1:
+        return
+    is_cuda = device.type == "cuda"
+    state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_cuda else None
+    on_cpu, on_cuda = ranks.first(state)
+    torch.set_rng_state(on_cpu)
+    if on_cuda is not None:
+        torch.cuda.set_rng_state(on_cuda, device)
 
 
 _OFFLOADED: Final = "_lightning_cp_parameter_offload"

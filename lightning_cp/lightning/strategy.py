@@ -65,6 +65,7 @@ from lightning_cp.lightning.model_setup import (
     check_shard_size,
     choose_sharding,
     place_model,
+    share_random_state,
 )
 from lightning_cp.lightning.optimizers import hooks_read_scalars
 from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
@@ -346,6 +347,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             device=self.root_device,
             to_device=self.model_to_device,
         )
+        share_random_state(self.context_parallel.groups.tensor, self.root_device)
         self._undos += [stop] if stop is not None else []
         self._undos += averaging.shard_averages(trainer, module)
         self.barrier()

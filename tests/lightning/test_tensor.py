@@ -20,6 +20,7 @@ from tests.lightning.mesh_runs import (
     SHAPE,
     Module,
     Samples,
+    build,
     build_optimizer,
     check,
     hybrid,
@@ -258,6 +259,12 @@ def unknown():
     return module
 
 
+def narrow():
+    module = Module("llama")
+    module.model = build("llama", num_attention_heads=8, num_key_value_heads=8, intermediate_size=9)
+    return module
+
+
 def no_plan():
     module = Module("llama")
     module.model.tp_plan = {}
@@ -272,6 +279,7 @@ def test_models_that_cannot_be_shared_are_refused(ranks):
         (heads, 4, "tensor_parallel_size=4 does not divide num_key_value_heads=2 of LlamaForCaus"),
         (adapters, 2, "has adapters, which the plans of transformers do not divide. Train all"),
         (unknown, 2, "the plan of ApertusForCausalLM (model type 'apertus') has not been found to"),
+        (narrow, 4, "one of the ranks would have no part of `model.layers.0.mlp.gate_proj.weight`"),
         (no_plan, 2, "transformers has no tensor parallel plan for LlamaForCausalLM. Leave it"),
     ):
         for text in pool.run(run_refused, kind, tensor(size)):
@@ -294,3 +302,32 @@ def run_other_batch():
 def test_tensor_ranks_must_hold_the_same_batch(ranks):
     for text in ranks(4).run(run_other_batch):
         assert "All ranks of a tensor-parallel group must hold the same batch, but rank 1" in text
+
+
+class Dropping(UserPlan):
+    """Drops hidden states, which each tensor rank has in full."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.model.embed(batch["input_ids"])
+        for layer in self.model.layers:
+            x = nn.functional.dropout(layer(x), 0.5)
+        return token_mean(self.model.head(x), batch["labels"])
+
+
+def run_dropping():
+    with elastic_environment():
+        torch.manual_seed(dist.get_rank())
+        strategy = ContextParallelStrategy(1, tensor_parallel_size=4, verify_steps=False)
+        module = Dropping()
+        torch.manual_seed(dist.get_rank())
+        build_trainer(strategy=strategy, max_steps=2).fit(
+            module, DataLoader(Samples(2), GLOBAL_BATCH)
+        )
+        return module.model.embed.weight.full_tensor()
+
+
+@pytest.mark.ranks
+def test_tensor_ranks_drop_the_same_hidden_states(ranks):
+    first, *others = ranks(4).run(run_dropping)
+    for other in others:
+        assert torch.equal(first, other)
