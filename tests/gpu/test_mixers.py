@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hf_patches import enable
 from tests.parity import zoo
-from tests.parity.hf import Job, _exact, _pad, build_batch, build_cp, errors
+from tests.parity.hf import Job, build_batch, build_cp, errors, exact_gradients, padding_of
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def run(job):
     """Return the average over ranks of each gradient, computed on the GPU."""
     cp = build_cp()
     model = zoo.build_model(job.name, dtype=job.dtype).cuda()
-    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
     enable(model)
     if job.checkpointing is not None:
         model.train()
@@ -41,7 +41,7 @@ def compare(jobs):
     for job in jobs:
         gradients = run(job)
         if dist.get_rank() == 0:
-            _, exact = _exact(job.name, job.kind, job.head, job.dtype)
+            _, exact = exact_gradients(job.name, job.kind, job.head, job.dtype)
             found.append((job, max(errors(gradients, exact).values())))
     return found
 

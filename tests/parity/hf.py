@@ -177,7 +177,7 @@ def unpack(
     return laid
 
 
-def _pad(model: torch.nn.Module) -> int:
+def padding_of(model: torch.nn.Module) -> int:
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     return 1 if pad is None else int(pad)
 
@@ -192,15 +192,17 @@ def build_model(name: str, **options: Any) -> torch.nn.Module:
 
 
 @cache
-def _exact(name: str, kind: str, head: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+def exact_gradients(
+    name: str, kind: str, head: str, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor]]:
     job = Job(name, kind, head, dtype)
     # Answers are sought among padding too, which sees nothing: SDPA gives 0 there, as we do.
     attention = "sdpa" if head == "question" else "eager"
     model = build_model(name, head=head, dtype=dtype, attention=attention)
-    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
     base = name.partition(":")[0]
     unpad, multiple = base in _PADDING_LEAKS, _MULTIPLES.get(base, 1)
-    given = unpack(batch, _pad(model), unpad=unpad, multiple=multiple)
+    given = unpack(batch, padding_of(model), unpad=unpad, multiple=multiple)
     if base in ("rwkv", "xlstm"):
         given["use_cache"] = False  # states are written in place, which backward does not survive
     # Without a mask some models' eager attention is not causal (moshi, transformers 5.17).
@@ -208,10 +210,10 @@ def _exact(name: str, kind: str, head: str, dtype: torch.dtype) -> tuple[float, 
     with _precision(dtype):
         loss = model.eval()(**given).loss
     loss.backward()
-    return loss.item(), _gradients(model)
+    return loss.item(), gradients(model)
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {
         name: _full(torch.zeros_like(p) if p.grad is None else p.grad)
         for name, p in model.named_parameters()
@@ -233,7 +235,7 @@ def run(job: Job) -> dict[str, Tensor]:
         return _run_parallelized(job)
     cp = build_cp(**dict(job.options))
     model = build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
-    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
     if job.trained_by == "trainer":
         loss = trainer_step(model, batch, dict(job.options))
         return _averaged(loss, model)
@@ -250,14 +252,14 @@ def run(job: Job) -> dict[str, Tensor]:
 
 
 @cache
-def _meshes(tensor: int) -> DeviceMesh:
+def build_meshes(tensor: int) -> DeviceMesh:
     sizes = (dist.group.WORLD.size() // tensor, tensor)
     return init_device_mesh("cpu", sizes, mesh_dim_names=("context_parallel", "tensor_parallel"))
 
 
 @cache
-def _build_tensor_cp(tensor: int, **options: Any) -> ContextParallel:
-    mesh = _meshes(tensor)
+def build_tensor_cp(tensor: int, **options: Any) -> ContextParallel:
+    mesh = build_meshes(tensor)
     return ContextParallel(
         mesh["context_parallel"], tensor=mesh["tensor_parallel"], check_batches=0, **options
     )
@@ -265,9 +267,9 @@ def _build_tensor_cp(tensor: int, **options: Any) -> ContextParallel:
 
 def _run_parallelized(job: Job) -> dict[str, Tensor]:
     """Return the same of a model whose weights ranks share, as the strategy places it."""
-    mesh, cp = _meshes(job.tensor), _build_tensor_cp(job.tensor, **dict(job.options))
+    mesh, cp = build_meshes(job.tensor), build_tensor_cp(job.tensor, **dict(job.options))
     model = build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
-    batch = build_batch(job, zoo.VOCAB_SIZE, _pad(model))
+    batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
     enable(model, **dict(job.enabling))
     place_model(
         torch.nn.ModuleDict({"model": model}),
@@ -283,11 +285,11 @@ def _run_parallelized(job: Job) -> dict[str, Tensor]:
     with cp.step(batch) as local, _precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
-    return {"loss": loss.detach(), **_gradients(model)}
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 def _averaged(loss: Tensor, model: torch.nn.Module) -> dict[str, Tensor]:
-    found = _gradients(model)
+    found = gradients(model)
     average_over_ranks(list(found.values()))
     return {"loss": loss.detach(), **found}
 
@@ -298,7 +300,7 @@ def compare(job: Job) -> Found | None:
     loss = found.pop("loss")
     if dist.get_rank() > 0:
         return None
-    exact_loss, exact = _exact(job.name, job.kind, job.head, job.dtype)
+    exact_loss, exact = exact_gradients(job.name, job.kind, job.head, job.dtype)
     return Found(loss.item(), exact_loss, errors(found, exact))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_patches import enable
 from tests.parity import hf, media_zoo
-from tests.parity.hf import Found, _averaged, _gradients, _precision, build_cp, errors
+from tests.parity.hf import Found, _averaged, _precision, build_cp, errors, gradients
 
 KINDS = ("plain", "packed", "left", "right", "text")
 
@@ -39,7 +39,7 @@ def _exact(name: str, kind: str, dtype: torch.dtype) -> tuple[float, dict[str, T
     with _precision(dtype):
         loss = model(**stock).loss
     loss.backward()
-    return loss.item(), _gradients(model)
+    return loss.item(), gradients(model)
 
 
 def run(job: MediaJob) -> dict[str, Tensor]:

@@ -1,0 +1,59 @@
+"""Tensor and expert parallelism of each model type, by the plans of transformers."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_patches.tensor_parallel import EXACT, EXPERTS
+from tests.parity import hf, zoo
+from tests.parity.distributed import compare_loaded
+
+# Heads that are norms, latent attention, fused weights, sinks, experts, mixers.
+QUICK = ("qwen3", "deepseek_v3", "phi3", "gpt_oss", "qwen3_next")
+
+
+def check(name: str, found: hf.Found) -> None:
+    assert found.loss == pytest.approx(found.exact_loss, rel=1e-6)
+    errors = {n: e for n, e in found.errors.items() if not zoo.is_idle(name, n)}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] < 2e-5, worst
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, *(pytest.param((name,), marks=pytest.mark.slow) for name in sorted(EXACT))],
+    ids=lambda names: names[0],
+)
+def test_ranks_that_share_weights_compute_the_gradients_of_one_process(ranks, names):
+    jobs = [hf.Job(name, kind, tensor=2) for name in names for kind in ("plain", "packed")]
+    jobs = jobs[1::2] if names == QUICK else jobs
+    for job, found in zip(jobs, ranks(4).run(hf.compare_all, jobs)[0], strict=True):
+        assert not isinstance(found, str), found
+        check(job.name, found)
+
+
+SIZES = [
+    {"fsdp_size": 4, "ep_size": 2},
+    {"fsdp_size": 4, "ep_size": 4},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+]
+
+
+def test_the_docs_list_the_types_that_are_accepted():
+    page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text()
+    tensor, experts = page.partition("## Which models")[2].split("**`ep_size`")
+    assert set(re.findall(r"`(\w+)`[,\s]", tensor.partition(":**")[2])) == EXACT
+    assert set(re.findall(r"`([\w-]+)`[,\s]", experts.partition(":")[2])) == EXPERTS
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", sorted(EXPERTS))
+def test_experts_on_their_ranks_have_the_gradients_of_one_process(ranks, tmp_path, name):
+    hf.build_model(name).save_pretrained(tmp_path)
+    for sizes in SIZES:
+        if "tp_size" not in sizes or name in EXACT:
+            check(name, ranks(4).run(compare_loaded, name, str(tmp_path), sizes)[0])
