@@ -380,10 +380,13 @@ def _is_for_user(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError | MisconfigurationException):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = last.filename.startswith(_OUR_FOLDERS)
-    return is_ours and isinstance(
-        error, ValueError | TypeError | RuntimeError | OSError | ImportError
-    )
+    if not last.filename.startswith(_OUR_FOLDERS):
+        return False
+    if isinstance(error, OSError | ImportError):
+        return True
+    # Not one that a collective raises which our code calls: a network failure has no other trace.
+    is_raised = (last.line or "").startswith("raise")
+    return is_raised and isinstance(error, ValueError | TypeError | RuntimeError)
 
 
 # ---------------------------------------------------------------- parser errors

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from hf_patches.__main__ import main as hf_main
+from lightning_cp.comm.transport import gather
 from recipes import cli, tokens
 from recipes.cli import main
 from tests.lightning.jobs import elastic_environment
@@ -175,6 +177,15 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
 
     monkeypatch.setattr("recipes.cli.RecipesCLI", fail)
     with pytest.raises(ZeroDivisionError):
+        main(["fit"])
+
+
+def test_what_torch_raises_in_our_code_keeps_its_traceback(monkeypatch):
+    def fail(*_, **__):  # as a collective that our code calls, when a link breaks
+        gather(torch.ones(1), SimpleNamespace(size=-2))
+
+    monkeypatch.setattr("recipes.cli.RecipesCLI", fail)
+    with pytest.raises(RuntimeError, match="negative dimension"):
         main(["fit"])
 
 
