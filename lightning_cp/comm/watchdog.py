@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -69,10 +70,14 @@ class Watchdog:
         self._known_since = 0.0
         self._has_failed = False
         self._asks_to_stop = self._is_asked_to_stop = False
-        self._polled = self._heard = time.monotonic()
+        self._polled = self._heard = self._answered = time.monotonic()
+        self._is_cut_off = False
         self._beat = -1
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightning_cp watchdog", daemon=True)
+        self._threads = [
+            threading.Thread(target=run, name="lightning_cp watchdog", daemon=True)
+            for run in (self._run, self._time_store)
+        ]
 
     @classmethod
     def of_job(cls, rank: int, size: int, heartbeat_timeout: timedelta) -> Self | None:
@@ -90,7 +95,8 @@ class Watchdog:
         """Start the thread."""
         self._store.set_timeout(timedelta(seconds=10))
         self._store.set(f"host {self._rank}", socket.gethostname())
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     # ---------------------------------------------------------------- for the main thread
 
@@ -100,11 +106,15 @@ class Watchdog:
         is_lost = isinstance(error, RuntimeError) and _LOST.search(str(error))
         if is_lost:  # now: the launcher may end this process while it looks for the cause
             _logger.error("Rank %d has lost a connection: %s", self._rank, describe(error))
-        try:
-            silent = self._find_silent() if is_lost else None
-            self._publish(silent or self._named(self._rank, f"failed: {describe(error)}"))
-        except RuntimeError as lost:  # of the store
-            self._note_cause(_gone(lost))
+
+        def publish() -> None:
+            try:
+                silent = self._find_silent() if is_lost else None
+                self._publish(silent or self._named(self._rank, f"failed: {describe(error)}"))
+            except RuntimeError as lost:  # of the store
+                self._note_cause(_gone(lost))
+
+        _in_time(publish, _SILENCE + GRACE)
         if is_lost:
             _logger.error("Rank %d ends. Cause: %s", self._rank, self._cause)
 
@@ -119,14 +129,15 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the thread, together with the other ranks: one that left early would seem dead."""
-        with suppress(RuntimeError):  # the store is gone: its rank saw all others leave, or failed
-            if self._has_failed:  # the store may end with this process: let the others read it
-                self._wait_for("informed", self._size, GRACE)
-            else:
+        if self._has_failed:  # the store may end with this process: let the others read it
+            _in_time(lambda: self._wait_for("informed", self._size, GRACE), 2 * GRACE)
+        else:
+            with suppress(RuntimeError):  # the store is gone: its rank saw all others leave
                 self._store.add("left", 1)
                 self._wait_for("left", self._size, None)
         self._closing.set()
-        self._thread.join(GRACE)
+        for thread in self._threads:
+            thread.join(GRACE)
 
     def _wait_for(self, key: str, number: int, limit: float | None) -> None:
         begin, pause = time.monotonic(), 0.005
@@ -161,6 +172,24 @@ class Watchdog:
             except RuntimeError as lost:
                 self._note_cause(_gone(lost))
             self._end_if_due(time.monotonic())
+            self._answered = time.monotonic()
+
+    def _time_store(self) -> None:
+        """End this process if the store does not answer: where a link is cut, a call never ends."""
+        before = time.monotonic()
+        while not self._closing.wait(POLL):
+            now = time.monotonic()
+            if now - before > 5 * POLL:  # this process was stopped
+                self._answered = now
+            before = now
+            if now - self._answered > self._limit:
+                self._is_cut_off = True
+                seconds = now - self._answered
+                self._note_cause(
+                    f"the key-value store of the job has not answered for {seconds:.0f} s: the "
+                    "node of rank 0 cannot be reached (heartbeat_timeout)"
+                )
+                self._end_if_due(now)
 
     def _poll(self, now: float) -> None:
         if now - self._polled > 5 * POLL:  # this process was stopped, perhaps the others too
@@ -202,6 +231,8 @@ class Watchdog:
             self._end()
 
     def _others_have_ended(self) -> bool:
+        if self._is_cut_off:
+            return True
         try:
             return int(self._store.add("ended", 0)) > 0
         except RuntimeError:
@@ -210,8 +241,9 @@ class Watchdog:
     def _end(self) -> None:
         place = where(sys._current_frames().get(threading.main_thread().ident or 0))
         _logger.error("Rank %d ends at %s. Cause: %s", self._rank, place, self._cause)
-        with suppress(RuntimeError):
-            self._store.add("ended", 1)
+        if not self._is_cut_off:
+            with suppress(RuntimeError):
+                self._store.add("ended", 1)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the main thread may wait in a collective, where no exception reaches it
@@ -237,6 +269,18 @@ class Watchdog:
 
     def _count(self, rank: int) -> int:
         return int(self._store.add(f"beat {rank}", 0))
+
+
+def _in_time(action: Callable[[], None], limit: float) -> None:
+    """Run an action of the store, and go on if it takes too long."""
+
+    def run() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            action()
+
+    thread = threading.Thread(target=run, name="lightning_cp watchdog", daemon=True)
+    thread.start()
+    thread.join(limit)
 
 
 def describe(error: BaseException) -> str:

@@ -54,7 +54,8 @@ def close(*dogs):
 def check_ended(*dogs):
     wait_until(lambda: all(dog.ended for dog in dogs))
     for dog in dogs:
-        dog._thread.join(10)
+        for thread in dog._threads:
+            thread.join(10)
 
 
 def failure(text):
@@ -172,6 +173,47 @@ def test_the_end_of_the_store_ends_all():
     wait_until(lambda: all("store of the job is gone" in (dog._cause or "") for dog in dogs))
     store.is_gone = False  # for the mark of `Recording`
     check_ended(*dogs)
+
+
+class CutOff:
+    """A store behind a link that may be cut: calls then do not return."""
+
+    def __init__(self):
+        self._store, self._works = HashStore(), threading.Event()
+        self._works.set()
+        self.cut, self.mend = self._works.clear, self._works.set
+
+    def __getattr__(self, name):
+        call = getattr(self._store, name)
+
+        def wait(*args):
+            self._works.wait()
+            return call(*args)
+
+        return wait
+
+
+class Cut(Recording):
+    def _end(self):
+        self.ended = self._cause
+        self._closing.set()
+
+
+def test_a_store_that_does_not_answer_ends_the_rank():
+    store = CutOff()
+    dogs = [Cut(store, rank, 2, timedelta(seconds=0.5)) for rank in range(2)]
+    for dog in dogs:
+        dog.start()
+    wait_until(lambda: dogs[0]._count(1) > 2)
+    store.cut()
+    begin = time.monotonic()
+    dogs[0].report(failure("no link"))  # the main thread goes on
+    assert time.monotonic() - begin < 5
+    wait_until(lambda: all(dog.ended for dog in dogs))
+    store.mend()
+    check_ended(*dogs)
+    assert all("has not answered for" in dog.ended for dog in dogs)
+    wait_until(lambda: not [t for t in threading.enumerate() if "watchdog" in t.name])
 
 
 def test_a_request_to_stop_reaches_all():
