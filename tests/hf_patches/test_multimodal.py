@@ -125,7 +125,7 @@ def rows_with_media(name):
     model = media_zoo.build_model(name)
     stock = model(**batch)
     stock.loss.backward()
-    exact = hf._gradients(model)
+    exact = hf.gradients(model)
     model.zero_grad()
     whole_rows(model, hf.build_cp(), logits="always")
     output = model(**batch)

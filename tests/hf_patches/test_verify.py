@@ -41,7 +41,7 @@ JOBS += [Job("llama", head="sequence"), Job("bert", head="question")]
 def given(job, **options):
     """Return a model and a batch, as a user would have them."""
     model = zoo.build_model(job.name, head=job.head, dtype=job.dtype, **options)
-    return model, hf.build_batch(job, zoo.VOCAB_SIZE, hf._pad(model))
+    return model, hf.build_batch(job, zoo.VOCAB_SIZE, hf.padding_of(model))
 
 
 def verify_all(jobs):

@@ -15,7 +15,7 @@ from hf_patches import enable, whole_rows
 from lightning_cp import ContextParallel
 from lightning_cp.comm.mesh import build_groups
 from tests.parity import zoo
-from tests.parity.hf import Double, Job, _exact, build_batch, errors
+from tests.parity.hf import Double, Job, build_batch, errors, exact_gradients
 
 
 def build(name="llama", head="causal"):
@@ -297,7 +297,7 @@ def served_exactly(names):
             loss = model(**batch).loss
         loss.backward()
         ours = gradients(model, cp.cp_size)
-        exact_loss, exact = _exact(name, kind, "causal", torch.float64)
+        exact_loss, exact = exact_gradients(name, kind, "causal", torch.float64)
         exact = {key: exact[key] for key in ours}
         found[name] = abs(loss.item() - exact_loss), max(errors(ours, exact).values())
     return found

@@ -32,7 +32,7 @@ NAMES = ("qwen3_next", "nemotron_h", "lfm2", "deepseek_v32", "falcon", "mamba")
 def verify(name, kind, how):
     job = Job(name, kind)
     model = zoo.build_model(name)
-    batch = hf.build_batch(job, zoo.VOCAB_SIZE, hf._pad(model))
+    batch = hf.build_batch(job, zoo.VOCAB_SIZE, hf.padding_of(model))
     if how == "lora":
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -162,7 +162,7 @@ def train_with_delays(name, num_steps):
     losses = []
     for step in range(num_steps):
         kind = ("plain", "packed", "right")[step % 3]
-        batch = hf.build_batch(Job(name, kind), zoo.VOCAB_SIZE, hf._pad(model))
+        batch = hf.build_batch(Job(name, kind), zoo.VOCAB_SIZE, hf.padding_of(model))
         with cp.step(batch) as local:
             loss = model(**local).loss
         loss.backward()
