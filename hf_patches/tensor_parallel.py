@@ -129,9 +129,9 @@ def check_loaded(model: nn.Module, num_tensor_ranks: int, *, reduces_once: bool)
         num_tensor_ranks: ``tensor_parallel_size`` of the strategy.
         reduces_once: whether the gradients of accumulated batches are reduced once.
     """
-    if not getattr(model, "is_distributed_loading_by_transformers", False):
+    is_loaded = getattr(model, "is_distributed_loading_by_transformers", False)
+    if not is_loaded or not isinstance(model, PreTrainedModel):  # PEFT: what it is around comes too
         return
-    assert isinstance(model, PreTrainedModel)  # noqa: S101
     name, sizes = type(model).__name__, model.config.distributed_config
     if sizes.tp_size != num_tensor_ranks or sizes.pp_size > 1:
         raise ValueError(

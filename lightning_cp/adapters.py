@@ -84,26 +84,31 @@ def output_dims(output: object) -> Mapping[str, int]:
     return {}
 
 
+def _outermost_models(owner: nn.Module) -> Iterator[tuple[Adapter | None, nn.Module]]:
+    """Yield the outermost modules that an adapter knows, with it; and, with None, those around."""
+    adapters = load_adapters()
+
+    def visit(module: nn.Module) -> Iterator[tuple[Adapter | None, nn.Module]]:
+        adapter = next((adapter for adapter in adapters if adapter.matches(module)), None)
+        yield adapter, module
+        for child in module.children() if adapter is None else ():
+            yield from visit(child)
+
+    return visit(owner)
+
+
 def enable_models(owner: nn.Module) -> list[Handle]:
     """Let adapters prepare the models inside a module; raise if a model has no adapter."""
-    adapters = load_adapters()
     handles: list[Handle] = []
-
-    def visit(module: nn.Module) -> None:
-        for adapter in adapters:
-            if adapter.matches(module):
-                handles.append(adapter.enable(module))
-                return
-        if hasattr(module, "set_attn_implementation"):
+    for adapter, module in _outermost_models(owner):
+        if adapter is not None:
+            handles.append(adapter.enable(module))
+        elif hasattr(module, "set_attn_implementation"):
             raise ValueError(
                 f"{type(module).__name__} chooses its attention by set_attn_implementation(), and "
                 "no installed adapter supports it: its masks would be ignored. Install a package "
                 f"that registers one in the entry-point group '{ADAPTERS}'."
             )
-        for child in module.children():
-            visit(child)
-
-    visit(owner)
     return handles
 
 
@@ -116,28 +121,16 @@ def parallelize_models(owner: nn.Module, mesh: DeviceMesh) -> None:
         owner: a LightningModule whose weights are the same on all ranks.
         mesh: the ranks that share the weights of each layer, one axis.
     """
-    adapters = load_adapters()
-    count = 0
-
-    def visit(module: nn.Module) -> None:
-        nonlocal count
-        for adapter in adapters:
-            if adapter.matches(module):
-                parallelize = getattr(adapter, "parallelize", None)
-                if parallelize is not None:
-                    parallelize(module, mesh)
-                    count += 1
-                return
-        for child in module.children():
-            visit(child)
-
-    visit(owner)
-    if count == 0:
+    models = [(getattr(a, "parallelize", None), module) for a, module in _outermost_models(owner)]
+    if all(parallelize is None for parallelize, _ in models):
         raise ValueError(
             f"tensor_parallel_size={mesh.size()}, but {type(owner).__name__} has no Hugging Face "
             "model whose plan could be applied. Apply a plan in configure_model(): "
             "parallelize_module(self.model, self.trainer.strategy.tensor_mesh, plan)."
         )
+    for parallelize, module in models:
+        if parallelize is not None:
+            parallelize(module, mesh)
 
 
 def check_loaded_models(owner: nn.Module, num_tensor_ranks: int, *, reduces_once: bool) -> None:
@@ -157,19 +150,11 @@ def plan_models(owner: nn.Module) -> list[Mapping[str, Any]]:
 
     ``plan`` is an optional method of an adapter.
     """
-    adapters = load_adapters()
-    plans: list[Mapping[str, Any]] = []
-
-    def visit(module: nn.Module) -> None:
-        for adapter in adapters:
-            if adapter.matches(module):
-                plans.append(getattr(adapter, "plan", lambda _: {})(module))
-                return
-        for child in module.children():
-            visit(child)
-
-    visit(owner)
-    return plans
+    return [
+        getattr(adapter, "plan", lambda _: {})(module)
+        for adapter, module in _outermost_models(owner)
+        if adapter is not None
+    ]
 
 
 def describe_models(owner: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -178,20 +178,25 @@ def _write_meta(write: Callable[[Path], None], sums: Mapping[str, Any], temporar
     write_checksums(temporary, {**sum_files([temporary / n for n in UNSHARDED]), **sums})
 
 
-def save_file(value: Mapping[str, Any], file: Path) -> None:
-    """Save a value, and flush it to disk."""
+@contextmanager
+def flushed(file: Path) -> Iterator[BinaryIO]:
+    """Write a file inside, and flush it to disk at the end."""
     with file.open("wb") as stream:
-        torch.save(dict(value), stream)
+        yield stream
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def save_file(value: Mapping[str, Any], file: Path) -> None:
+    """Save a value, and flush it to disk."""
+    with flushed(file) as stream:
+        torch.save(dict(value), stream)
 
 
 def save_bytes(content: bytes, file: Path) -> None:
     """Write a file, and flush it to disk."""
-    with file.open("wb") as stream:
+    with flushed(file) as stream:
         stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:

@@ -112,7 +112,8 @@ def shard_parameters(
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)
         return
-    if tensor is not None and tensor.size() > 1 and not is_parallelized(owner):
+    is_divided = tensor is not None and tensor.size() > 1 and not is_parallelized(owner)
+    if tensor is not None and is_divided:
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)  # each rank then keeps its part of the same weights
         parallelize_models(owner, tensor)
@@ -141,8 +142,9 @@ def shard_parameters(
     is_pinned = device.type == "cuda"
     placement = CPUOffloadPolicy(pin_memory=is_pinned) if offload else OffloadPolicy()
     for unit in units:
-        _materialise(owner, unit, device)
-        _broadcast_weights(unit, device, mesh)
+        if not is_divided:  # else it was done above, with full weights
+            _materialise(owner, unit, device)
+            _broadcast_weights(unit, device, mesh)
         policy = _policy(unit, compute_dtype)
         fully_shard(
             unit,

@@ -100,7 +100,7 @@ class RunSetup:
         if precision not in ("bf16-mixed", "bf16-true", "bf16-policy"):
             return None
         num_tensor_ranks = step.groups.tensor.size
-        if not _can_divide(model["shape"], num_tensor_ranks):
+        if not model["shape"].has_parts(num_tensor_ranks):
             return None
         options, layout = self.options, step.layout
         is_checkpointed = model["is_checkpointed"] or self.activations.checkpointing is True
@@ -129,15 +129,6 @@ class RunSetup:
             return setup
         tokens = MIN_TOKENS if tile is True else tile
         return replace(setup, tiles=min(16, -(-setup.local_len // tokens)))
-
-
-def _can_divide(shape: ModelShape, num_tensor_ranks: int) -> bool:
-    """Return whether the planner knows what each tensor rank has of a model."""
-    try:
-        shape.part(num_tensor_ranks)
-    except ValueError:
-        return False
-    return True
 
 
 def fits(shape: ModelShape, setup: Setup, *, device: float, host: float) -> bool:

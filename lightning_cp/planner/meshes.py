@@ -153,11 +153,7 @@ def _can_divide(model: ModelShape, base: Setup, tp_size: int) -> bool:
     """Return whether tensor ranks can share a model, in a node."""
     if tp_size > 1 and (GPUS_PER_HOST % tp_size or base.lora_rank):
         return False
-    try:
-        model.part(tp_size)
-    except ValueError:
-        return False
-    return True
+    return model.has_parts(tp_size)
 
 
 def _ulysses_sizes(model: ModelShape, context: int, tensor: int) -> list[int]:

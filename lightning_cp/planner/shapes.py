@@ -135,6 +135,14 @@ class ModelShape:
             head_params=self.head_params // tp_size,
         )
 
+    def has_parts(self, tp_size: int) -> bool:
+        """Return whether `part` knows what a tensor rank has."""
+        try:
+            self.part(tp_size)
+        except ValueError:
+            return False
+        return True
+
     def lora_params(self, rank: int) -> int:
         """Return the parameters of adapters on all linear layers but the head."""
         return rank * sum(layer.lora_params for layer in self.layers)

@@ -266,9 +266,15 @@ def build_tensor_cp(tensor: int, **options: Any) -> ContextParallel:
 
 
 def _run_parallelized(job: Job) -> dict[str, Tensor]:
-    """Return the same of a model whose weights ranks share, as the strategy places it."""
+    """Return the same of a model whose weights ranks share."""
+    return run_placed(
+        job, build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
+    )
+
+
+def run_placed(job: Job, model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the loss and gradients of a model that is placed as by the strategy."""
     mesh, cp = build_meshes(job.tensor), build_tensor_cp(job.tensor, **dict(job.options))
-    model = build_model(job.name, head=job.head, dtype=job.dtype, attention="eager").eval()
     batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
     enable(model, **dict(job.enabling))
     place_model(
@@ -296,7 +302,11 @@ def _averaged(loss: Tensor, model: torch.nn.Module) -> dict[str, Tensor]:
 
 def compare(job: Job) -> Found | None:
     """Run a job on this rank; the first rank compares."""
-    found = run(job)
+    return check_found(job, run(job))
+
+
+def check_found(job: Job, found: dict[str, Tensor]) -> Found | None:
+    """Compare what a job has computed with one process, on the first rank."""
     loss = found.pop("loss")
     if dist.get_rank() > 0:
         return None
