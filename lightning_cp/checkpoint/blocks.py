@@ -7,10 +7,10 @@ Tensor ranks each hold a part of the gate and a part of the up projection of a f
 
 import itertools
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,6 +30,23 @@ def as_blocks(state: Any) -> Any:
     if type(state) in (list, tuple):
         return type(state)(as_blocks(value) for value in state)
     return state
+
+
+def full_tensor(x: DTensor) -> Tensor:
+    """Return the full tensor, also of several blocks (torch 2.11 does not). Collective."""
+    if _is_one_block(x):
+        return x.full_tensor()
+    full = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    mesh, position = x.device_mesh, x.device_mesh.get_coordinate()
+    is_copy = [p.is_replicate() for p in x.placements]
+    assert position is not None  # noqa: S101
+    if not any(index and copy for index, copy in zip(position, is_copy, strict=True)):
+        for at, part in _parts(x).items():
+            target = tuple(slice(a, a + p.stop - p.start) for a, p in zip(at, part, strict=True))
+            full[target] = x.to_local()[part]
+    for dim in range(mesh.ndim):
+        dist.all_reduce(full, group=mesh.get_group(dim))
+    return full
 
 
 class Blocks(Tensor):
@@ -70,20 +87,26 @@ class Blocks(Tensor):
         return self.full_size if dim is None else self.full_size[dim]
 
 
+def _is_one_block(x: DTensor) -> bool:
+    return all(type(placement) in (Shard, Replicate) for placement in x.placements)
+
+
 def _blocks(x: DTensor) -> Tensor:
     """Return a shard as `Blocks` if it may be more than one block."""
-    if all(type(placement) in (Shard, Replicate) for placement in x.placements):
-        return x
-    runs = [list(_runs(x, dim)) for dim in range(x.ndim)]
-    if prod(len(parts) for parts in runs) == 1:
+    if _is_one_block(x) or len(parts := _parts(x)) == 1:
         return x
     blocks = x.to_local().detach().as_subclass(Blocks)
-    blocks.full_size = x.shape
-    blocks.starts = {
+    blocks.full_size, blocks.starts = x.shape, parts
+    return blocks
+
+
+def _parts(x: DTensor) -> dict[torch.Size, tuple[slice, ...]]:
+    """Return the slices of the local tensor, by where they are in the full one."""
+    runs = [list(_runs(x, dim)) for dim in range(x.ndim)]
+    return {
         torch.Size(at for at, _ in combination): tuple(part for _, part in combination)
         for combination in itertools.product(*runs)
     }
-    return blocks
 
 
 def _runs(x: DTensor, dim: int) -> Iterator[tuple[int, slice]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_cp.checkpoint.blocks import full_tensor
 from lightning_cp.comm.collective_errors import rank
 
 Names = list[list[str]]
@@ -142,7 +143,7 @@ def _gather(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         # With CPU offload the shards are on a device on which the mesh cannot communicate.
         on_mesh: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-        full = on_mesh.full_tensor()
+        full = full_tensor(on_mesh)
     return full.detach().cpu() if rank() == 0 else torch.empty(0)
 
 

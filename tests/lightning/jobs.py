@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp.checkpoint.blocks import full_tensor
 from tests.parity.steps import Rows, build_model, whole_loss
 
 LENGTH = 23  # odd: every layout pads it
@@ -130,7 +132,7 @@ class ManualModule(Module):
 
 def full(x: Tensor) -> Tensor:
     """Return the full tensor of a sharded one."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full_tensor(x) if isinstance(x, DTensor) else x
 
 
 @dataclass
