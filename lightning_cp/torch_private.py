@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     is_in_torch_dispatch_mode,
+    is_traceable_wrapper_subclass,
 )
 from torch.utils._triton import has_triton
 
@@ -84,6 +85,25 @@ def num_process_groups() -> int:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Return whether a group has not been destroyed (`c10d._world`)."""
     return group in distributed_c10d._world.pg_map
+
+
+def inner_tensors(x: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors inside a tensor, such as a DTensor's (`__tensor_flatten__`)."""
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(x, name))
+    elif isinstance(x, Tensor):  # from 2.12 on, a mesh is a part of a DTensor, too
+        yield x
+
+
+def replace_inner(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """Return a tensor with others inside; `DTensor.from_local` would move them to the mesh."""
+    if not is_traceable_wrapper_subclass(x):
+        return change(x) if isinstance(x, Tensor) else x
+    kind: Any = type(x)
+    names, context = x.__tensor_flatten__()
+    inner = {name: replace_inner(change, getattr(x, name)) for name in names}
+    return kind.__tensor_unflatten__(inner, context, x.size(), x.stride())
 
 
 def default_store() -> Any:

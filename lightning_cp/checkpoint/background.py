@@ -8,7 +8,6 @@ another order on each rank.
 
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,16 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_cp.checkpoint.folder import (
     failure_of,
+    flushed,
     join_shards,
     remove,
     save_bytes,
     write_folder,
     write_shards,
 )
+from lightning_cp.checkpoint.host_copies import HostCopies
 from lightning_cp.comm.collective_errors import from_rank_0, rank, together
 from lightning_cp.torch_private import is_alive
 
@@ -49,7 +49,7 @@ class BackgroundSaver:
         self._timeout = timeout
         self._staging_dir = staging_dir
         self._group: dist.ProcessGroup | None = None
-        self._stager: DefaultStager | None = None
+        self._copies: HostCopies | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._save: Future[None] | None = None
         self._removals: list[Future[None]] = []
@@ -57,15 +57,16 @@ class BackgroundSaver:
     def save(self, state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path) -> None:
         """Start to save a folder, see `save_folder`, after the former one is complete.
 
-        Returns when all that is saved has been copied to host memory, or to the local disk. A
-        failure of the former save is raised here, on all ranks.
+        What is saved may be changed when this returns: it is being copied to host memory, see
+        `HostCopies`, or has been written to the local disk. A failure of the former save is raised
+        here, on all ranks.
         """
         self.wait()
         folder = from_rank_0(folder)
         state, meta = join_shards(state, meta)
         if self._staging_dir is None:
-            staged = together(lambda: self._copy(state), failure_of(folder))
-            write = partial(write_shards, staged)
+            copy = together(lambda: self._copy(state), failure_of(folder))
+            write = partial(_write_copy, copy)
         else:
             write = partial(_move_shards, _stage_shards(state, self._staging_dir, folder))
         content = together(lambda: _to_bytes(meta), failure_of(folder))
@@ -107,18 +108,16 @@ class BackgroundSaver:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            if self._stager is not None:
-                self._stager.close()
-            self._thread = self._stager = None
+            self._thread = self._copies = None
 
-    def _copy(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return copies in host memory, which training does not change."""
-        if self._stager is None:
-            is_pinned = torch.cuda.is_available()
-            self._stager = DefaultStager(StagingOptions(is_pinned, False, False, is_pinned))
-        staged = self._stager.stage(dict(state))
-        assert not isinstance(staged, Future)  # noqa: S101  only with use_async_staging
-        return staged
+    def _copy(self, state: Mapping[str, Any]) -> Callable[[], Any]:
+        if self._copies is None:
+            self._copies = HostCopies()
+        return self._copies.copy(state)
+
+
+def _write_copy(copy: Callable[[], Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    write_shards(copy(), folder, group)
 
 
 def _to_bytes(meta: Mapping[str, Any]) -> bytes:
@@ -158,9 +157,7 @@ def _move_shards(own: Path, folder: Path, group: dist.ProcessGroup | None) -> No
     del group  # `write_folder` waits for all ranks
     try:
         for file in own.iterdir():
-            with file.open("rb") as source, (folder / file.name).open("wb") as target:
+            with file.open("rb") as source, flushed(folder / file.name) as target:
                 shutil.copyfileobj(source, target, 16 * 2**20)
-                target.flush()
-                os.fsync(target.fileno())
     finally:
         remove(own)

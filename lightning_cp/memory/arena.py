@@ -75,6 +75,11 @@ class Block:
         self._chunk, self._start, self.num_bytes = chunk, start, num_bytes
 
     @property
+    def is_pinned(self) -> bool:
+        """Return whether a GPU can copy while the host goes on."""
+        return self._chunk.is_pinned
+
+    @property
     def memory(self) -> Tensor:
         """Return the bytes, [num_bytes]."""
         return self._chunk.memory[self._start : self._start + self.num_bytes]

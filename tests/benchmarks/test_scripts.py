@@ -223,3 +223,13 @@ def test_meshes_of_a_cluster_are_told_as_computed(tmp_path, capsys):
     assert out.startswith("computed, not measured")
     assert out.count("llama-70b, 512k tokens | 64") == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_save_is_measured_in_both_ways(tmp_path):
+    from benchmarks import checkpoint_gpu
+
+    checkpoint_gpu.main(["--tiny", "--out", str(tmp_path), "--folder", str(tmp_path)])
+    lines = [json.loads(x) for x in (tmp_path / "checkpoint_gpu.jsonl").read_text().splitlines()]
+    assert [line["way"] for line in lines] == ["blocking", "async"]
+    assert all(len(line["saved_ms"]) == checkpoint_gpu.NUM_SAVES for line in lines)
