@@ -31,6 +31,7 @@ NUM_PARTS = {
     "test_hf": 5,
     "test_kernels": 3,
     "test_lightning": 6,
+    "test_meshes": 4,
     "test_nccl": 5,
 }
 PYTEST = (

@@ -65,12 +65,12 @@ def build_optimizer(model):
 class Samples(Dataset):
     """Samples of which some have few labels."""
 
-    def __init__(self, num_batches):
+    def __init__(self, num_batches, length=LENGTH):
         generator = torch.Generator().manual_seed(1)
-        size = (num_batches * GLOBAL_BATCH, LENGTH)
+        size = (num_batches * GLOBAL_BATCH, length)
         self.tokens = torch.randint(0, SHAPE["vocab_size"], size, generator=generator)
         self.labels = self.tokens.clone()
-        for row, cut in enumerate(torch.randint(1, LENGTH - 2, size[:1], generator=generator)):
+        for row, cut in enumerate(torch.randint(1, length - 2, size[:1], generator=generator)):
             self.labels[row, :cut] = -100
 
     def __len__(self):
@@ -110,18 +110,21 @@ def run_fit(
     epochs=1,
     kind=None,
     num_losses=None,
+    length=LENGTH,
+    **trainer_options,
 ):
     """Train on all ranks of the pool; return losses, weights and how they are sharded."""
     with elastic_environment():
         num_same = context * options.get("tensor_parallel_size", 1)  # ranks with the same samples
         data_size = dist.get_world_size() // num_same  # noqa: TID251
-        module, samples = (kind or Module)(name), Samples(num_batches)
+        module, samples = (kind or Module)(name), Samples(num_batches, length)
         sampler = DistributedSampler(samples, data_size, dist.get_rank() // num_same, shuffle=False)
         trainer = build_trainer(
             strategy=ContextParallelStrategy(context, **options),
             max_epochs=epochs,
             gradient_clip_val=0.5,
             accumulate_grad_batches=accumulate,
+            **trainer_options,
         )
         loader = DataLoader(samples, GLOBAL_BATCH // data_size, sampler=sampler)
         trainer.fit(module, loader, ckpt_path=resume)
@@ -137,9 +140,11 @@ def run_fit(
         )
 
 
-def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, num_losses=None, **shape):
+def run_alone(
+    name, num_batches, accumulate=1, epochs=1, clip=0.5, num_losses=None, device="cpu", **shape
+):
     """Train the stock model on one process, with the whole batch of each step at once."""
-    model, samples = build(name, **shape), Samples(num_batches)
+    model, samples = build(name, **shape).to(device), Samples(num_batches)
     optimizer = build_optimizer(model)
     losses = []
     for _ in range(epochs):
@@ -148,8 +153,9 @@ def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, num_losses=No
             total = count = 0
             for index in window:
                 rows = slice(GLOBAL_BATCH * index, GLOBAL_BATCH * (index + 1))
-                targets = samples.labels[rows, 1:].flatten()
-                logits = model(input_ids=samples.tokens[rows]).logits[:, :-1].flatten(0, 1)
+                targets = samples.labels[rows, 1:].flatten().to(device)
+                inputs = samples.tokens[rows].to(device)
+                logits = model(input_ids=inputs).logits[:, :-1].flatten(0, 1)
                 loss = F.cross_entropy(logits, targets, reduction="sum")  # HF's is in float32
                 num_tokens = int((targets != -100).sum())
                 losses.append(float(loss.detach()) / num_tokens)
@@ -159,7 +165,7 @@ def run_alone(name, num_batches, accumulate=1, epochs=1, clip=0.5, num_losses=No
             optimizer.step()
             optimizer.zero_grad()
     return losses[-(num_losses or num_batches) :], {
-        n: p.detach() for n, p in model.named_parameters()
+        n: p.detach().cpu() for n, p in model.named_parameters()
     }
 
 
@@ -168,7 +174,7 @@ def check(found, exact):
     exact_losses, exact_weights = exact
     assert losses == pytest.approx(exact_losses, abs=1e-9)
     for name, weight in exact_weights.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(weights[name].cpu(), weight, rtol=0, atol=1e-9, msg=name)
 
 
 def hybrid(shard_size, **options):
