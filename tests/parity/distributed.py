@@ -1,26 +1,59 @@
 """Models that transformers distributes over ranks, compared with the stock model."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_patches import enable
+from lightning_cp import ContextParallel
 from lightning_cp.lightning.model_setup import place_model
 from tests.parity import hf, zoo
 
 
-def compare_loaded(name: str, folder: str, sizes: dict[str, int]) -> hf.Found | None:
-    """Return the errors of a step of a model that is loaded with these sizes, on the first rank."""
+@cache
+def build_cp(data: int, tensor: int) -> tuple[ContextParallel, int]:
+    """Return context parallelism beside data and tensor ranks, and this one's data index."""
+    sizes = (data, dist.group.WORLD.size() // (data * tensor), tensor)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor"))
+    cp = ContextParallel(mesh["context"], mesh["data"], tensor=mesh["tensor"], check_batches=0)
+    return cp, mesh["data"].get_local_rank()
+
+
+def compare_loaded(
+    name: str,
+    folder: str,
+    sizes: dict[str, Any],
+    data: int = 1,
+    kind: str = "packed",
+    dtype: torch.dtype = torch.float32,
+) -> hf.Found | None:
+    """Return the errors of a step of a model that is loaded with these sizes, on the first rank.
+
+    Args:
+        name: of the model in the zoo.
+        folder: with its weights.
+        sizes: of the DistributedConfig.
+        data: number of data ranks, which share the rows of the batch.
+        kind: how the rows are filled.
+        dtype: of the weights.
+    """
     tensor = sizes.get("tp_size", 1)
-    mesh, cp = hf.build_meshes(tensor), hf.build_tensor_cp(tensor)
+    mesh, (cp, index) = hf.build_meshes(tensor), build_cp(data, tensor)
+    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     model = type(hf.build_model(name)).from_pretrained(
         folder,
         distributed_config=DistributedConfig(**sizes),
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation="eager",
+        **options,
     )
-    job = hf.Job(name, "packed")
+    job = hf.Job(name, kind)
     batch = hf.build_batch(job, zoo.VOCAB_SIZE, hf.padding_of(model))
+    batch = {key: rows.chunk(data)[index] for key, rows in batch.items()}
     enable(model.eval())
     place_model(
         torch.nn.ModuleDict({"model": model}),
@@ -33,11 +66,11 @@ def compare_loaded(name: str, folder: str, sizes: dict[str, int]) -> hf.Found | 
         device=torch.device("cpu"),
         to_device=lambda: None,
     )
-    with cp.step(batch) as local:
+    with cp.step(batch) as local, hf.precision(dtype):
         loss = model(**local).loss
     loss.backward()
     found = hf.gradients(model)
     if dist.get_rank() > 0:
         return None
-    exact_loss, exact = hf.exact_gradients(name, "packed", "causal", torch.float32)
+    exact_loss, exact = hf.exact_gradients(name, kind, "causal", dtype)
     return hf.Found(loss.item(), exact_loss, hf.errors(found, exact))

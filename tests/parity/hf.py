@@ -98,7 +98,8 @@ class Double(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _precision(dtype):
+def precision(dtype):
+    """Return the context in which a model of this dtype computes in it throughout."""
     return Double() if dtype == torch.float64 else nullcontext()
 
 
@@ -207,7 +208,7 @@ def exact_gradients(
         given["use_cache"] = False  # states are written in place, which backward does not survive
     # Without a mask some models' eager attention is not causal (moshi, transformers 5.17).
     given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
-    with _precision(dtype):
+    with precision(dtype):
         loss = model.eval()(**given).loss
     loss.backward()
     return loss.item(), gradients(model)
@@ -245,7 +246,7 @@ def run(job: Job) -> dict[str, Tensor]:
         model.gradient_checkpointing_enable({"use_reentrant": job.checkpointing})
         if job.checkpointing:
             model.enable_input_require_grads()
-    with cp.step(batch) as local, _precision(job.dtype):
+    with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
     return _averaged(loss, model)
@@ -282,7 +283,7 @@ def _run_parallelized(job: Job) -> dict[str, Tensor]:
         device=torch.device("cpu"),
         to_device=lambda: None,
     )
-    with cp.step(batch) as local, _precision(job.dtype):
+    with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
