@@ -334,6 +334,12 @@ def _find(
                 f"{matches}. Choose one: --prefix {good[0].prefix}"
             )
         tried += fits
+    if not tried:
+        raise ValueError(
+            f"The config for {checkpoint} is a {type(config).__name__} (model type "
+            f"{config.model_type!r}), which belongs to no class of models that can be exported. "
+            'Name the class in its config.json: "architectures": ["..."].'
+        )
     best = max(tried, key=lambda fit: fit.num_matches)
     more = len(best.problems) - 3
     problems = "; ".join(best.problems[:3] + ([f"and {more} more"] if more > 0 else []))

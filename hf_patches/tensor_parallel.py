@@ -113,6 +113,7 @@ def _checked_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
 def _check_type(model: PreTrainedModel, exact: frozenset[str], option: str) -> None:
     config = model.config
     types = {config.model_type, config.get_text_config().model_type}
+    types |= {name.removesuffix("_text_model") for name in types}  # the decoder of emu3
     if not types & exact:
         raise ValueError(
             f"{option}: the plan of {type(model).__name__} (model type {config.model_type!r}) has "
@@ -138,6 +139,13 @@ def check_loaded(model: nn.Module, num_tensor_ranks: int, *, reduces_once: bool)
             f"{name} was loaded with DistributedConfig(tp_size={sizes.tp_size}, pp_size="
             f"{sizes.pp_size}), but the strategy has tensor_parallel_size={num_tensor_ranks}. Set "
             "tensor_parallel_size to tp_size, and leave pp_size out."
+        )
+    plans = {key: getattr(sizes, key) for key in ("tp_plan", "ep_plan")}
+    if any(isinstance(plan, dict) and plan for plan in plans.values()):
+        raise ValueError(
+            f"{name} was loaded with a plan of yours, DistributedConfig(tp_plan="
+            f"{plans['tp_plan']}, ep_plan={plans['ep_plan']}), which has not been compared with "
+            "one process. Leave it out: the model's own plan was."
         )
     if sizes.fsdp_size > 1 and _tied_names(model):
         raise ValueError(

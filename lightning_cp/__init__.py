@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_cp.lightning.registry import register
 
 if TYPE_CHECKING:
+    from lightning_cp.attention_style import ContextParallelAttention
     from lightning_cp.attn.api import attention
     from lightning_cp.attn.flex.api import flex_attention
     from lightning_cp.geometry.mask import Mask
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallel",
+    "ContextParallelAttention",
     "ContextParallelCallback",
     "ContextParallelStrategy",
     "Mask",
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "ContextParallel": "lightning_cp.parallel",
+    "ContextParallelAttention": "lightning_cp.attention_style",
     "ContextParallelCallback": "lightning_cp.lightning.callback",
     "ContextParallelStrategy": "lightning_cp.lightning.strategy",
     "Mask": "lightning_cp.geometry.mask",

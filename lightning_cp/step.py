@@ -60,6 +60,8 @@ class StepCache(MutableMapping[object, Any]):
         # that differs from the options.
         self.kept_bytes = 0
         self.kept_limit: float | None = None
+        # Whether attention was computed in this step.
+        self.has_attended = False
         self._values: dict[object, Any] = {}
 
     def __getitem__(self, key: object) -> Any:

@@ -175,6 +175,20 @@ def _with_zero_gradients(group: Any) -> Callable[..., Any]:
     return post_backward
 
 
+def drop_unreduced_gradients(unit: FSDPModule) -> None:
+    """Drop gradients that FSDP2 has accumulated in a unit and not reduced: no `zero_grad` does.
+
+    Unsharded ones, and with hybrid sharding the sums of a copy.
+    """
+    for group in _param_groups(unit):
+        group._partial_reduce_output = None
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
+            full = getattr(fsdp_param, "_unsharded_param", None)
+            if full is not None:
+                full.grad = None
+
+
 def note_used_parameters(unit: Any) -> None:
     """Let each backward pass record which parameters of a unit it has used: see `take_used`.
 

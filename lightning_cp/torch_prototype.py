@@ -82,7 +82,7 @@ def context_parallel(
         >>> torch.equal(x, full)
         True
     """
-    cp = _parallel_of(mesh)
+    cp = parallel_of(mesh)
     training = torch.is_grad_enabled()
     values, problem = cp.checks.count_batch(training), None
     named = {f"buffers[{i}]": x for i, x in enumerate(() if buffers is None else buffers)}
@@ -130,7 +130,7 @@ def context_parallel_unshard(
     dims = _check_pairs("context_parallel_unshard", buffers, "seq_dims", seq_dims)
     if not buffers:
         return []
-    cp = _parallel_of(mesh)
+    cp = parallel_of(mesh)
     context, step = cp.groups.context, active_step.current()
     lengths = torch.tensor([x.shape[dim] for x, dim in zip(buffers, dims, strict=True)])
     full = []
@@ -157,7 +157,7 @@ def set_rotate_method(rotate_method: str) -> None:
     _algorithm = _ALGORITHMS[rotate_method]
 
 
-def _parallel_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> ContextParallel:
+def parallel_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> ContextParallel:
     """Return the object of a mesh; meshes over the same group share it."""
     for key in list(_parallels):
         if key[0] is not None and not torch_private.is_alive(key[0]):

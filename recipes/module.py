@@ -103,7 +103,7 @@ class CausalLMModule(LightningModule):
         expert_parallel_size: int = 1,
     ) -> None:
         super().__init__()
-        check_size("model.expert_parallel_size", expert_parallel_size)
+        check_size("model.expert_parallel_size", expert_parallel_size, or_auto=False)
         check_choice("schedule", schedule, get_args(Schedule))
         check_choice("dtype", dtype, get_args(WeightDtype))
         check_choice("chunked_loss", chunked_loss, get_args(ChunkedLoss))

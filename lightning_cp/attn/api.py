@@ -135,7 +135,7 @@ def _attend(
         scores, has_bias = _read_scores(q, scale, softcap), score_bias is not None
         _check_length(q, step)
         step.cache[key] = build_step_call(mask, step, scores, q, k, v, has_bias=has_bias)
-    call = step.cache[key]
+    call, step.cache.has_attended = step.cache[key], True
     return _run_padded(call, q, k, v, sinks, score_bias, step)
 
 

@@ -112,10 +112,17 @@ def resolve_sizes(
     return Sizes(data, context)
 
 
-def check_size(name: str, size: object) -> None:
-    """Raise if a size is not a positive integer."""
+def check_size(name: str, size: object, *, or_auto: bool = True) -> None:
+    """Raise if a size is not a positive integer.
+
+    Args:
+        name: of the option.
+        size: its value, not ``auto``.
+        or_auto: whether the option may be ``auto``, for the message.
+    """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name}={size!r}: give a whole number of at least 1, or 'auto'.")
+        auto = ", or 'auto'" if or_auto else ""
+        raise ValueError(f"{name}={size!r}: give a whole number of at least 1{auto}.")
 
 
 def _pair(sizes: Sequence[int]) -> tuple[int, int]:

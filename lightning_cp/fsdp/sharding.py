@@ -29,6 +29,7 @@ from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.torch_private import (
     apply_to_tensors,
     divide_once,
+    drop_unreduced_gradients,
     hide_from_modes,
     is_hybrid,
     module_tensors,
@@ -426,6 +427,15 @@ def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
             part.set_requires_all_reduce(enabled, recurse=False)
         else:
             part.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def drop_gradients(module: nn.Module) -> None:
+    """Drop all gradients, also those that are not reduced yet: of a run that was interrupted."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            drop_unreduced_gradients(part)
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 def reshard(module: nn.Module) -> None:

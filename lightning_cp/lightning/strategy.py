@@ -33,6 +33,7 @@ from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     Sharding,
     check_parameter_sharding,
+    drop_gradients,
     drop_unused_gradients,
     move_unsharded,
     reshard,
@@ -352,6 +353,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         self._undos += averaging.shard_averages(trainer, module)
         self.barrier()
         if is_training:
+            drop_gradients(module)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()

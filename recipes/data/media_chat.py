@@ -163,9 +163,11 @@ class MediaChatData(ChatData):
 
     def _encode(self, conversation: Conversation) -> Document:
         text, spans = self._render(conversation)
+        loaded = conversation.load(self.processor)
         processed = self._process(
             text,
-            **conversation.load(self.processor),
+            images=[loaded["images"]] if loaded["images"] else [],
+            videos=loaded["videos"],
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
@@ -233,13 +235,16 @@ class MediaChatData(ChatData):
                 )
 
     def _process(self, text: str, *, images: Any, videos: Any, **options: Any) -> Any:
-        """Run the processor on a text and its media."""
+        """Run the processor on a text and its media; images are lists, one per conversation."""
         bos = self.tokenizer.bos_token
         given: dict[str, Any] = {"text": [text], **options}
         if bos is not None and text.startswith(bos):
             given["add_special_tokens"] = False
         if images:
-            given["images"] = [images]
+            # Such a processor divides an image into tiles only if it is the only one of its text.
+            names = getattr(self.processor.image_processor, "model_input_names", [])
+            counts = "batch_num_images" in names
+            given["images"] = images if counts else [[x for each in images for x in each]]
         if videos:
             frames, metadata = zip(*videos, strict=True)
             given["videos"], given["video_metadata"] = [list(frames)], [list(metadata)]
@@ -333,14 +338,15 @@ class MediaChatData(ChatData):
         """Decode and process the media of a sample, as if its documents were one text."""
         records = self._opened[split]
         column = self.column_of(records.column_names)
-        texts, images, videos = [], [], []
+        texts, videos = [], []
+        images: list[list[Any]] = []  # of each conversation
         for number in sample["media"].tolist():
             value = self.value_of(records[number], column)
             folder = self._sources[split].folder
             conversation = read_conversation({**value, "folder": folder}, number)
             texts.append(self._render(conversation)[0])
             loaded = conversation.load(self.processor)
-            images += loaded["images"]
+            images += [loaded["images"]] if loaded["images"] else []
             videos += loaded["videos"]
         processed = self._process("".join(texts), images=images, videos=videos, return_tensors="pt")
         self._check_unchanged(processed["input_ids"], sample)
@@ -359,8 +365,9 @@ class MediaChatData(ChatData):
                 numbers = ", ".join(str(number) for number in sample["media"].tolist())
                 raise ValueError(
                     f"The {kind}s of the conversations {numbers} take {now} tokens, but {packed} "
-                    "when they were packed: files have changed since. Remove the packed samples, "
-                    "or give another cache_dir."
+                    "when they were packed. If files have changed since, remove the packed "
+                    "samples, or give another cache_dir. If not, this processor treats media of "
+                    "several conversations in another way than those of one, and is not supported."
                 )
 
 

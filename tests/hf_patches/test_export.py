@@ -286,6 +286,25 @@ def test_another_config_is_refused_with_what_differs(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_of_no_known_class_must_name_one(tmp_path):
+    model = zoo.build_model("musicgen")
+    path = save(holder(model=model), tmp_path / "last.ckpt")
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        ValueError,
+        match=r"is a MusicgenDecoderConfig \(model type 'musicgen_decoder'\), which belongs to no "
+        r"class of models that can be exported. Name the class in its config.json: \"arch",
+    ):
+        export(path, tmp_path / "out", base=tmp_path / "base")
+    model.config.architectures = ["MusicgenForCausalLM"]
+    model.config.save_pretrained(tmp_path / "base")
+    export(path, tmp_path / "out", base=tmp_path / "base")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+
+
 def adapted(seed=0, **options):
     torch.manual_seed(seed + 3)
     given = {"r": 4, "lora_alpha": 20, "target_modules": ["q_proj"], "init_lora_weights": False}

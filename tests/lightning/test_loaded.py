@@ -80,6 +80,8 @@ def test_distributed_models_that_are_not_exact_are_refused(ranks, moe, tmp_path)
     tied = str(tmp_path)
     LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(tied)
     pool, both = ranks(4), {"fsdp_size": 2, "tp_size": 2}
+    mlp = "model.layers.*.mlp"
+    masked = {f"{mlp}.gate": "ep_router", f"{mlp}.experts": "moe_tp_experts"}
     for arguments, message in (
         ((tied, {"fsdp_size": 4}, {}), "has tied weights: from the second step on, its head would"),
         (
@@ -89,6 +91,10 @@ def test_distributed_models_that_are_not_exact_are_refused(ranks, moe, tmp_path)
         (
             (moe, both, {**TENSOR, "reduce_every_microbatch": False}, Qwen3MoeForCausalLM, 2),
             "would sum the gradients of its norms of heads over tensor ranks once more",
+        ),
+        (
+            (moe, {**both, "ep_size": 2, "ep_plan": masked}, TENSOR, Qwen3MoeForCausalLM),
+            "was loaded with a plan of yours, DistributedConfig(tp_plan=None, ep_plan={'model.lay",
         ),
     ):
         for text in pool.run(run_refused, *arguments):

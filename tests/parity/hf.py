@@ -98,7 +98,8 @@ class Double(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _precision(dtype):
+def precision(dtype):
+    """Return the context in which a model of this dtype computes in it throughout."""
     return Double() if dtype == torch.float64 else nullcontext()
 
 
@@ -207,7 +208,7 @@ def exact_gradients(
         given["use_cache"] = False  # states are written in place, which backward does not survive
     # Without a mask some models' eager attention is not causal (moshi, transformers 5.17).
     given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
-    with _precision(dtype):
+    with precision(dtype):
         loss = model.eval()(**given).loss
     loss.backward()
     return loss.item(), gradients(model)
@@ -245,7 +246,7 @@ def run(job: Job) -> dict[str, Tensor]:
         model.gradient_checkpointing_enable({"use_reentrant": job.checkpointing})
         if job.checkpointing:
             model.enable_input_require_grads()
-    with cp.step(batch) as local, _precision(job.dtype):
+    with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
     return _averaged(loss, model)
@@ -272,10 +273,24 @@ def _run_parallelized(job: Job) -> dict[str, Tensor]:
     )
 
 
-def run_placed(job: Job, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the loss and gradients of a model that is placed as by the strategy."""
-    mesh, cp = build_meshes(job.tensor), build_tensor_cp(job.tensor, **dict(job.options))
+def run_placed(
+    job: Job,
+    model: torch.nn.Module,
+    cp: ContextParallel | None = None,
+    rows: tuple[int, int] = (0, 1),
+) -> dict[str, Tensor]:
+    """Return the loss and gradients of a model that is placed as by the strategy.
+
+    Args:
+        job: the batch and the options.
+        model: on this rank.
+        cp: by default without data ranks.
+        rows: which part of the batch's rows this rank has, and of how many.
+    """
+    mesh = build_meshes(job.tensor)
+    cp = cp or build_tensor_cp(job.tensor, **dict(job.options))
     batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
+    batch = {key: x.chunk(rows[1])[rows[0]] for key, x in batch.items()}
     enable(model, **dict(job.enabling))
     place_model(
         torch.nn.ModuleDict({"model": model}),
@@ -288,7 +303,7 @@ def run_placed(job: Job, model: torch.nn.Module) -> dict[str, Tensor]:
         device=torch.device("cpu"),
         to_device=lambda: None,
     )
-    with cp.step(batch) as local, _precision(job.dtype):
+    with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}

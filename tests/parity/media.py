@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_patches import enable
 from tests.parity import hf, media_zoo
-from tests.parity.hf import Found, _averaged, _precision, build_cp, errors, gradients
+from tests.parity.hf import Found, _averaged, build_cp, errors, gradients, precision
 
 KINDS = ("plain", "packed", "left", "right", "text")
 
@@ -36,7 +36,7 @@ class MediaJob:
 def _exact(name: str, kind: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     model = media_zoo.build_model(name, dtype=dtype)
     _, stock = media_zoo.build_batches(name, kind, dtype=dtype)
-    with _precision(dtype):
+    with precision(dtype):
         loss = model(**stock).loss
     loss.backward()
     return loss.item(), gradients(model)
@@ -52,7 +52,7 @@ def run(job: MediaJob) -> dict[str, Tensor]:
     if job.checkpointing is not None:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": job.checkpointing})
-    with cp.step(batch) as local, _precision(job.dtype):
+    with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
     return _averaged(loss, model)

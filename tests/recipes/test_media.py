@@ -346,8 +346,35 @@ def test_a_picture_that_changed_is_noticed(folder):
     data.prepare_data()
     data.setup("fit")
     data.processor.patch_size = 16  # as a picture of another size would give with other processors
-    with pytest.raises(ValueError, match=r"images of the conversations .* take 16 tokens, but 64"):
+    with pytest.raises(ValueError, match=r"images of the conversations .* take 16 tokens, but 64 "):
         next(iter(data.train_dataloader()))
+
+
+def test_images_of_packed_conversations_are_processed_as_those_of_each(folder, monkeypatch):
+    # LLaVA-OneVision divides an image into tiles if its conversation has no other one. Its video
+    # processor needs torchvision.
+    cls = transformers.LlavaOnevisionProcessor
+    monkeypatch.setattr(cls, "check_argument_for_proper_class", lambda *_: None)
+    single = [turns([image(number), text("What?")], "A thing.") for number in (0, 1)]
+    records = [{"messages": m} for m in (*single, CONVERSATIONS[0])]
+    data = media_data(folder, records, seq_len=512)
+    embedded = data.processor
+    processor = data.__dict__["processor"] = cls(
+        image_processor=transformers.LlavaOnevisionImageProcessorPil(
+            size={"height": 32, "width": 32}, image_grid_pinpoints=[[32, 64], [64, 64]]
+        ),
+        tokenizer=embedded.tokenizer,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=embedded.chat_template,
+    )
+    monkeypatch.setattr(data, "fingerprint_options", dict)
+    batch = batch_of(data)
+    assert sorted(batch["batch_num_images"].tolist()) == [1, 1, 2]
+    assert len(batch["image_sizes"]) == 4
+    # An image, its tiles and a token for each of their lines; or an image and one such token.
+    tokens = (batch["input_ids"] == processor.image_token_id).sum()
+    assert tokens == 2 * (16 + 16 + 4) + 2 * (16 + 1)
 
 
 def test_samples_without_media_need_one_data_rank(folder):

@@ -240,6 +240,11 @@ def test_two_ranks_train_as_one_and_resume_where_they_stopped(ranks, tmp_path):
     torch.testing.assert_close(torch.tensor(first + second), torch.tensor(alone), rtol=1e-4, atol=0)
 
 
+def test_a_number_of_expert_ranks_is_a_number():
+    with pytest.raises(ValueError, match=r"'auto': give a whole number of at least 1\.$"):
+        CausalLMModule(expert_parallel_size="auto")
+
+
 @pytest.mark.ranks
 def test_experts_may_stay_on_their_ranks(ranks, tmp_path):
     path = str(write_config("qwen3_moe", tmp_path / "model", weights=True))

@@ -167,6 +167,7 @@ class _FlexArguments(NamedTuple):
 def _attend_in_step(
     step: Step, q: Tensor, k: Tensor, v: Tensor, arguments: _FlexArguments
 ) -> FlexOutput:
+    step.cache.has_attended = True
     score_mod, block_mask, scale, aux, kernel_options = arguments
     options, inside, tensor_len = CallOptions.of(step), step.groups.inside, q.shape[2]
     mask, swap = _sequence_mask(block_mask, q, step), build_step_swap(step, q, k)
