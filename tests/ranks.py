@@ -205,14 +205,9 @@ def _serve(
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     if backend == "nccl":
-        # NCCL refuses two ranks on one GPU unless each claims to be another host.
-        os.environ |= {
-            "NCCL_HOSTID": f"host{rank}",
-            "NCCL_P2P_DISABLE": "1",
-            "NCCL_SHM_DISABLE": "1",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
+        from benchmarks.measure import share_gpu
+
+        share_gpu(rank)
         torch.cuda.set_device(0)
         _compile_in_turn(said.parent / "compiling")
     else:
