@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# Every process imports a thousand modules: compiled once, where a shell asks for no bytecode, too.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-with parity conformance faults lint bench clean
 

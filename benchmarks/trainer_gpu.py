@@ -8,7 +8,6 @@ transformers' Trainer, stock and under `context_parallel`.
 """
 
 import argparse
-import os
 import tempfile
 import time
 import warnings
@@ -27,7 +26,7 @@ from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCall
 from transformers.training_args import TrainingArguments
 
 from benchmarks.host_gpu import TINY, Shape
-from benchmarks.measure import Records, describe, synchronize
+from benchmarks.measure import Records, describe, share_gpu, synchronize
 from hf_patches import enable, whole_rows
 from hf_patches.trainer import context_parallel
 from lightning_cp import ContextParallel
@@ -72,10 +71,8 @@ def time_loops(
     rank: int, ranks: int, shape: Shape, tokens: int, kind: str, folder: str, results: Any
 ) -> None:
     """Time steps of both loops in turn, and put the median of each into ``results``."""
-    if kind == "cuda" and ranks > 1:  # NCCL takes two ranks on one GPU for two hosts
-        names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
-        os.environ |= dict.fromkeys(names, "1") | {"NCCL_HOSTID": f"host{rank}"}
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    if kind == "cuda" and ranks > 1:
+        share_gpu(rank)
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     backend = "nccl" if kind == "cuda" else "gloo"
     rendezvous = f"file://{folder}/rendezvous"

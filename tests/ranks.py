@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -205,14 +205,9 @@ def _serve(
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     if backend == "nccl":
-        # NCCL refuses two ranks on one GPU unless each claims to be another host.
-        os.environ |= {
-            "NCCL_HOSTID": f"host{rank}",
-            "NCCL_P2P_DISABLE": "1",
-            "NCCL_SHM_DISABLE": "1",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
+        from benchmarks.measure import share_gpu
+
+        share_gpu(rank)
         torch.cuda.set_device(0)
         _compile_in_turn(said.parent / "compiling")
     else:
@@ -260,19 +255,37 @@ def _share_device() -> None:
     group.__init__ = build_on_device
 
 
+_keep_bits = False
+
+
+@contextlib.contextmanager
+def same_bits() -> Iterator[None]:
+    """Give each tensor that is averaged a message of its own.
+
+    The order of a sum of three depends on the place in the message, and with it the bits, which
+    tests/golden.json holds.
+    """
+    global _keep_bits
+    previous, _keep_bits = _keep_bits, True
+    try:
+        yield
+    finally:
+        _keep_bits = previous
+
+
 def average_over_ranks(tensors: Sequence[Tensor]) -> None:
-    """Average tensors over all ranks in place; between two ranks in one message."""
+    """Average tensors over all ranks in place, those of one dtype in one message."""
     size = dist.get_world_size()  # noqa: TID251
-    if size == 2:
-        flat = torch.cat([x.flatten() for x in tensors])
-        dist.all_reduce(flat)
-        for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
-            x.copy_(part.view_as(x))
-    else:
-        # The order of a sum of three depends on the place in the message, and with it the bits,
-        # which tests/golden.json holds: each tensor has a message of its own.
+    if _keep_bits and size > 2:
         for work in [dist.all_reduce(x, async_op=True) for x in tensors]:
             work.wait()
+    else:
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            alike = [x for x in tensors if x.dtype == dtype]
+            flat = torch.cat([x.flatten() for x in alike])
+            dist.all_reduce(flat)
+            for x, part in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
+                x.copy_(part.view_as(x))
     for x in tensors:
         x /= size
 

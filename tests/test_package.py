@@ -24,11 +24,12 @@ def test_public_names_are_there():
         lightning_cp.nothing  # noqa: B018
 
 
-def test_the_package_its_engine_and_its_adapters_load_neither_lightning_nor_transformers():
+def test_engine_adapters_and_planner_load_neither_lightning_nor_transformers():
     code = (
-        "import sys, torch, lightning_cp.adapters\n"
+        "import sys, torch, lightning_cp.adapters, lightning_cp.planner\n"
         "lightning_cp.ContextParallel\n"
         "lightning_cp.adapters.enable_models(torch.nn.Linear(2, 2))\n"
+        "lightning_cp.planner.plan_run('llama-8b', seq_len=8192, num_gpus=8, compare=False)\n"
         "print([m for m in ('lightning', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run(

@@ -1,5 +1,6 @@
 """The helpers that run tests on several ranks must themselves be right."""
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankPool, average_over_ranks, run_threads
+from tests.ranks import RankError, RankPool, average_over_ranks, run_threads, same_bits
 
 pytestmark = pytest.mark.ranks
 
@@ -23,10 +24,11 @@ def total_of_ranks():
     return x.item()
 
 
-def averages():
+def averages(apart):
     rank = float(dist.get_rank())
     tensors = [torch.tensor([[rank, 1.0], [2.0, rank]]), torch.tensor(10 * rank).double()]
-    average_over_ranks(tensors)
+    with same_bits() if apart else contextlib.nullcontext():
+        average_over_ranks(tensors)
     return [x.tolist() for x in tensors]
 
 
@@ -67,7 +69,8 @@ def test_every_rank_returns_its_result(ranks):
 @pytest.mark.parametrize(("size", "mean"), [(1, 0.0), (2, 0.5), (3, 1.0)])
 def test_tensors_are_averaged_in_their_places(ranks, size, mean):
     expected = [[[mean, 1.0], [2.0, mean]], 10 * mean]
-    assert ranks(size).run(averages) == [expected] * size
+    for apart in (False, True):
+        assert ranks(size).run(averages, apart) == [expected] * size
 
 
 def test_groups_share_the_thread_that_polls(ranks):

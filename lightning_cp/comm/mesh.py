@@ -8,7 +8,7 @@ The only module that asks `torch.distributed` for the number of ranks.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -275,6 +275,12 @@ class Groups:
     def mean(self, x: Tensor) -> Tensor:
         """Replace ``x`` by its mean over data x context, as DDP does with gradients; return it."""
         return self.sum(x).div_(self.context.size * self.data.size)
+
+    def first(self, x: Any) -> Any:
+        """Return what the first of the context and tensor ranks has. Collective."""
+        for group in (self.context, self.tensor):
+            x = group.first(x) if group.size > 1 else x
+        return x
 
 
 def lone_groups() -> Groups:

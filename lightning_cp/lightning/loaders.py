@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
@@ -13,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from lightning_cp.comm.mesh import gather_objects
+from lightning_cp.comm.mesh import DATA_AXIS, Meshes, gather_objects
+from lightning_cp.torch_private import is_alive
 
 _PLAIN: Final = "_lightning_cp_plain_class"
 """Attribute of the class of a loader whose end ranks agree on: its class before."""
@@ -127,3 +129,49 @@ def end_together(dataloader: DataLoader[Any], agreement: Agreement) -> Callable[
         dataloader.__class__ = kind
 
     return undo
+
+
+class Loaders:
+    """Prepares the loaders of all runs of a strategy.
+
+    Args:
+        timeout: of the group in which ranks on GPUs agree on the end of a loader.
+    """
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+
+    def prepare(
+        self, dataloader: DataLoader[Any], meshes: Meshes, *, sharded: bool, training: bool
+    ) -> list[Callable[[], None]]:
+        """Seed workers; let a loader end on all ranks together, or raise if it cannot. Collective.
+
+        Args:
+            dataloader: the loader of this rank, which is changed.
+            meshes: the ranks.
+            sharded: whether parameters are: then all ranks take the same number of steps.
+            training: whether ranks reduce gradients: likewise.
+
+        Returns:
+            Functions that restore the loader.
+        """
+        data = meshes.axes[DATA_AXIS]
+        seed_workers(dataloader, data.get_local_rank())
+        if data.size() > 1 and sharded:
+            check_dataloader(dataloader, meshes.ranks, data.size())
+        may_differ = not sharded and not training
+        if has_length(dataloader) or meshes.ranks.size() == 1 or may_differ:
+            return []
+        agreement = Agreement(self._group_of(meshes.ranks), may_stop=training)
+        return [end_together(dataloader, agreement)]
+
+    def _group_of(self, ranks: DeviceMesh) -> dist.ProcessGroup:
+        """Return all ranks as a group of CPUs, the same for all loaders. Collective."""
+        if self._group is None or not is_alive(self._group):
+            self._group = (
+                ranks.get_group()
+                if ranks.device_type == "cpu"
+                else dist.new_group(backend="gloo", timeout=self._timeout)
+            )
+        return self._group

@@ -73,6 +73,8 @@ class MemoryCheck:
     ) -> None:
         self._module, self._device, self._run, self._refuse = module, device, run, refuse
         self._cp, self._prepare = cp, prepare
+        if run.options.offload == "auto":  # an earlier run may have offloaded
+            cp.offloaded = None
         self._is_first, self._has_warned = True, False
         self._num_tokens = 0
         self._total: float | None = None

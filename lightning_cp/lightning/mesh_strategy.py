@@ -288,6 +288,12 @@ class MeshStrategy(ModelParallelStrategy):
             ranks_per_node=max(1, self.num_processes // tensor),
         )
 
+    def _set_shard_size(self, shard_size: int | Literal["auto"] | None) -> None:
+        """Build the mesh of another size, if it is another. Collective."""
+        if shard_size != self._shard_size:
+            self._shard_size = shard_size
+            self._build_shard_mesh()
+
     def _build_shard_mesh(self) -> None:
         """Build the mesh over which parameters are sharded. Collective."""
         assert self._meshes is not None  # noqa: S101

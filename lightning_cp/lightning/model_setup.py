@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +20,7 @@ from lightning_cp.fsdp.sharding import (
     fill_sharded,
     has_copies,
     is_sharded,
+    move_unsharded,
     prepare_reduction,
     shard_parameters,
 )
@@ -153,3 +155,9 @@ def place_model(
     if sharding != "none" or is_sharded(model):
         return None
     return average_gradients(model, mesh)
+
+
+def use_offloaded(model: nn.Module, device: torch.device) -> None:
+    """Move what is not sharded to the device of this rank; shards stay in host memory."""
+    _update_properties(model, device=device)
+    move_unsharded(model, device)

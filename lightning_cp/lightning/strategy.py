@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,51 +22,24 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.accumulate import GradientWindow
-from lightning_cp.adapters import Handle, check_loaded_models, enable_models
+from lightning_cp.adapters import check_loaded_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
 from lightning_cp.fsdp.gathering import check_reduced
-from lightning_cp.fsdp.replication import is_replicated
-from lightning_cp.fsdp.sharding import (
-    ParameterSharding,
-    Sharding,
-    check_parameter_sharding,
-    drop_gradients,
-    drop_unused_gradients,
-    move_unsharded,
-    reshard,
-    set_gradient_reduction,
-)
+from lightning_cp.fsdp.sharding import ParameterSharding, drop_unused_gradients, reshard
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, loaders
+from lightning_cp.lightning.accumulation import Accumulation
 from lightning_cp.lightning.activations import Activations, CompileName
 from lightning_cp.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_cp.lightning.checkpointing import check_links
-from lightning_cp.lightning.features import (
-    check_features,
-    check_hooks,
-    check_module,
-    check_offload_features,
-    check_optimizers,
-    disable_inference_mode,
-)
+from lightning_cp.lightning.features import check_hooks, check_optimizers
 from lightning_cp.lightning.launch import check_tensor_parallel_size
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
-from lightning_cp.lightning.memory_choice import RunSetup
-from lightning_cp.lightning.memory_plan import MemoryCheck, device_bytes
-from lightning_cp.lightning.mixed_precision import (
-    MixedPrecision,
-    check_mixed_precision,
-    resolve_plugin,
-)
-from lightning_cp.lightning.model_setup import (
-    check_parameter_offload,
-    check_shard_size,
-    choose_sharding,
-    place_model,
-    share_random_state,
-)
+from lightning_cp.lightning.mixed_precision import MixedPrecision, resolve_plugin
+from lightning_cp.lightning.model_setup import share_random_state, use_offloaded
 from lightning_cp.lightning.optimizers import hooks_read_scalars
+from lightning_cp.lightning.preparation import Preparation
 from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
 from lightning_cp.options import (
@@ -82,9 +53,7 @@ from lightning_cp.options import (
 )
 from lightning_cp.parallel import reenter
 from lightning_cp.planner.memory import MemoryPlan
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
-from lightning_cp.torch_private import is_alive
 from lightning_cp.verification import Report
 
 
@@ -228,29 +197,25 @@ class ContextParallelStrategy(CheckpointStrategy):
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
         )
-        self._parameter_sharding = parameter_sharding
-        self._sharding: Sharding = "full" if parameter_sharding == "auto" else parameter_sharding
-        self._parameter_offload = parameter_offload
-        self._mixed_precision: MixedPrecision = mixed_precision
-        self._activations = Activations(activation_checkpointing, tile, compile)
-        self._shard_modules = shard_modules
-        self._loss: LossName = loss
-        self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
-        self._reduce_every_microbatch = reduce_every_microbatch
-        self._broadcast_batch, self._check_memory = broadcast_batch, check_memory
-        # Before processes are launched, not when `ContextParallel` is built.
-        check_parameter_sharding(parameter_sharding)
-        check_shard_size(shard_size, parameter_sharding)
-        check_parameter_offload(parameter_offload, parameter_sharding)
-        check_mixed_precision(mixed_precision, parameter_sharding)
-        self._activations.check(self._options)
+        # Options are checked before processes are launched, not when `ContextParallel` is built.
+        activations = Activations(activation_checkpointing, tile, compile)
+        activations.check(self._options)
+        self._preparation = Preparation(
+            activations,
+            sharding=parameter_sharding,
+            shard_size=shard_size,
+            shard_modules=shard_modules,
+            offload=parameter_offload,
+            mixed_precision=mixed_precision,
+        )
         check_loss_name(loss)
         check_verify_max_len(verify_max_len)
+        self._loss: LossName = loss
+        self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
+        self._accumulation = Accumulation(reduce_each=reduce_every_microbatch)
+        self._broadcast_batch, self._check_memory = broadcast_batch, check_memory
+        self._loaders = loaders.Loaders(timeout)
         self._steps: StepRunner | None = None
-        self._handles: list[Handle] = []
-        self._undos: list[Callable[[], None]] = []
-        self._window = GradientWindow()
-        self._loader_group: dist.ProcessGroup | None = None
 
     # ---------------------------------------------------------------- public properties
 
@@ -277,7 +242,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         ``self.manual_backward(loss * window.weigh())`` for each batch, then, before clipping and
         stepping, ``window.finish(self.parameters())``. Automatic optimization needs neither.
         """
-        return self._window
+        return self._accumulation.window
 
     def describe(self) -> str:
         """Return the mesh and the options of a run in one line; attention logs what it chooses."""
@@ -288,11 +253,11 @@ class ContextParallelStrategy(CheckpointStrategy):
             "layout": self._options.layout,
             "algorithm": self._options.algorithm,
             "kernel": self._options.kernel,
-            "parameter_sharding": self._sharding,
+            "parameter_sharding": self._preparation.sharding,
         }
         if self.tensor_parallel_size > 1:
             values["tensor"] = self.tensor_parallel_size
-        if self._sharding == "hybrid":
+        if self._preparation.sharding == "hybrid":
             values["shard_size"] = self.shard_mesh.shape[-1]
         return "context parallelism: " + " ".join(f"{key}={x}" for key, x in values.items())
 
@@ -310,56 +275,38 @@ class ContextParallelStrategy(CheckpointStrategy):
     @override
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
-        self.precision_plugin = resolve_plugin(self._mixed_precision, self.precision_plugin)
+        prepared, plugin = self._preparation, self.precision_plugin
+        self.precision_plugin = resolve_plugin(prepared.mixed_precision, plugin)
         super().setup_environment()
-        self._undos.append(averaging.allow_copies(self._module()))  # setup() of callbacks is next
+        prepared.undos.append(averaging.allow_copies(self._module()))  # callbacks' setup() is next
 
     @override
     def setup(self, trainer: Trainer) -> None:
         """Enable, shard and place the model; create optimizers."""
         assert self.accelerator is not None  # noqa: S101
         assert self.model is not None  # noqa: S101
-        module = self._module()
+        module, prepared = self._module(), self._preparation
         self.accelerator.setup(trainer)
-        check_module(module)
-        check_features(trainer)
-        if self._parameter_offload:
-            check_offload_features(trainer)
+        prepared.check(trainer, module)
         if self._is_async():
             check_links(trainer)
         check_hooks(module, self._ranks())
-        self._undos.append(disable_inference_mode(trainer))
         self.model = self.precision_plugin.convert_module(self.model)
-        self._handles += enable_models(module)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        self._prepare_layers(self._activations, training=is_training)
+        prepared.enable(trainer, module, training=is_training)
         check_loaded_models(
-            module, self.tensor_parallel_size, reduces_once=not self._reduce_every_microbatch
+            module, self.tensor_parallel_size, reduces_once=not self._accumulation.reduce_each
         )
-        self._choose_sharding()
-        stop = place_model(
-            self.model,
-            self.shard_mesh,
-            sharding=self._sharding,
-            tensor=self.tensor_mesh,
-            shard_modules=self._shard_modules,
-            mixed_precision=self._mixed_precision,
-            offload=self._parameter_offload,
-            device=self.root_device,
-            to_device=self.model_to_device,
-        )
-        share_random_state(self.context_parallel.groups.tensor, self.root_device)
-        self._undos += [stop] if stop is not None else []
-        self._undos += averaging.shard_averages(trainer, module)
+        self._place_model(self.model)
+        prepared.undos += averaging.shard_averages(trainer, module)
         self.barrier()
+        self._accumulation.start_run(module, training=is_training)
         if is_training:
-            drop_gradients(module)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        if is_training and not self._parameter_offload:
+        if is_training and not prepared.offload:
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._window = GradientWindow()
         self._steps = StepRunner(
             module,
             cp=self.context_parallel,
@@ -367,104 +314,64 @@ class ContextParallelStrategy(CheckpointStrategy):
             loss=self._loss,
             verify_steps=self._verify_steps,
             verify_max_len=self._verify_max_len,
-            lockstep=self._sharding != "none" or self.data_parallel_size == 1,
-            stock=bool(self._handles),
-            memory=self._plan_memory(),
+            lockstep=prepared.sharding != "none" or self.data_parallel_size == 1,
+            stock=prepared.has_enabled,
+            memory=prepared.plan_memory(
+                module,
+                self.context_parallel,
+                world_size=self.world_size,
+                precision=str(self.precision_plugin.precision),
+                refuse=self._check_memory,
+            ),
         )
+
+    def _place_model(self, model: nn.Module) -> None:
+        prepared, device, to_device = self._preparation, self.root_device, self.model_to_device
+        if prepared.is_auto:
+            self._set_shard_size(
+                prepared.choose_sharding(model, self._ranks(), self.num_processes, device=device)
+            )
+        prepared.place(
+            model, self.shard_mesh, tensor=self.tensor_mesh, device=device, to_device=to_device
+        )
+        share_random_state(self.context_parallel.groups.tensor, device)
 
     @override
     def model_to_device(self) -> None:
         """Move the model to the device; shards in host memory stay there."""
-        if not self._parameter_offload:
-            super().model_to_device()
-            return
         assert self.model is not None  # noqa: S101
-        _update_properties(self.model, device=self.root_device)
-        move_unsharded(self.model, self.root_device)
+        if self._preparation.offload:
+            use_offloaded(self.model, self.root_device)
+        else:
+            super().model_to_device()
 
     @override
     def _get_process_group_backend(self) -> str:
         # Norms of gradients in host memory are summed over the ranks, too, which NCCL cannot do.
-        if self._parameter_offload and self.root_device.type == "cuda":
+        if self._preparation.offload and self.root_device.type == "cuda":
             return self._process_group_backend or "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
-
-    def _choose_sharding(self) -> None:
-        """Decide what ``parameter_sharding="auto"`` is. Collective."""
-        if self._parameter_sharding != "auto":
-            return
-        assert self.model is not None  # noqa: S101
-        self._sharding = choose_sharding(
-            self.model,
-            self._ranks(),
-            ranks_per_node=self.num_processes,
-            device_bytes=device_bytes(self.root_device),
-        )
-        shard_size: Literal["auto"] | None = "auto" if self._sharding == "hybrid" else None
-        if shard_size != self._shard_size:
-            self._shard_size = shard_size
-            self._build_shard_mesh()
-
-    def _plan_memory(self) -> MemoryCheck:
-        if self._options.offload == "auto":  # an earlier run may have offloaded
-            self.context_parallel.offloaded = None
-        run = RunSetup(
-            self._options,
-            self._activations,
-            self.world_size,
-            str(self.precision_plugin.precision),
-            self._mixed_precision,
-            self._sharding,
-            self.shard_mesh.shape[-1],
-            self._parameter_offload,
-        )
-        return MemoryCheck(
-            self._module(),
-            self.root_device,
-            run,
-            cp=self.context_parallel,
-            prepare=self._prepare_layers,
-            refuse=self._check_memory,
-        )
-
-    def _prepare_layers(self, activations: Activations, *, training: bool = True) -> None:
-        module, names = self._module(), self._shard_modules
-        self._undos += activations.apply(module, names, training=training)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by data rank; let loaders end together, or raise if they cannot."""
         if isinstance(dataloader, DataLoader):
-            loaders.seed_workers(dataloader, self.data_parallel_rank)
-            if self.data_parallel_size > 1 and self._sharding != "none":
-                loaders.check_dataloader(dataloader, self._ranks(), self.data_parallel_size)
-            self._end_together(dataloader)
-        return dataloader
-
-    def _end_together(self, dataloader: DataLoader[Any]) -> None:
-        """Let ranks agree on the end of a loader without a length, where they must. Collective."""
-        is_training = self._trainer().training
-        may_differ = self._sharding == "none" and not is_training
-        if loaders.has_length(dataloader) or self.world_size == 1 or may_differ:
-            return
-        if self._loader_group is None or not is_alive(self._loader_group):
-            self._loader_group = (
-                self._ranks().get_group()
-                if self.root_device.type == "cpu"
-                else dist.new_group(backend="gloo", timeout=self._timeout)
+            assert self._meshes is not None  # noqa: S101
+            self._preparation.undos += self._loaders.prepare(
+                dataloader,
+                self._meshes,
+                sharded=self._preparation.sharding != "none",
+                training=self._trainer().training,
             )
-        agreement = loaders.Agreement(self._loader_group, may_stop=is_training)
-        self._undos.append(loaders.end_together(dataloader, agreement))
+        return dataloader
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch to the device; with ``broadcast_batch``, that of the first context rank."""
-        if self._broadcast_batch and self.context_parallel_size > 1:
-            batch = self.context_parallel.groups.context.first(batch)
-        if self._broadcast_batch and self.tensor_parallel_size > 1:
-            batch = self.context_parallel.groups.tensor.first(batch)
+        if self._broadcast_batch:
+            batch = self.context_parallel.groups.first(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---------------------------------------------------------------- training
@@ -482,9 +389,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start a gradient window where Lightning sets gradients to zero."""
         super().on_train_batch_start(batch, batch_idx)
-        is_first = batch_idx % self._trainer().accumulate_grad_batches == 0
-        if is_first and self._module().automatic_optimization:
-            self._window = GradientWindow()
+        self._accumulation.start_batch(self._module(), batch_idx)
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -501,10 +406,8 @@ class ContextParallelStrategy(CheckpointStrategy):
             raise RuntimeError(
                 "backward() needs a training step: call manual_backward() inside training_step()."
             )
-        if module.automatic_optimization:  # Lightning has divided by the number of batches
-            weight = self._window.weigh(step) * self._trainer().accumulate_grad_batches
-            dtype = accumulation_dtype(closure_loss.dtype)
-            closure_loss = closure_loss * weight.to(dtype)
+        if module.automatic_optimization:
+            closure_loss = self._accumulation.weigh(closure_loss, module, step)
         else:  # the user weights losses, as on one process
             closure_loss = self._step_runner().check_loss(closure_loss)
         with reenter(step):
@@ -517,14 +420,8 @@ class ContextParallelStrategy(CheckpointStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate a batch that is not the last of its window."""
-        if self._reduce_every_microbatch and not is_replicated(self._module()):
+        with self._accumulation.before_last(self._module()):
             yield
-            return
-        set_gradient_reduction(self._module(), enabled=False)
-        try:
-            yield
-        finally:
-            set_gradient_reduction(self._module(), enabled=True)
 
     @override
     def optimizer_step(
@@ -535,15 +432,9 @@ class ContextParallelStrategy(CheckpointStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step with the gradient of the mean over all tokens; callbacks and clipping see it too."""
-
-        def finished_closure() -> Any:
-            result = closure()
-            if self._module().automatic_optimization:
-                self._window.finish(self._module().parameters())
-            return result
-
+        closure = self._accumulation.finish_after(closure, self._module())
         with hooks_read_scalars(self.precision_plugin, optimizer):
-            return super().optimizer_step(optimizer, finished_closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def on_train_end(self) -> None:
@@ -592,11 +483,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     @override
     def teardown(self) -> None:
         """Restore the model, the Trainer and its callbacks."""
-        for handle in self._handles:
-            handle.undo()
-        self._handles = []
-        while self._undos:
-            self._undos.pop()()
+        self._preparation.undo()
         if self.lightning_module is not None:  # after an error the root may still be gathered
             reshard(self.lightning_module)
         if self._context_parallel is not None:

@@ -1,7 +1,7 @@
 """Attention cases that the engine's tests share: masks, and how one rank runs one of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -84,6 +84,9 @@ class Case:
     ulysses: int = 1
     groups: tuple[int, int] | None = None  # of heads, forward and backward
     gradient_wire: GradientWire = "float32"
+    _layouts: dict[tuple[object, ...], tuple[Mask, Layout]] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def whole_bias(self) -> Tensor | None:
@@ -96,10 +99,18 @@ class Case:
     def build_layout(self, cp_size: int) -> Layout:
         if isinstance(self.layout, Layout):
             return self.layout
+        # Ranks that are threads share the case: each of them asks, some of them twice.
         length = self.inputs.q.shape[2]
-        return build_layout(
-            self.layout, seq_len=length, cp_size=cp_size, bounds=lambda: self.mask.bounds(length)
-        )
+        key = self.layout, cp_size, length, id(self.mask)
+        if key not in self._layouts:
+            layout = build_layout(
+                self.layout,
+                seq_len=length,
+                cp_size=cp_size,
+                bounds=lambda: self.mask.bounds(length),
+            )
+            self._layouts[key] = self.mask, layout  # a mask that is held keeps its id
+        return self._layouts[key][1]
 
 
 def make_case(mask: str, *, heads: str = "gqa", length: int = 37, **kwargs: object) -> Case:

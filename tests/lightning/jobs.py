@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cp import ContextParallelStrategy, token_mean
@@ -82,7 +82,7 @@ class Module(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         # Callbacks and hooks must see the gradient of the full window, before it is clipped.
-        grads = [full(p.grad) for p in self.parameters() if p.grad is not None]
+        grads = full_together([p.grad for p in self.parameters() if p.grad is not None])
         squares = [grad.double().square().sum() for grad in grads]
         self.grad_norms.append(float(torch.stack(squares).sum().sqrt()))
 
@@ -133,6 +133,28 @@ class ManualModule(Module):
 def full(x: Tensor) -> Tensor:
     """Return the full tensor of a sharded one."""
     return full_tensor(x) if isinstance(x, DTensor) else x
+
+
+def full_together(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the full tensors of sharded ones; in one message, if dim 0 is sharded by one axis."""
+    kinds = {(getattr(x, "placements", None), x.dtype) for x in tensors}
+    if kinds != {((Shard(0),), tensors[0].dtype)}:
+        return [full(x) for x in tensors]
+    group = tensors[0].device_mesh.get_group()
+    # Ranks hold equal numbers of rows, the last ones fewer or none.
+    rows = [-(-len(x) // group.size()) for x in tensors]
+    locals_ = [x.to_local() for x in tensors]
+    padded = [
+        torch.cat([x, x.new_zeros(n - len(x), *x.shape[1:])]).flatten()
+        for x, n in zip(locals_, rows, strict=True)
+    ]
+    mine = torch.cat(padded)
+    found = mine.new_empty(group.size(), len(mine))
+    dist.all_gather_into_tensor(found.view(-1), mine, group=group)
+    parts = found.split([len(x) for x in padded], dim=1)
+    return [
+        part.reshape(-1, *x.shape[1:])[: len(x)] for part, x in zip(parts, tensors, strict=True)
+    ]
 
 
 @dataclass
@@ -234,10 +256,12 @@ def run_fit(fit: Fit) -> dict[str, Any]:
             **fit.trainer,
         )
         trainer.fit(module, loader(rows, fit.dp_size), loader(val_rows, fit.dp_size))
+        names, parameters = zip(*module.model.named_parameters(), strict=True)
+        weights = [p.detach() for p in parameters]
         return {
             "losses": module.losses,
             "grad_norms": module.grad_norms,
-            "weights": {n: full(p.detach()) for n, p in module.model.named_parameters()},
+            "weights": dict(zip(names, full_together(weights), strict=True)),
             "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
         }
 

@@ -19,7 +19,7 @@ from hf_patches import enable
 from lightning_cp import ContextParallel, ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.comm.mesh import resolve_shard_size
 from lightning_cp.fsdp import sharding
-from lightning_cp.lightning import model_setup, strategy
+from lightning_cp.lightning import model_setup, preparation
 from lightning_cp.lightning.model_setup import choose_sharding
 from lightning_cp.loss import global_mean
 from tests.lightning.jobs import build_trainer, elastic_environment, full
@@ -298,7 +298,7 @@ def run_auto(memory):
     """Return what ``auto`` is on two nodes of two devices with so many bytes."""
     with elastic_environment(), pytest.MonkeyPatch.context() as patch:
         own = None if memory is None else memory + dist.get_rank()
-        patch.setattr(strategy, "device_bytes", lambda device: own)
+        patch.setattr(preparation, "device_bytes", lambda device: own)
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("LOCAL_RANK", str(dist.get_rank() % 2))
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does to a module before its first step, and undoes after its last.
+
+The strategy has one `Preparation`, and calls its methods in the order in which they stand here.
+Knows which options the model is prepared with; nothing about batches and steps.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.fsdp.sharding import ParameterSharding, Sharding, check_parameter_sharding
+from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.features import (
+    check_features,
+    check_module,
+    check_offload_features,
+    disable_inference_mode,
+)
+from lightning_cp.lightning.memory_choice import RunSetup
+from lightning_cp.lightning.memory_plan import MemoryCheck, device_bytes
+from lightning_cp.lightning.mixed_precision import MixedPrecision, check_mixed_precision
+from lightning_cp.lightning.model_setup import (
+    check_parameter_offload,
+    check_shard_size,
+    choose_sharding,
+    place_model,
+)
+from lightning_cp.parallel import ContextParallel
+
+
+class Preparation:
+    """Enables, shards and places the module of a run; restores it in the end.
+
+    Args:
+        activations: what is done to the layers.
+        sharding: of the parameters; ``auto`` is decided by `choose_sharding`.
+        shard_size: with ``hybrid``, the number of ranks that share a copy of them.
+        shard_modules: see `shard_parameters`.
+        offload: whether shards of parameters are in host memory.
+        mixed_precision: how bf16-mixed is carried out.
+    """
+
+    def __init__(
+        self,
+        activations: Activations,
+        *,
+        sharding: ParameterSharding,
+        shard_size: int | Literal["auto"],
+        shard_modules: Sequence[str] | None,
+        offload: bool,
+        mixed_precision: MixedPrecision,
+    ) -> None:
+        check_parameter_sharding(sharding)
+        check_shard_size(shard_size, sharding)
+        check_parameter_offload(offload, sharding)
+        check_mixed_precision(mixed_precision, sharding)
+        self._activations, self._shard_modules = activations, shard_modules
+        self._handles: list[Handle] = []
+        self._mesh: DeviceMesh | None = None
+        self._device: torch.device | None = None
+        self.offload, self.mixed_precision = offload, mixed_precision
+        self.is_auto = sharding == "auto"
+        self.sharding: Sharding = "full" if sharding == "auto" else sharding
+        self.undos: list[Callable[[], None]] = []
+        """What `undo` calls, the last first: others may add what they change about a run."""
+
+    @property
+    def has_enabled(self) -> bool:
+        """Return whether models of other libraries are enabled."""
+        return bool(self._handles)
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raise for what would fail in the middle of a run."""
+        check_module(module)
+        check_features(trainer)
+        if self.offload:
+            check_offload_features(trainer)
+
+    def enable(self, trainer: Trainer, module: nn.Module, *, training: bool) -> None:
+        """Enable models of other libraries, and prepare layers and the Trainer's loops."""
+        self.undos.append(disable_inference_mode(trainer))
+        self._handles += enable_models(module)
+        self.prepare_layers(module, self._activations, training=training)
+
+    def prepare_layers(
+        self, module: nn.Module, activations: Activations, *, training: bool = True
+    ) -> None:
+        """Prepare layers; again at the first step, where ``auto`` is decided there."""
+        self.undos += activations.apply(module, self._shard_modules, training=training)
+
+    def choose_sharding(
+        self, model: nn.Module, ranks: DeviceMesh, ranks_per_node: int, *, device: torch.device
+    ) -> Literal["auto"] | None:
+        """Decide what ``auto`` is, as `model_setup.choose_sharding` does. Collective.
+
+        Returns:
+            The ``shard_size`` of the mesh over which parameters are then sharded.
+        """
+        self.sharding = choose_sharding(
+            model, ranks, ranks_per_node=ranks_per_node, device_bytes=device_bytes(device)
+        )
+        return "auto" if self.sharding == "hybrid" else None
+
+    def place(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        tensor: DeviceMesh,
+        device: torch.device,
+        to_device: Callable[[], None],
+    ) -> None:
+        """Shard or replicate a model, and move it to its device; see `place_model`."""
+        stop = place_model(
+            model,
+            mesh,
+            sharding=self.sharding,
+            tensor=tensor,
+            shard_modules=self._shard_modules,
+            mixed_precision=self.mixed_precision,
+            offload=self.offload,
+            device=device,
+            to_device=to_device,
+        )
+        self.undos += [] if stop is None else [stop]
+        self._mesh, self._device = mesh, device
+
+    def plan_memory(
+        self,
+        module: nn.Module,
+        cp: ContextParallel,
+        *,
+        world_size: int,
+        precision: str,
+        refuse: bool,
+    ) -> MemoryCheck:
+        """Return what plans the memory of the steps of a placed module.
+
+        Args:
+            module: the LightningModule.
+            cp: opens steps.
+            world_size: all ranks.
+            precision: of the Trainer.
+            refuse: whether to raise if a step cannot fit.
+        """
+        assert self._mesh is not None  # noqa: S101
+        assert self._device is not None  # noqa: S101
+        run = RunSetup(
+            cp.options,
+            self._activations,
+            world_size,
+            precision,
+            self.mixed_precision,
+            self.sharding,
+            self._mesh.shape[-1],
+            self.offload,
+        )
+        prepare = partial(self.prepare_layers, module)
+        return MemoryCheck(module, self._device, run, cp=cp, prepare=prepare, refuse=refuse)
+
+    def undo(self) -> None:
+        """Restore the module, and what others have added to `undos`."""
+        for handle in self._handles:
+            handle.undo()
+        self._handles = []
+        while self.undos:
+            self.undos.pop()()
