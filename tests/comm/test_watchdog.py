@@ -216,6 +216,24 @@ def test_a_store_that_does_not_answer_ends_the_rank():
     wait_until(lambda: not [t for t in threading.enumerate() if "watchdog" in t.name])
 
 
+def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(monkeypatch, caplog):
+    monkeypatch.setattr(module.os, "_exit", lambda code: None)
+    made, trained = [], []
+
+    def training_loop():
+        made.append(Watchdog(HashStore(), 0, 2, SECOND))
+        while not trained:
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=training_loop, daemon=True)
+    thread.start()
+    wait_until(lambda: made)
+    made[0]._end()
+    trained.append(True)
+    thread.join(10)
+    assert "in training_loop. Cause" in caplog.text
+
+
 def test_a_request_to_stop_reaches_all():
     dogs = start(3)
     dogs[2].ask_to_stop()
@@ -252,5 +270,8 @@ def test_each_attempt_has_a_name_of_its_own():
 def test_ranks_that_do_not_connect_are_named():
     store = HashStore()
     agree(store, 3)
-    with pytest.raises(RuntimeError, match="2 of 3 ranks have not connected within 1 s.*rank 1"):
+    message = (
+        "2 of 3 ranks have not connected within 1 s.*rank 1.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+    with pytest.raises(RuntimeError, match=message):
         agree_on_attempt(store, 0, 3, SECOND)
