@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_cp.comm.mesh import Meshes
 from lightning_cp.fsdp.sharding import is_sharded
 from lightning_cp.lightning.strategy import ContextParallelStrategy
 from lightning_cp.loss import global_mean
@@ -43,13 +44,18 @@ class ModelParallelStrategy(ContextParallelStrategy):
     def setup_environment(self) -> None:
         if not isinstance(stock._setup_device_mesh, Mock):
             return super().setup_environment()
-        # The test has mocked what builds their mesh, because there are no processes.
+        # The test has mocked what builds their mesh, because there are no processes; its module is
+        # a Mock, too.
         mesh = MagicMock()
-        with mock.patch.multiple(
-            "lightning_cp.lightning.mesh_strategy",
-            build_mesh=Mock(return_value=(mesh, mesh)),
-            warn_if_spread=Mock(),
-            ContextParallel=Mock(),
+        with (
+            mock.patch("lightning_cp.lightning.averaging.allow_copies"),
+            mock.patch.multiple(
+                "lightning_cp.lightning.mesh_strategy",
+                build_mesh=Mock(return_value=Meshes(mesh, mesh, mesh)),
+                build_hybrid_mesh=Mock(return_value=(mesh, mesh)),
+                warn_if_spread=Mock(),
+                ContextParallel=Mock(),
+            ),
         ):
             return super().setup_environment()
 
