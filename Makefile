@@ -30,7 +30,8 @@ parity: .venv/.installed
 conformance: .venv/.installed-dev
 	$(BIN)/python -m tests.conformance $(LIGHTNING_TESTS)
 
-# Each fault of a rank under each launcher: half an hour on 2 cores; as root, for a small disk.
+# Each fault of a rank under each launcher: half an hour on 2 cores; as root, for a small disk. Where
+# ray is installed also under Ray Train: half an hour more.
 faults: .venv/.installed-dev
 	$(BIN)/python -m tests.faults --write docs/faults.md $(if $(RESULTS),--results $(RESULTS))
 

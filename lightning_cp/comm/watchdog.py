@@ -56,6 +56,8 @@ _runs = count()
 class Watchdog:
     """A thread that ends this process if another rank fails or falls silent.
 
+    The thread that makes it is taken for the one that trains (with Ray not the main thread).
+
     Args:
         store: a store of all ranks, with a connection of its own.
         rank: of this process.
@@ -66,6 +68,7 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, size: int, heartbeat_timeout: timedelta) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._limit = heartbeat_timeout.total_seconds()
+        self._training_thread = threading.get_ident()
         self._cause: str | None = None
         self._known_since = 0.0
         self._has_failed = False
@@ -98,7 +101,7 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    # ---------------------------------------------------------------- for the main thread
+    # ---------------------------------------------------------------- for the training thread
 
     def report(self, error: BaseException) -> None:
         """Tell all ranks why this one fails; the first report counts."""
@@ -239,14 +242,14 @@ class Watchdog:
             return True
 
     def _end(self) -> None:
-        place = where(sys._current_frames().get(threading.main_thread().ident or 0))
+        place = where(sys._current_frames().get(self._training_thread))
         _logger.error("Rank %d ends at %s. Cause: %s", self._rank, place, self._cause)
         if not self._is_cut_off:
             with suppress(RuntimeError):
                 self._store.add("ended", 1)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # the main thread may wait in a collective, where no exception reaches it
+        os._exit(1)  # the training thread may wait in a collective, where no exception reaches it
 
     # ---------------------------------------------------------------- both
 

@@ -6,7 +6,11 @@ deadlocks unless all ranks get the signal at once. Knows Lightning; `comm/watchd
 rest.
 """
 
+import faulthandler
 import logging
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -35,11 +39,52 @@ def attach(trainer: Trainer, watchdog: Watchdog) -> Callable[[], None]:
     loop: Any = trainer.fit_loop.epoch_loop
     connector._sigterm_notifier_fn = interruption.on_sigterm
     loop._broadcast_sigterm_tensor = interruption.agree
+    stop_listening = _listen(interruption) if _is_in_thread_of_ray(trainer) else None
 
     def undo() -> None:
+        if stop_listening is not None:
+            stop_listening()
         if reporter in callbacks:
             callbacks.remove(reporter)
         del connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor
+
+    return undo
+
+
+def _is_in_thread_of_ray(trainer: Trainer) -> bool:
+    """Return whether `fit` runs in a thread of a worker of Ray, which ends at once by SIGTERM."""
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+    kinds = {kind.__name__ for kind in type(environment).__mro__}
+    is_thread = threading.current_thread() is not threading.main_thread()
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    return is_fit and is_thread and "RayLightningEnvironment" in kinds
+
+
+def _listen(interruption: "_Interruption") -> Callable[[], None]:
+    """Let SIGTERM reach the interruption from a thread; return what undoes it.
+
+    Only the main thread may install handlers in Python, but any thread those of `faulthandler`,
+    which write a traceback to a file: here to a pipe, from which a thread learns of the signal.
+    """
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)  # a handler must not wait for a reader
+    faulthandler.register(signal.SIGTERM, file=sink, all_threads=False, chain=False)
+
+    def read() -> None:
+        is_first = True
+        while os.read(source, 1 << 16):
+            if is_first:
+                interruption.on_sigterm(signal.SIGTERM, None)
+            is_first = False
+
+    thread = threading.Thread(target=read, name="lightning_cp SIGTERM", daemon=True)
+    thread.start()
+
+    def undo() -> None:
+        faulthandler.unregister(signal.SIGTERM)  # the handler before it counts again
+        os.close(sink)
+        thread.join()
+        os.close(source)
 
     return undo
 

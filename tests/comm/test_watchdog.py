@@ -216,6 +216,24 @@ def test_a_store_that_does_not_answer_ends_the_rank():
     wait_until(lambda: not [t for t in threading.enumerate() if "watchdog" in t.name])
 
 
+def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(monkeypatch, caplog):
+    monkeypatch.setattr(module.os, "_exit", lambda code: None)
+    made, trained = [], []
+
+    def training_loop():
+        made.append(Watchdog(HashStore(), 0, 2, SECOND))
+        while not trained:
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=training_loop, daemon=True)
+    thread.start()
+    wait_until(lambda: made)
+    made[0]._end()
+    trained.append(True)
+    thread.join(10)
+    assert "in training_loop. Cause" in caplog.text
+
+
 def test_a_request_to_stop_reaches_all():
     dogs = start(3)
     dogs[2].ask_to_stop()

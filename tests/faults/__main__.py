@@ -4,12 +4,15 @@
     python -m tests.faults --only "SIGTERM" --launcher script
     python -m tests.faults --results faults.jsonl --write docs/faults.md    # in several runs
 
-CPU ranks on this machine, two per job; "disk full" mounts a small disk, and needs root. Takes half
-an hour on an idle machine of 2 cores. The exit code is 1 if something is wrong in a cell.
+CPU ranks on this machine, two per job; "disk full" mounts a small disk, and needs root. The column
+of Ray Train needs `pip install 'ray[train]'`, and is left out otherwise. Takes an hour on an idle
+machine of 2 cores. The exit code is 1 if something is wrong in a cell.
 """
 
 import argparse
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -19,13 +22,14 @@ from pathlib import Path
 import lightning
 import torch
 
-from tests.faults.matrix import FAULTS, HEARTBEAT, LAUNCHERS, LIMIT, Cell, run
+from tests.faults.matrix import FAULTS, HEARTBEAT, LAUNCHERS, LIMIT, RAY_TRAIN, Cell, run
 
 INTRO = """\
 # Faults of a run
 
 Made by `python -m tests.faults --write docs/faults.md`; do not edit. {date}, {processors} CPU
-cores ({machine}, shared with other jobs), Python {python}, torch {torch}, Lightning {lightning}.
+cores ({machine}, shared with other jobs), Python {python}, torch {torch}, Lightning {lightning},
+Ray {ray}.
 
 Two CPU ranks (gloo) train a tiny model, with a checkpoint every second step; in step 5 one of them
 fails. In each cell: the seconds from the fault until all processes are gone (at most
@@ -35,15 +39,22 @@ checksums. The output names the cause, unless the cell says otherwise.
 """
 NOTES = f"""
 - **two torchrun agents**: as two nodes, on this machine, with one rank each.
-- **SIGKILL**: the rank is named by the watchdog, or the process by torchrun or by Lightning's
-  launcher, whichever is first; rank 0 also by the store, which ends with it in a script.
+- **Ray Train**: two workers of a `TorchTrainer` with `RayLightningEnvironment`, in a Ray that the
+  script starts with `ray.init()`. Gone are the workers, the script, and the Ray that it has
+  started; a cluster that runs already is yours, and stays. The cause is in the error that
+  `TorchTrainer.fit` raises in the script, under `[Rank 1 Error Snippet]`, or in what the workers
+  print, which Ray repeats there.
+- **SIGKILL**: the rank is named by the watchdog or by Ray, or the process by torchrun or by
+  Lightning's launcher, whichever is first; rank 0 also by the store, which ends with it in a
+  script.
 - **a stopped process**: with `heartbeat_timeout` {HEARTBEAT:.0f} s; 60 s by default. The seconds
   are those until the other rank is gone. A stopped process cannot end: here it was continued then,
   and ended. (torchrun would kill it 30 s after the other; by its code, not measured.)
-- **SIGTERM**: after the step in progress all ranks save `last.ckpt` and end with exit code 143.
+- **SIGTERM**: after the step in progress all ranks save `last.ckpt` and end with exit code 143;
+  with Ray the script ends with 1, and `SIGTERMException: 143` is the error of both workers.
 - **unequal loaders**, **a damaged shard**: refused on all ranks when a second `fit` starts.
 - **disk full**: a disk of 8 MB that fills up; the save fails on all ranks.
-- Not here: GPUs and NCCL, real nodes, Ray.
+- Not here: GPUs and NCCL, real nodes, a cluster of Ray.
 """
 
 
@@ -54,9 +65,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--launcher", choices=list(LAUNCHERS), action="append")
     args = parser.parse_args()
+    launchers = args.launcher or list(LAUNCHERS)
+    if RAY_TRAIN in launchers and importlib.util.find_spec("ray") is None:
+        launchers.remove(RAY_TRAIN)
+        sys.stderr.write(f"{RAY_TRAIN} is left out: it needs pip install 'ray[train]'\n")
     cells = read(args.results)
     for fault in FAULTS:
-        for launcher in args.launcher or LAUNCHERS:
+        for launcher in launchers:
             if args.only in fault.name and (fault.name, launcher) not in cells:
                 cell = run(fault, launcher)
                 cells[fault.name, launcher] = cell
@@ -94,6 +109,7 @@ def table(cells: dict[tuple[str, str], Cell]) -> str:
         python=platform.python_version(),
         torch=torch.__version__.partition("+")[0],
         lightning=lightning.__version__,
+        ray=importlib.metadata.version("ray") if importlib.util.find_spec("ray") else "missing",
         limit=LIMIT,
     )
     lines = [["one rank meets", *LAUNCHERS], ["---"] * (1 + len(LAUNCHERS))]

@@ -44,11 +44,17 @@ class Fault:
     options: tuple[object, ...] = ()
 
 
-# By the watchdog, by Lightning's launcher (which knows a process id, no rank), or by torchrun.
+# By the watchdog, by Lightning's launcher (which knows a process id, no rank), by torchrun, or by
+# the error that Ray Train raises, which has a part for each rank.
+RAY = r"\[Rank {rank} Error Snippet\]:((?!Error Snippet)[\s\S])*"
 KILLED = (
-    r"rank {rank} on \S+ has ended without an error|terminated with code -9|Signal 9 \(SIGKILL\)"
+    r"rank {rank} on \S+ has ended without an error|terminated with code -9|Signal 9 \(SIGKILL\)|"
+    rf"{RAY}The actor died unexpectedly"
 )
-FAILED = rf"rank {{rank}} on \S+ failed: RuntimeError: {script.WORDS} \(at \S+fault.py:"
+FAILED = (
+    rf"rank {{rank}} on \S+ failed: RuntimeError: {script.WORDS} \(at \S+fault.py:|"
+    rf"{RAY}\nRuntimeError: {script.WORDS}"
+)
 # Both lines, in any order: each agent has an output of its own.
 STOPPED = r"\A(?=[\s\S]*rank {rank} has received SIGTERM)(?=[\s\S]*is saved in \S+last.ckpt)"
 FAULTS = (
@@ -79,10 +85,12 @@ def start_two_nodes(job: Job, *args: object) -> None:
     job.start_torchrun("fault.py", *args, "--num-nodes", 2, num_nodes=2, per_node=1)
 
 
+RAY_TRAIN = "Ray Train"
 LAUNCHERS: dict[str, Callable[..., None]] = {
     "script": lambda job, *args: job.start_script("fault.py", *args),
     "torchrun": lambda job, *args: job.start_torchrun("fault.py", *args),
     "two torchrun agents": start_two_nodes,
+    RAY_TRAIN: lambda job, *args: job.start_script("fault.py", *args, "--ray"),
 }
 
 

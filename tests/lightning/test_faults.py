@@ -2,12 +2,14 @@
 
 import json
 import re
+import signal
 import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cp import ContextParallelStrategy
@@ -70,7 +72,7 @@ def differ(out):
 
 
 def check_nothing_is_left():
-    assert not [thread for thread in threading.enumerate() if "watchdog" in thread.name]
+    assert not [thread for thread in threading.enumerate() if "lightning_cp" in thread.name]
 
 
 def test_different_batches_end_all_and_the_usual_causes_are_named(tmp_path, ranks):
@@ -95,6 +97,43 @@ def test_a_sigterm_of_one_rank_saves_a_checkpoint_and_ends_all(tmp_path, ranks):
     assert last["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"] == (
         last["global_step"] % fault.NUM_MICROBATCHES
     )
+
+
+class RayLightningEnvironment(TorchElasticEnvironment):
+    """Of that name, as the one of Ray Train."""
+
+
+def stop_in_thread(out):
+    """The same, where the Trainer runs in a thread, as in a worker of Ray."""
+    codes = []
+
+    def of_ray(*_):
+        raise RuntimeError("ended by Ray's handler")
+
+    def run():
+        try:
+            fault.train(out, "term", 1, plugins=[RayLightningEnvironment()])
+        except SIGTERMException as error:
+            codes.append(error.code)
+
+    before = signal.signal(signal.SIGTERM, of_ray)
+    try:
+        with jobs.elastic_environment():
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            thread.join()
+        check_nothing_is_left()
+        with pytest.raises(RuntimeError, match="ended by Ray's handler"):  # it is back
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return codes
+
+
+def test_a_sigterm_of_a_worker_of_ray_saves_a_checkpoint_and_ends_all(tmp_path, ranks):
+    assert ranks(2).run(stop_in_thread, tmp_path) == [[143], [143]]
+    last = torch.load(tmp_path / "checkpoints" / "last.ckpt" / "meta.pt", weights_only=True)
+    assert last["global_step"] > fault.FAULT_STEP
 
 
 def live_on(out):

@@ -1,4 +1,7 @@
-"""Trains on two ranks until one of them fails: `python fault.py OUT kill --rank 1`."""
+"""Trains on two ranks until one of them fails: `python fault.py OUT kill --rank 1`.
+
+With `--ray`, Ray Train starts the ranks, in a Ray of its own that ends with the command.
+"""
 
 import argparse
 import os
@@ -126,17 +129,34 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--resume", action="store_true", help="the fault happens once")
-    args = parser.parse_args()
-    train(
-        args.out,
-        args.fault,
-        args.rank,
-        timeout=args.timeout,
-        heartbeat=args.heartbeat,
-        seconds=args.seconds,
-        num_nodes=args.num_nodes,
-        resume=args.resume,
-    )
+    parser.add_argument("--ray", action="store_true")
+    options = vars(parser.parse_args())
+    if options.pop("ray"):
+        train_by_ray(options)
+    else:
+        train(**options)
+
+
+def train_by_ray(options: dict[str, Any]) -> None:
+    """Train on two workers of Ray Train."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    # Not the default folder: all of it ends with the job, and paths of sockets must be short.
+    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=str(options["out"].parent / "ray"))
+    TorchTrainer(
+        train_on_worker,
+        train_loop_config=options,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(options["out"].parent / "storage")),
+    ).fit()
+
+
+def train_on_worker(options: dict[str, Any]) -> None:
+    from ray.train.lightning import RayLightningEnvironment
+
+    train(**options, plugins=[RayLightningEnvironment()])
 
 
 def train(
@@ -149,6 +169,7 @@ def train(
     seconds: float = 0,
     num_nodes: int = 1,
     resume: bool = False,
+    plugins: list[Any] | None = None,
 ) -> None:
     """Train on two ranks with a checkpoint every other step, until the fault."""
 
@@ -172,6 +193,7 @@ def train(
             use_distributed_sampler=False,  # it would shuffle; all ranks share all rows
             logger=False,
             callbacks=[FaultyCallback(), save],
+            plugins=plugins,
             enable_progress_bar=False,
             enable_model_summary=False,
             **options,
