@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes as network namespaces: `recipes/launch/several_nodes.sh` on several, on one machine.
 
-    python -m tests.nodes --cases train sharding resume faults names --write FILE
+    python -m tests.nodes --cases train sharding resume faults members names --write FILE
 
 Each node has an address, a host name and an /etc/hosts of its own, and a link to a common switch,
 whose rate can be limited or which can be cut. Processes, disks and clocks are the machine's. Needs
@@ -17,6 +17,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -68,6 +69,7 @@ class Nodes:
         count: nodes: `node0` at 10.77.0.1, `node1` at 10.77.0.2, ...
         rate: of each link and direction, as `tc` writes it (100mbit); None for no limit.
         hosts: by default all names with their addresses, as a name server would give them.
+        names: other host names.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class Nodes:
         *,
         rate: str | None = None,
         hosts: Hosts | None = None,
+        names: list[str] | None = None,
     ) -> None:
         self._tag = f"lcp{os.getpid()}"
         self.addresses = [f"10.77.0.{node + 1}" for node in range(count)]
-        self.names = [f"node{node}" for node in range(count)]
+        self.names = names or [f"node{node}" for node in range(count)]
         self._rate = rate
         self._hosts = hosts or (
-            lambda _, addresses: [f"{a} node{i}" for i, a in enumerate(addresses)]
+            lambda _, addresses: [f"{a} {self.names[i]}" for i, a in enumerate(addresses)]
         )
         self._made: list[str] = []
 
@@ -157,10 +160,12 @@ class Meter(Callback):
 
     Args:
         folder: for one file per rank.
+        pause: seconds between steps, so that a run lasts.
+        stop: step after which the run ends; the schedule of the learning rate goes by `max_steps`.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str, pause: float = 0.0, stop: int | None = None) -> None:
+        self._folder, self._pause, self._stop = Path(folder), pause, stop
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: object) -> None:
         counters = Path("/sys/class/net/eth0/statistics")
@@ -173,10 +178,15 @@ class Meter(Callback):
             "time": time.time(),
             "loss": float(outputs["loss"]),
             "node": trainer.strategy.node_rank,
+            "host": socket.gethostname(),
+            "size": trainer.world_size,
             **bytes_,
         }
         with (self._folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+        time.sleep(self._pause)
+        if trainer.global_step == self._stop:
+            trainer.should_stop = True
 
 
 @dataclass
@@ -226,6 +236,8 @@ class Job:
         folder: shared by all nodes, as a network file system would be.
         config: the file.
         environment: variables of a node.
+        first: nodes that start at once; others when they `join`.
+        number: of nodes, as torchrun is told.
     """
 
     def __init__(
@@ -237,6 +249,8 @@ class Job:
         *options: str,
         host: str = "node0",
         environment: Callable[[int], dict[str, str]] = lambda _: {},
+        first: Iterable[int] | None = None,
+        number: str | None = None,
     ) -> None:
         self._nodes, self._folder = nodes, folder
         self._count, self._world = len(nodes.names), len(nodes.names) * devices
@@ -245,16 +259,20 @@ class Job:
         self._meter.mkdir(parents=True)
         _set_meter(config, self._meter)
         self._logs = [self._meter / f"node{node}.txt" for node in range(self._count)]
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        number = number or str(self._count)
+        self._command = [str(LAUNCH), number, str(devices), host, str(config), *options]
+        self._environment = environment
         try:
-            for node in range(self._count):
-                command = [str(LAUNCH), str(self._count), str(devices), host, str(config), *options]
-                self._start(node, command, environment(node))
+            for node in range(self._count) if first is None else first:
+                self.join(node)
         except BaseException:
             self.end()
             raise
 
-    def _start(self, node: int, command: list[str], more: dict[str, str]) -> None:
+    def join(self, node: int) -> None:
+        """Start the command on a node."""
+        more = self._environment(node)
         ours = {
             MARK: f"{self._mark}-{node}",
             "PYTHON": sys.executable,
@@ -262,16 +280,14 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         with self._logs[node].open("wb") as log:
-            self._started.append(
-                subprocess.Popen(
-                    self._nodes.command(node, command),
-                    cwd=ROOT,
-                    env=os.environ | ours | more,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            self._started[node] = subprocess.Popen(
+                self._nodes.command(node, self._command),
+                cwd=ROOT,
+                env=os.environ | ours | more,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def wait(self, limit: float = 600) -> Outcome:
@@ -287,12 +303,35 @@ class Job:
 
     def wait_for_step(self, step: int, limit: float = 300) -> None:
         """Wait until rank 0 has finished a step."""
+        self._wait_until(
+            lambda: bool(self._rows(0)) and self._rows(0)[-1]["step"] >= step,
+            f"step {step} was not reached",
+            limit,
+        )
+
+    @property
+    def step(self) -> int:
+        """Return the last step that rank 0 has finished."""
+        return int(self._rows(0)[-1]["step"])
+
+    def wait_for_size(self, size: int, limit: float = 300) -> float:
+        """Wait for steps on this number of ranks from now on; return the seconds."""
+        begin = time.time()
+
+        def is_reached() -> bool:
+            last = self._rows(0)[-1:]
+            return bool(last) and last[0]["size"] == size and last[0]["time"] > begin
+
+        self._wait_until(is_reached, f"no step on {size} ranks", limit)
+        return time.time() - begin
+
+    def _wait_until(self, is_reached: Callable[[], bool], problem: str, limit: float) -> None:
         end = time.time() + limit
-        while not self._rows(0) or self._rows(0)[-1]["step"] < step:
+        while not is_reached():
             if time.time() > end or not self.processes(0):
                 text = "\n".join(self._texts())
                 self.end()
-                raise RuntimeError(f"step {step} was not reached:\n{text}")
+                raise RuntimeError(f"{problem}:\n{text}")
             time.sleep(0.1)
 
     def kill(self, node: int) -> None:
@@ -345,7 +384,7 @@ class Job:
             self.kill(node)
 
     def _outcome(self) -> Outcome:
-        codes = [process.wait() for process in self._started]
+        codes = [process.wait() for process in self._started.values()]
         known = [None if code == -signal.SIGKILL else code for code in codes]
         return Outcome([self._rows(r) for r in range(self._world)], known, self._texts())
 
@@ -355,7 +394,7 @@ class Job:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def _texts(self) -> list[str]:
-        return [log.read_text(errors="replace") for log in self._logs]
+        return [log.read_text(errors="replace") if log.exists() else "" for log in self._logs]
 
 
 def _kill(pid: int) -> None:
@@ -380,6 +419,8 @@ def write_config(
     steps: int,
     save_every: int = 0,
     hidden: int = 128,
+    pause: float = 0.0,
+    stop: int | None = None,
     **strategy: Any,
 ) -> Path:
     """Write the laptop's config with short sequences and without validation."""
@@ -394,7 +435,8 @@ def write_config(
     }
     config["monitor"]["verify_first_batch"] = False
     config["trainer"]["strategy"]["init_args"] = strategy
-    callbacks = [{"class_path": "tests.nodes.Meter", "init_args": {"folder": ""}}]
+    meter = {"folder": "", "pause": pause, "stop": stop}
+    callbacks = [{"class_path": "tests.nodes.Meter", "init_args": meter}]
     if save_every:
         saver = {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": save_every}
         callbacks += [
@@ -433,13 +475,21 @@ Table = tuple[str, list[str], list[list[str]]]
 """A title with a sentence, the header, the rows."""
 
 
-def one_process(folder: Path, *, steps: int, batch_size: int = 8, hidden: int = 128) -> list[float]:
+def one_process(
+    folder: Path,
+    *,
+    steps: int,
+    batch_size: int = 8,
+    hidden: int = 128,
+    stop: int | None = None,
+) -> list[float]:
     """Return the losses of the same training in one process: no namespace, no launcher."""
     config = write_config(
         folder / "alone",
         batch_size=batch_size,
         steps=steps,
         hidden=hidden,
+        stop=stop,
         context_parallel_size=1,
     )
     meter = folder / "alone" / "meter"
@@ -688,6 +738,63 @@ def faults(folder: Path, counts: list[int]) -> Table:
     return title, header, rows
 
 
+def members(folder: Path, counts: list[int]) -> Table:
+    """Kill a node; another one, of another name and address, comes later by the same command."""
+    rows, steps = [], 100_000
+    for number in ("2", "1:2"):
+        say(f"members: {number} nodes")
+        config = write_config(
+            folder / number,
+            batch_size=8,
+            steps=steps,
+            save_every=5,
+            pause=0.3,
+            data_parallel_size=1,
+        )
+        seconds: list[tuple[str, float]] = []
+        with (
+            Nodes(3, names=["node0", "node1", "another"]) as nodes,
+            running(
+                nodes,
+                1,
+                folder,
+                config,
+                first=(0, 1),
+                number=number,
+                environment=lambda _: {"PET_MAX_RESTARTS": "3"},
+            ) as job,
+        ):
+            job.wait_for_step(20)
+            job.kill(1)
+            if number == "1:2":
+                seconds.append(("node1 is killed: node0 trains alone", job.wait_for_size(1)))
+            else:
+                time.sleep(30)  # node0 waits for a second node
+            job.join(2)
+            seconds.append(("`another` is started: node0 and it train", job.wait_for_size(2)))
+            job.wait_for_step(max(job.step, 20) + 5)
+            (job.kill if number == "2" else job.terminate)(0)
+            outcome = job.watch([2])
+        losses = {
+            row["step"]: row["loss"] for row in outcome.rows[0]
+        }  # of a repeated step the last
+        exact = one_process(folder / f"alone{number[0]}", steps=steps, stop=max(losses))
+        found = f"{differ([losses[step] for step in sorted(losses)], exact):.1e}"
+        rows += [[number, what, f"{time_:.0f}", f"{max(losses)}", found] for what, time_ in seconds]
+        what = "node0 is killed" if number == "2" else "SIGTERM to torchrun on node0"
+        gone = [" and ".join("never" if t is None else f"{t:.0f}" for t in outcome.gone[0])]
+        rows.append([number, f"{what}: ranks and torchrun of `another` are gone", *gone, "", ""])
+        say(f"{rows}, rank 0 on {outcome.rows[0][-1]['host']}, {first_error(outcome.texts[2])}")
+    title = (
+        "**Nodes that come and go.** Nodes of one process, `PET_MAX_RESTARTS=3`, "
+        "`data_parallel_size: 1`, a checkpoint every 5 steps, 0.3 s of pause after each step. "
+        "After step 20 node1 is killed; `another`, at another address, is started by the same "
+        "command (30 s later where NODES is 2). Losses of all steps are compared with one process."
+    )
+    header = ["NODES", "event", "s", "steps in all", "largest difference of a loss, relative"]
+    return title, header, rows
+
+
 def names(folder: Path, counts: list[int]) -> Table:
     """Try nodes whose names do not resolve as they should."""
     rows: list[list[str]] = []
@@ -760,6 +867,7 @@ CASES: dict[str, Callable[..., Table]] = {
     "sharding": sharding,
     "resume": resume,
     "faults": faults,
+    "members": members,
     "names": names,
 }
 

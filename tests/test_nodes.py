@@ -47,3 +47,38 @@ def test_a_node_that_is_killed_ends_the_others(two, tmp_path):
         assert ranks is not None, outcome.texts[0]
         assert torchrun is not None, outcome.texts[0]
     assert "by peer" in nodes.first_error(outcome.texts[0]), outcome.texts[0]
+
+
+@pytest.mark.slow
+def test_a_node_of_another_name_takes_the_place_of_a_lost_one(tmp_path):
+    if reason := nodes.missing():
+        pytest.skip(reason)
+    config = nodes.write_config(
+        tmp_path / "run", batch_size=4, steps=100_000, save_every=2, data_parallel_size=1
+    )
+    restarts = {"PET_MAX_RESTARTS": "1"}
+    with (
+        # Its name is the first in order, so that it becomes rank 0.
+        nodes.Nodes(3, names=["node0", "node1", "another"]) as three,
+        nodes.running(
+            three,
+            1,
+            tmp_path,
+            config,
+            first=(0, 1),
+            number="2",
+            environment=lambda _: restarts,
+        ) as job,
+    ):
+        job.wait_for_step(4)
+        job.kill(1)
+        job.join(2)
+        job.wait_for_size(2)
+        job.terminate(0)
+        outcome = job.watch([2])
+    assert outcome.rows[0][-1]["host"] == "another"
+    first = next(row["step"] for row in outcome.rows[0] if row["host"] == "another")
+    assert first > 2  # after a checkpoint
+    losses: dict[int, float] = {}
+    for row in outcome.rows[0]:  # some steps twice
+        assert losses.setdefault(row["step"], row["loss"]) == pytest.approx(row["loss"], rel=1e-5)

@@ -65,7 +65,8 @@ def agree_on_attempt(store: Any, rank: int, size: int, timeout: timedelta) -> st
             raise RuntimeError(
                 f"{len(missing)} of {size} ranks have not connected within "
                 f"{timeout.total_seconds():.0f} s, the first of them rank {min(missing)}. Look for "
-                "errors in their output; torchrun must run on all nodes."
+                "errors in their output; torchrun must run on all nodes. If a node has joined "
+                "that was not there at first, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all."
             )
         time.sleep(0.05)
     return name
