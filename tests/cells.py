@@ -1,28 +1,52 @@
 """Every mesh of 8 ranks (replicate, shard, context, tensor, expert), compared with one process.
 
 `python -m tests.cells --write docs/cells.md` trains 20 steps in each cell, in float64, with AdamW
-and clipping. Each cell then resumes from the checkpoint that the cell before it has saved after ten
-steps. `--results FILE` keeps what is done, so that a second call continues the first.
+and clipping. The checkpoint that a cell saves after ten steps is compared with that of a plain
+Trainer in one process; the next cell resumes from it, and so do cells of random pairs. Takes an
+hour on 2 cores. `--results FILE` keeps what is done, with checkpoints in a folder beside it, so
+that a second call continues the first. The exit code is 1 if a difference is larger than 1e-9.
 """
 
 import argparse
 import json
+import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.lightning.mesh_runs import Module, build, hybrid, norm, route, run_alone, run_fit
+from lightning_cp.checkpoint import consolidate
+from tests.lightning.mesh_runs import (
+    GLOBAL_BATCH,
+    Module,
+    Samples,
+    build,
+    hybrid,
+    norm,
+    route,
+    run_alone,
+    run_fit,
+)
 from tests.ranks import RankPool
 
+MODELS = ("llama", "moe")
 NUM_RANKS, NUM_BATCHES = 8, 10
+NUM_PAIRS = 20  # of each model
+LIMIT = 1e-9
 NUM_STEPS = 2 * NUM_BATCHES  # two epochs
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 16}
 
@@ -50,6 +74,7 @@ class Result:
 
     loss: float
     weight: float
+    saved: float
     resumed_loss: float
     resumed_weight: float
 
@@ -102,6 +127,20 @@ class Cells(Module):
             self.trainer.save_checkpoint(self.save)
 
 
+class Alone(Module):
+    """The stock model on one process, with a loss in float64, which that of HF is not."""
+
+    def __init__(self, name: str, save: Path) -> None:
+        super().__init__(name)
+        self.model, self.save = build(name, **HEADS), save
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    on_train_epoch_end = Cells.on_train_epoch_end
+
+
 def run_cell(
     name: str, folder: str, cell: Cell, *, save: Path | None = None, resume: Path | None = None
 ) -> tuple[list[float], dict]:
@@ -133,17 +172,102 @@ def differences(found, exact) -> tuple[float, float]:
 def compare(
     pool: RankPool, name: str, folder: str, before: Cell, cell: Cell, scratch: Path
 ) -> Result:
-    """Train in a cell, and resume in it what the cell before has trained."""
-    exact = run_alone(name, NUM_BATCHES, epochs=2, num_losses=NUM_STEPS, **HEADS)
+    """Train in a cell, look at its checkpoint, and resume in it what the cell before has saved."""
+    whole = pool.run(run_fresh, name, folder, cell, scratch)
+    saved = difference_of_content(
+        read(path_of(scratch, name, cell)), read(save_alone(name, scratch))
+    )
+    resumed = compare_pair(pool, name, folder, before, cell, scratch)
+    return Result(*worst(name, whole, NUM_STEPS), saved, *resumed)
+
+
+def compare_pair(
+    pool: RankPool, name: str, folder: str, before: Cell, cell: Cell, scratch: Path
+) -> list[float]:
+    """Resume in a cell what another has saved; return the differences from one process."""
     if not path_of(scratch, name, before).exists():
         pool.run(run_fresh, name, folder, before, scratch)
-    whole = pool.run(run_fresh, name, folder, cell, scratch)
     resumed = pool.run(run_resumed, name, folder, before, cell, scratch)
-    lengths = {len(losses) for losses, _ in whole}, {len(losses) for losses, _ in resumed}
-    assert lengths == ({NUM_STEPS}, {NUM_BATCHES}), lengths
-    fresh = [max(pair) for pair in zip(*(differences(x, exact) for x in whole), strict=True)]
-    later = [max(pair) for pair in zip(*(differences(x, exact) for x in resumed), strict=True)]
-    return Result(*fresh, *later)
+    return worst(name, resumed, NUM_BATCHES)
+
+
+def worst(name: str, found: list, num_losses: int) -> list[float]:
+    """Return the largest differences over ranks."""
+    assert {len(losses) for losses, _ in found} == {num_losses}
+    each = (differences(one, exact_run(name)) for one in found)
+    return [max(pair) for pair in zip(*each, strict=True)]
+
+
+@cache
+def exact_run(name: str) -> tuple:
+    return run_alone(name, NUM_BATCHES, epochs=2, num_losses=NUM_STEPS, **HEADS)
+
+
+def save_alone(name: str, scratch: Path) -> Path:
+    """Return the checkpoint of a plain Trainer in one process, after ten steps."""
+    file = scratch / f"{name}-alone.ckpt"
+    if not file.exists():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            gradient_clip_val=0.5,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Alone(name, file), DataLoader(Samples(NUM_BATCHES), GLOBAL_BATCH))
+    return file
+
+
+def read(path: Path) -> dict:
+    """Read a checkpoint in one process; a folder as the file of a plain Trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = path
+        if path.is_dir():
+            file = Path(folder) / "one.ckpt"
+            consolidate(path, file)
+        return torch.load(file, weights_only=False)
+
+
+def difference_of_content(found: dict, exact: dict) -> float:
+    """Return the largest difference of any number in two checkpoints, all of the same names."""
+    ours, theirs = dict(flatten(found)), dict(flatten(exact))
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"names differ: {sorted(ours.keys() ^ theirs.keys(), key=str)}")
+    most = 0.0
+    for name, value in theirs.items():
+        mine = ours[name]
+        if isinstance(value, Tensor):
+            assert (mine.dtype, mine.shape) == (value.dtype, value.shape), name
+            most = max(most, float((mine - value).abs().max()))
+        else:
+            assert mine == value, (name, mine, value)
+    return most
+
+
+def flatten(value: Any, *name: object) -> Iterator[tuple[tuple[object, ...], Any]]:
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            yield from flatten(part, *name, key)
+    elif isinstance(value, list | tuple) and value:
+        for index, part in enumerate(value):
+            yield from flatten(part, *name, index)
+    else:
+        yield name, value
+
+
+def pairs(name: str) -> list[tuple[int, int]]:
+    """Return random pairs of cells that are not neighbours in the table."""
+    number = len(cells(name))
+    every = [
+        (first, second)
+        for first in range(number)
+        for second in range(number)
+        if second not in (first, (first + 1) % number)
+    ]
+    return random.Random(0).sample(every, NUM_PAIRS)
 
 
 def path_of(scratch: Path, name: str, cell: Cell) -> Path:
@@ -158,60 +282,101 @@ def run_resumed(name, folder, before, cell, scratch):
     return run_cell(name, folder, cell, resume=path_of(scratch, name, before))
 
 
-def page(results: dict[str, dict[str, list]]) -> str:
-    """Return the table."""
+def page(results: dict[str, dict[str, dict[str, list]]]) -> str:
+    """Return the tables."""
     lines = [
         "# Meshes that were compared with one process",
         "",
         f"Written by `python -m tests.cells`. On {NUM_RANKS} CPU ranks, in float64: {NUM_STEPS} "
         "steps of AdamW with clipping, of a Llama with tied",
         "embeddings and of a Qwen3-MoE with 8 experts, both with 8 heads, on rows with few or "
-        "many labels. Then the same, but resumed after ten",
-        "steps from a checkpoint of the cell in the row before. Largest differences of any loss, "
-        "and of any weight at the end.",
+        "many labels.",
+        "",
+        "- **loss**, **weights**: largest differences of any loss, and of any weight at the end, "
+        "from one process.",
+        f"- **saved**: the checkpoint after {NUM_BATCHES} steps, read in one process, and that of "
+        "a plain Trainer without this strategy:",
+        "  largest difference of any weight and any state of the optimizer. Names, shapes, dtypes, "
+        "counters and all else are equal.",
+        f"- **resumed**: the next {NUM_BATCHES} steps from the checkpoint of the cell in the row "
+        "before (the last row for the first).",
+        "",
+        "So what a cell loads does not depend on the cell that has saved it, and every cell has "
+        f"loaded one; {NUM_PAIRS} random pairs of each",
+        "model are below its table.",
         "",
     ]
     for name, found in results.items():
-        worst = max(max(numbers) for _, numbers in found.values())
         lines += [
-            f"## {name}: {len(found)} cells, largest difference {worst:.0e}",
+            f"## {name}: {len(found['cells'])} cells, largest difference {largest(found):.0e}",
             "",
-            "| replicate | shard | context | tensor | expert | loss | weights | resumed: loss "
-            "| weights |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| replicate | shard | context | tensor | expert | loss | weights | saved "
+            "| resumed: loss | weights |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for cell, numbers in found.values():
+        for cell, numbers in found["cells"].values():
             row = [*map(str, cell.values()), *(f"{x:.0e}" for x in numbers)]
+            lines.append(f"| {' | '.join(row)} |")
+        lines += [
+            "",
+            "replicate x shard, context, tensor, expert:",
+            "",
+            "| saved in | resumed in | loss | weights |",
+            "|---|---|---|---|",
+        ]
+        for first, second, numbers in found["pairs"].values():
+            row = [show(first), show(second), *(f"{x:.0e}" for x in numbers)]
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def main() -> None:
+def show(cell: dict[str, int]) -> str:
+    replicate, shard, *others = cell.values()
+    return f"{replicate} x {shard}, {', '.join(map(str, others))}"
+
+
+def largest(found: dict[str, dict[str, list]]) -> float:
+    rows = [*found["cells"].values(), *found["pairs"].values()]
+    return max(max(numbers) for *_, numbers in rows)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path)
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), "cells.json"))
     arguments = parser.parse_args()
     file = arguments.results
     results = json.loads(file.read_text()) if file.is_file() else {}
+    scratch = file.with_suffix(".checkpoints")
+    scratch.mkdir(exist_ok=True)
     pool = RankPool(NUM_RANKS)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
+
+    def keep(found: dict[str, list], key: str, row: list) -> None:
+        found[key] = row
+        file.write_text(json.dumps(results))
+        sys.stdout.write(f"{name} {' '.join(map(str, row))}\n")
+        sys.stdout.flush()
+
+    with tempfile.TemporaryDirectory() as folder:
         build("moe", **HEADS).save_pretrained(folder)
-        for name in ("llama", "moe"):
-            every = cells(name)
-            found = results.setdefault(name, {})
+        for name in MODELS:
+            every, found = cells(name), results.setdefault(name, {"cells": {}, "pairs": {}})
             for index, cell in enumerate(every):
-                if str(index) in found:
-                    continue
-                result = compare(pool, name, folder, every[index - 1], cell, Path(scratch))
-                found[str(index)] = (asdict(cell), list(asdict(result).values()))
-                file.write_text(json.dumps(results))
-                numbers = " ".join(f"{x:.0e}" for x in found[str(index)][1])
-                sys.stdout.write(f"{name} {cell} {numbers}\n")
-                sys.stdout.flush()
+                if str(index) not in found["cells"]:
+                    result = compare(pool, name, folder, every[index - 1], cell, scratch)
+                    row = [asdict(cell), list(asdict(result).values())]
+                    keep(found["cells"], str(index), row)
+            for first, second in pairs(name):
+                if f"{first} {second}" not in found["pairs"]:
+                    pair = every[first], every[second]
+                    numbers = compare_pair(pool, name, folder, *pair, scratch)
+                    row = [*map(asdict, pair), numbers]
+                    keep(found["pairs"], f"{first} {second}", row)
     if arguments.write:
         arguments.write.write_text(page(results))
+    return int(any(largest(found) > LIMIT for found in results.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
