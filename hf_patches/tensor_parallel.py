@@ -61,11 +61,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the ranks, one axis.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"tensor_parallel_size={mesh.size()}: {type(model).__name__} has adapters, which the "
-            "plans of transformers do not divide. Train all weights, or use more context ranks: "
-            "context_parallel_size."
-        )
+        raise _has_adapters(model, mesh.size())
     plan = _checked_plan(model, mesh.size())
     tied = _tied_names(model)
     partial_weights = [name for name, style in plan.items() if style == PARTIAL]
@@ -81,6 +77,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if _generic(name) in partial_weights:
             module.register_forward_pre_hook(partial(_reduce_gradients, mesh.get_group()))
+
+
+def _has_adapters(model: nn.Module, size: int) -> ValueError:
+    return ValueError(
+        f"tensor_parallel_size={size}: {type(model).__name__} has adapters, which the plans of "
+        "transformers do not divide. Train all weights, or use more context ranks: "
+        "context_parallel_size."
+    )
 
 
 def _checked_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
@@ -131,7 +135,11 @@ def check_loaded(model: nn.Module, num_tensor_ranks: int, *, reduces_once: bool)
         reduces_once: whether the gradients of accumulated batches are reduced once.
     """
     is_loaded = getattr(model, "is_distributed_loading_by_transformers", False)
-    if not is_loaded or not isinstance(model, PreTrainedModel):  # PEFT: what it is around comes too
+    if not is_loaded:
+        return
+    if not isinstance(model, PreTrainedModel):  # PEFT's: what it is around comes, too
+        if num_tensor_ranks > 1:
+            raise _has_adapters(model, num_tensor_ranks)
         return
     name, sizes = type(model).__name__, model.config.distributed_config
     if sizes.tp_size != num_tensor_ranks or sizes.pp_size > 1:

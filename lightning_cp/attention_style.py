@@ -7,7 +7,7 @@ routing and backward are those of any step. For users: docs/tensor-parallel.md.
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from lightning_cp.geometry.layout import build_layout
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.step import Step
-from lightning_cp.torch_private import outside_graphs
+from lightning_cp.torch_private import in_backward, outside_graphs
 from lightning_cp.torch_prototype import parallel_of
 
 _NAME = "ContextParallelAttention"
@@ -76,26 +76,33 @@ class ContextParallelAttention(ParallelStyle):
                 "windows and documents to masks of this rank's tokens. Use hf_patches.enable(model)"
                 " and cp.step(batch)."
             )
-        module.forward = partial(_call, self._build_step, module.forward)
+        module.forward = partial(_call, _Styled(self, module.forward))
         return module
+
+    def __deepcopy__(self, memo: object) -> "ContextParallelAttention":
+        """Return this style: copies of a module have the same ranks."""
+        return self
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module)
 
-    def _build_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+    def build_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         """Build the step of a call; what is wrong on one rank is raised on all of them."""
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.empty(()))
         sizes, dim = list(x.shape), self._seq_dim
         is_known = -x.dim() <= dim < x.dim() and not isinstance(x, DTensor)
         length = sizes.pop(dim) if is_known else -1
-        found = self._gather(length, zlib.crc32(repr((sizes, x.dtype)).encode()))
+        given = kwargs.get("position_ids")
+        has_positions = isinstance(given, Tensor)
+        found = self._gather(length, zlib.crc32(repr((sizes, x.dtype, has_positions)).encode()))
         lengths = [length for length, _ in found]
         if len({other for _, other in found}) > 1 or min(lengths) < 0:
             raise ValueError(
                 f"{_NAME}(seq_dim={dim}): the first tensor of a call must be this rank's part of "
-                f"sequences along dim {dim}, with the same other sizes and dtype on all ranks; "
-                f"here it is a {type(x).__name__} of shape {tuple(x.shape)}. Name a module that "
-                "takes q, k, v or hidden states; for a DTensor, use_local_output=True before it."
+                f"sequences along dim {dim}, with the same other sizes and dtype on all ranks, "
+                f"all with position_ids or none; here it is a {type(x).__name__} of shape "
+                f"{tuple(x.shape)}. Name a module that takes q, k, v or hidden states; for a "
+                "DTensor, use_local_output=True before it."
             )
         total, size = sum(lengths), len(lengths)
         layout = build_layout(
@@ -110,15 +117,12 @@ class ContextParallelAttention(ParallelStyle):
         batch_size, rank = x.shape[0] if dim % x.dim() else 1, self._cp.cp_rank
         positions = torch.arange(total, device=x.device).expand(batch_size, -1)
         positions = shard(positions, 1, layout=layout, rank=rank)
-        given = kwargs.get("position_ids")
-        if isinstance(given, Tensor):
-            same = given.shape[-1] == lengths[rank] and bool((given == positions[0]).all())
-            if [0] in self._gather(int(same)):
-                raise ValueError(
-                    f"{_NAME}(layout={self._layout!r}): the position_ids of this call are not the "
-                    "positions of the tokens in this layout. Shard them like the tokens; for "
-                    "packed documents and padding use cp.step(batch)."
-                )
+        if has_positions and [0] in self._gather(int(_are_positions(given, positions[0]))):
+            raise ValueError(
+                f"{_NAME}(layout={self._layout!r}): the position_ids of this call are not the "
+                "positions of the tokens in this layout. Shard them like the tokens; for packed "
+                "documents and padding use cp.step(batch)."
+            )
         step = Step(
             layout=layout,
             groups=self._cp.groups,
@@ -140,17 +144,39 @@ class ContextParallelAttention(ParallelStyle):
         return found
 
 
+def _are_positions(given: Any, positions: Tensor) -> bool:
+    is_row = given.dim() > 0 and given.shape[-1] == len(positions)
+    return is_row and bool((given.to(positions.device) == positions).all())
+
+
+@dataclass
+class _Styled:
+    """A module's forward, and whether its last call belonged to a step of others."""
+
+    style: ContextParallelAttention
+    forward: Callable[..., Any]
+    was_in_step: bool = False
+
+
 @outside_graphs
-def _call(
-    build_step: Callable[..., Step], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _call(module: _Styled, *args: Any, **kwargs: Any) -> Any:
     """Call a module in a step, unless one is open or attention is declared unsharded."""
-    is_off = active_step.is_paused() or active_step.num_unsharded() > 0
-    if is_off or active_step.opened() is not None:
-        return forward(*args, **kwargs)
-    step = build_step(args, kwargs)
+    if active_step.is_paused() or active_step.num_unsharded() > 0:
+        return module.forward(*args, **kwargs)
+    is_in_step = active_step.opened() is not None
+    if not in_backward():
+        module.was_in_step = is_in_step
+    elif module.was_in_step != is_in_step:  # activation checkpointing
+        raise RuntimeError(
+            f"{_NAME}: the module ran {'inside' if module.was_in_step else 'outside'} of a cp.step "
+            f"and runs again, in backward, {'inside' if is_in_step else 'outside'} of one. Call "
+            "backward where forward was, or use checkpoint(..., use_reentrant=False)."
+        )
+    if is_in_step:
+        return module.forward(*args, **kwargs)
+    step = module.style.build_step(args, kwargs)
     with run_step(step):
-        output = forward(*args, **kwargs)
+        output = module.forward(*args, **kwargs)
     if not step.cache.has_attended:
         raise RuntimeError(
             f"{_NAME}: the module has not called F.scaled_dot_product_attention, flex_attention or "

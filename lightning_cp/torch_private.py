@@ -87,23 +87,28 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def inner_tensors(x: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors inside a tensor, such as a DTensor's (`__tensor_flatten__`)."""
-    if is_traceable_wrapper_subclass(x):
-        for name in x.__tensor_flatten__()[0]:
-            yield from inner_tensors(getattr(x, name))
-    elif isinstance(x, Tensor):  # from 2.12 on, a mesh is a part of a DTensor, too
-        yield x
+def taken_apart(x: Any, place: Callable[[Tensor], Callable[[], Tensor]]) -> Callable[[], Any]:
+    """Return a function that builds a tensor such as a DTensor from others (`__tensor_flatten__`).
 
+    `DTensor.from_local` would move them to the mesh's devices.
 
-def replace_inner(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Return a tensor with others inside; `DTensor.from_local` would move them to the mesh."""
+    Args:
+        x: a tensor; nothing of it is read later.
+        place: takes a plain tensor inside, and returns a function that gives the other one.
+    """
     if not is_traceable_wrapper_subclass(x):
-        return change(x) if isinstance(x, Tensor) else x
+        # From 2.12 on, a mesh is a part of a DTensor, too.
+        return place(x) if isinstance(x, Tensor) else lambda: x
     kind: Any = type(x)
     names, context = x.__tensor_flatten__()
-    inner = {name: replace_inner(change, getattr(x, name)) for name in names}
-    return kind.__tensor_unflatten__(inner, context, x.size(), x.stride())
+    parts = {name: taken_apart(getattr(x, name), place) for name in names}
+    size, stride = x.size(), x.stride()
+
+    def build() -> Any:
+        inner = {name: part() for name, part in parts.items()}
+        return kind.__tensor_unflatten__(inner, context, size, stride)
+
+    return build
 
 
 def default_store() -> Any:

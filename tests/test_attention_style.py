@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from copy import deepcopy
 
 import pytest
 import torch
@@ -209,14 +210,18 @@ def message_of(case):
         x = DTensor.from_local(x, mesh)
     if case == "matmul":
         core.forward = lambda q, k, v, position_ids=None: (q @ k.mT).softmax(-1) @ v
-    elif case in ("positions", "documents", "same positions"):
-        core.forward = lambda q, k, v, position_ids: scaled_dot_product_attention(q, k, v)
+    elif case.endswith(("positions", "documents")):
+        core.forward = lambda q, k, v, position_ids=None: scaled_dot_product_attention(q, k, v)
         positions = positions - (4 if case == "documents" else 0) * rank
         positions = positions.flip(0) if case == "positions" and rank == 0 else positions
     if case == "local mask":
         mask = torch.ones(4, 4).bool()
         core.forward = lambda q, k, v: scaled_dot_product_attention(q, k, v, mask)
     options = {"position_ids": positions[None]} if case.endswith(("positions", "documents")) else {}
+    if case == "some positions" and rank == 1:
+        options = {}
+    if case == "no dim of positions":
+        options = {"position_ids": torch.tensor(0)}
     arguments = () if case == "nothing" else (x, x, x)
     try:
         style.apply(core)(*arguments, **options)
@@ -234,7 +239,7 @@ def message_of(case):
             r"layout='contiguous'\): the ranks hold \[3, 4\] tokens, but that layout of 7 ",
         ),
         ("zigzag", ""),  # of 7 tokens the first rank has 3
-        ("shapes", r"with the same other sizes and dtype on all ranks; here it is a Tensor of "),
+        ("shapes", r"with the same other sizes and dtype on all ranks, all with position_ids or "),
         (
             "dtensor",
             r"here it is a (DT|T)ensor of shape .*; for a DTensor, use_local_output=True",
@@ -245,6 +250,8 @@ def message_of(case):
         ("positions", "position_ids of this call are not the positions of the tokens in this"),
         ("documents", "Shard them like the tokens; for packed documents and padding use cp.step"),
         ("same positions", ""),
+        ("some positions", "on all ranks, all with position_ids or none; here it is a Tensor of"),
+        ("no dim of positions", "position_ids of this call are not the positions of the tokens"),
         (
             "local mask",
             r"attn_mask has shape \(4, 4\) inside a step whose ranks hold 4 of 8 tokens",
@@ -257,6 +264,47 @@ def test_what_the_style_cannot_know_is_refused_on_all_ranks(ranks, case, message
             assert re.search(message, text), text
         else:
             assert text == ""
+
+
+def run_again(reentrant, forward_inside):
+    """Run forward inside or outside of a step, and backward in the other place."""
+    cp = ContextParallel(None)
+    core = ContextParallelAttention(cp, seq_dim=2, layout="zigzag").apply(
+        Core("window by attention", 8)
+    )
+    x, batch = draw(0, 1, 2, 8, 8).requires_grad_(), {"input_ids": torch.zeros(1, 8).long()}
+
+    def forward():
+        return checkpoint(core, x, x, x, use_reentrant=reentrant).sum()
+
+    if forward_inside:
+        with cp.step(batch):
+            loss = forward()
+        loss.backward()
+    else:
+        loss = forward()
+        with cp.step(batch):
+            loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_runs_again_in_another_step_is_refused(reentrant):
+    """Documents and layout would be those of the other one."""
+    with pytest.raises(RuntimeError, match="ran outside of a cp.step and runs again, in backward,"):
+        run_again(reentrant, forward_inside=False)
+    if reentrant:
+        with pytest.raises(RuntimeError, match="ran inside of a cp.step and runs again"):
+            run_again(reentrant, forward_inside=True)
+    else:
+        run_again(reentrant, forward_inside=True)  # checkpointing opens the step again
+
+
+def test_a_module_can_be_copied():
+    style = ContextParallelAttention(ContextParallel(None), seq_dim=2, layout="zigzag")
+    core, x = style.apply(Core("causal", 8)), draw(0, 1, 2, 8, 8)
+    copy = deepcopy(core)
+    copy.how = "full"
+    assert not torch.equal(copy(x, x, x), core(x, x, x))
 
 
 def test_parts_of_hugging_face_models_and_other_layouts_are_refused():

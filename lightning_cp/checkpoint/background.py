@@ -68,14 +68,22 @@ class BackgroundSaver:
             copy = together(lambda: self._copy(state), failure_of(folder))
             write = partial(_write_copy, copy)
         else:
-            write = partial(_move_shards, _stage_shards(state, self._staging_dir, folder))
+            own = _stage_shards(state, self._staging_dir, folder)
+            write = partial(write_folder, partial(_move_shards, own))
         content = together(lambda: _to_bytes(meta), failure_of(folder))
         if dist.is_initialized() and (self._group is None or not is_alive(self._group)):
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_cp_checkpoint")
+            # A thread's device would be the first one.
+            is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.cuda.current_device() if is_cuda else None
+            self._thread = ThreadPoolExecutor(
+                1,
+                thread_name_prefix="lightning_cp_checkpoint",
+                initializer=partial(torch.cuda.set_device, device) if is_cuda else None,
+            )
         write_meta = partial(save_bytes, content)
-        self._save = self._thread.submit(write_folder, write, write_meta, folder, self._group)
+        self._save = self._thread.submit(write, write_meta, folder, self._group)
 
     def after_save(self, action: Callable[[], None]) -> None:
         """Call a function once the save in progress is complete, or now; never if it fails."""
@@ -116,8 +124,15 @@ class BackgroundSaver:
         return self._copies.copy(state)
 
 
-def _write_copy(copy: Callable[[], Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    write_shards(copy(), folder, group)
+def _write_copy(
+    copy: Callable[[], Any],
+    write_meta: Callable[[Path], None],
+    folder: Path,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Wait for the copies of all ranks, and write them."""
+    state = together(copy, failure_of(folder), group=group)
+    write_folder(partial(write_shards, state), write_meta, folder, group)
 
 
 def _to_bytes(meta: Mapping[str, Any]) -> bytes:

@@ -44,8 +44,8 @@ def full_tensor(x: DTensor) -> Tensor:
         for at, part in _parts(x).items():
             target = tuple(slice(a, a + p.stop - p.start) for a, p in zip(at, part, strict=True))
             full[target] = x.to_local()[part]
-    for dim in range(mesh.ndim):
-        dist.all_reduce(full, group=mesh.get_group(dim))
+    for dim in range(mesh.ndim):  # bytes: each is 0 on all ranks but one
+        dist.all_reduce(full.flatten().view(torch.uint8), group=mesh.get_group(dim))
     return full
 
 

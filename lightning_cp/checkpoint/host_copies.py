@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +13,14 @@ from torch import Tensor
 
 from lightning_cp.checkpoint.state import map_tensors
 from lightning_cp.memory.arena import Arena, Block, aligned
-from lightning_cp.torch_private import inner_tensors, replace_inner
+from lightning_cp.torch_private import taken_apart
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A tensor of a state, whose copy is built when it is complete."""
+
+    build: Callable[[], Tensor]
 
 
 class HostCopies:
@@ -29,6 +36,7 @@ class HostCopies:
         self._arena = Arena(limit=sys.maxsize)
         self._block: Block | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._wait: Callable[[], None] = _do_nothing
 
     @torch.no_grad()
     def copy(self, state: Any) -> Callable[[], Any]:
@@ -37,30 +45,28 @@ class HostCopies:
         Returns:
             A function that waits, and returns the copy; another thread may call it.
         """
-        places: dict[int, tuple[Any, Tensor]] = {}  # by id: tied weights have several names
-        unique: dict[Any, Tensor] = {}
+        self._wait()  # for a copy that nobody has waited for, since the save failed
+        found: dict[Any, Tensor] = {}
+        copies: dict[Any, Tensor] = {}
 
-        def collect(x: Tensor) -> Tensor:
-            for part in inner_tensors(x):
-                key = (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
-                unique.setdefault(key, part)
-                places[id(part)] = (key, part)
-            return x
+        def place(x: Tensor) -> Callable[[], Tensor]:
+            key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg())
+            found.setdefault(key, x)  # tied weights have several names
+            return lambda: copies[key]
 
-        kept = map_tensors(collect, state, deepcopy)
-        sizes = [aligned(x.nbytes) for x in unique.values()]
-        is_cuda = any(x.device.type == "cuda" for x in unique.values())
+        kept = map_tensors(lambda x: _Later(taken_apart(x, place)), state, deepcopy)
+        sizes = [aligned(x.nbytes) for x in found.values()]
+        is_cuda = any(x.device.type == "cuda" for x in found.values())
         memory = self._take(sum(sizes), pinned=is_cuda)
-        copies = {
-            key: memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-            for (key, x), start in zip(unique.items(), accumulate(sizes, initial=0), strict=False)
-        }
-        wait = self._copy_all([(x, copies[key]) for key, x in unique.items()], is_cuda=is_cuda)
+        for (key, x), start in zip(found.items(), accumulate(sizes, initial=0), strict=False):
+            copies[key] = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+        self._wait = self._copy_all([(x, copies[k]) for k, x in found.items()], is_cuda=is_cuda)
+        found.clear()
+        wait = self._wait
 
         def finish() -> Any:
             wait()
-            get_copy = partial(replace_inner, lambda x: copies[places[id(x)][0]])
-            return map_tensors(get_copy, kept)
+            return map_tensors(lambda x: x, kept, lambda x: x.build() if type(x) is _Later else x)
 
         return finish
 
@@ -75,10 +81,10 @@ class HostCopies:
         if self._block is None:
             try:
                 self._block = self._arena.take(max(num_bytes, 1), pinned=pinned)
-            except MemoryError as error:
+            except (MemoryError, OSError) as error:
                 raise MemoryError(
                     f"async_checkpoint=True copies {num_bytes / 2**30:.2f} GiB of each rank to "
-                    "pinned host memory, which could not be allocated. Give "
+                    "host memory, which could not be allocated. Give "
                     "checkpoint_staging_dir=, a folder on a local disk, or set "
                     "async_checkpoint=False."
                 ) from error
@@ -96,11 +102,12 @@ class HostCopies:
         side, current, room = self._stream, torch.cuda.current_stream(), free_bytes() // 2
         cloned, others = [], []
         for x, host in pairs:
-            if x.device.type == "cuda" and x.nbytes <= room:
-                room -= x.nbytes
-                cloned.append((x.clone(), host))
-            else:
+            clone = _clone(x) if x.device.type == "cuda" and x.nbytes <= room else None
+            if clone is None:
                 others.append((x, host))
+            else:
+                room -= x.nbytes
+                cloned.append((clone, host))
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for x, host in others:
@@ -110,7 +117,7 @@ class HostCopies:
             for x, host in cloned:
                 host.copy_(x, non_blocking=True)
                 x.record_stream(side)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
         return copied.synchronize
 
@@ -119,6 +126,14 @@ def free_bytes() -> int:
     """Return the memory of the current GPU that torch can allocate."""
     free, _ = torch.cuda.mem_get_info()
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _clone(x: Tensor) -> Tensor | None:
+    """Return a copy on the same GPU; None if there is no such piece of memory."""
+    try:
+        return x.clone()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _do_nothing() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_cp import ContextParallelStrategy, checkpoint
 from lightning_cp.checkpoint import background
 from lightning_cp.checkpoint.background import BackgroundSaver
+from lightning_cp.checkpoint.host_copies import HostCopies
 from tests.checkpoint.test_checkpoint import (
     assert_same,
     build,
@@ -114,6 +115,27 @@ def test_a_failure_is_raised_on_all_ranks_and_nothing_is_removed(ranks, tmp_path
         assert removed == []
     assert os.listdir(tmp_path) == ["a"]
     assert resume_here(folder, "adam")[0] == {"steps": 2}
+
+
+def save_with_a_failed_copy(folder):
+    """Save while the copy of the second rank fails in the thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(HostCopies, "copy", lambda *_: full_disk)
+        saver = BackgroundSaver()
+        model, optimizer = build("adam", seed=1, mesh="sharded")
+        saver.save(state_for_folder(model, optimizer), {}, folder)
+        try:
+            saver.wait()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            saver.close()
+
+
+def test_a_copy_that_fails_in_the_background_is_raised_on_all_ranks(ranks, tmp_path):
+    for text in ranks(2).run(save_with_a_failed_copy, tmp_path / "a"):
+        assert text.startswith("Rank 1 failed: OSError: [Errno 28] No space left on device.")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

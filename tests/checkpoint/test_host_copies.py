@@ -1,5 +1,6 @@
 """Copies of a state in host memory."""
 
+import errno
 import os
 
 import pytest
@@ -21,6 +22,7 @@ def test_a_copy_has_the_structure_and_types_of_the_state_and_does_not_change_wit
         "transposed": weight.t(),
         "nested": [torch.tensor(3, dtype=torch.int32), (torch.empty(0, 4), torch.tensor([True]))],
         "half": torch.ones(5, dtype=torch.bfloat16),
+        "complex": [x := torch.tensor([1 + 2j]), x.conj()],
         "groups": [{"lr": 0.1, "seen": {1, 2}}],
     }
     copies = HostCopies()
@@ -38,6 +40,7 @@ def test_a_copy_has_the_structure_and_types_of_the_state_and_does_not_change_wit
     assert copy["nested"][1][0].shape == (0, 4)
     assert copy["nested"][1][1].dtype == torch.bool
     assert copy["half"].sum() == 5
+    assert copy["complex"] == [torch.tensor([1 + 2j]), torch.tensor([1 - 2j])]
     assert copy["groups"] == [{"lr": 0.1, "seen": {1, 2}}]
 
 
@@ -52,7 +55,7 @@ def test_memory_is_used_again_and_grows_with_the_state():
 
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(monkeypatch):
     def refuse(_):
-        raise MemoryError("CUDA could not pin")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(arena, "_map_memory", refuse)
     with pytest.raises(MemoryError, match=r"copies 1.00 GiB of each rank .* checkpoint_staging_di"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -66,6 +67,13 @@ def test_a_model_that_transformers_has_distributed_trains_as_one_process(ranks, 
         check(found, exact)
 
 
+class WithAdapters:
+    @staticmethod
+    def from_pretrained(*args, **options):
+        model = Qwen3MoeForCausalLM.from_pretrained(*args, **options)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+
+
 def run_refused(folder, sizes, options, cls=LlamaForCausalLM, accumulate=1):
     try:
         run_loaded(folder, sizes, 1, options, accumulate, cls)
@@ -91,6 +99,10 @@ def test_distributed_models_that_are_not_exact_are_refused(ranks, moe, tmp_path)
         (
             (moe, both, {**TENSOR, "reduce_every_microbatch": False}, Qwen3MoeForCausalLM, 2),
             "would sum the gradients of its norms of heads over tensor ranks once more",
+        ),
+        (
+            (moe, both, TENSOR, WithAdapters),
+            "tensor_parallel_size=2: PeftModel has adapters, which",
         ),
         (
             (moe, {**both, "ep_size": 2, "ep_plan": masked}, TENSOR, Qwen3MoeForCausalLM),
