@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -227,9 +229,9 @@ def test_meshes_of_a_cluster_are_told_as_computed(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_cost_of_a_save_is_measured_in_both_ways(tmp_path):
-    from benchmarks import checkpoint_gpu
-
-    checkpoint_gpu.main(["--tiny", "--out", str(tmp_path), "--folder", str(tmp_path)])
+    arguments = ["--tiny", "--out", str(tmp_path), "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.checkpoint_gpu", *arguments]
+    subprocess.run(command, check=True)  # a Trainer leaves its process group
     lines = [json.loads(x) for x in (tmp_path / "checkpoint_gpu.jsonl").read_text().splitlines()]
     assert [line["way"] for line in lines] == ["blocking", "async"]
-    assert all(len(line["saved_ms"]) == checkpoint_gpu.NUM_SAVES for line in lines)
+    assert all(len(line["saved_ms"]) == len(line["plain_ms"]) > 0 for line in lines)
