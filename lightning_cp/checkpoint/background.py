@@ -31,7 +31,7 @@ from lightning_cp.checkpoint.folder import (
 )
 from lightning_cp.checkpoint.host_copies import HostCopies
 from lightning_cp.comm.collective_errors import from_rank_0, rank, together
-from lightning_cp.torch_private import is_alive
+from lightning_cp.comm.mesh import gloo_group
 
 _logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class BackgroundSaver:
             own = _stage_shards(state, self._staging_dir, folder)
             write = partial(write_folder, partial(_move_shards, own))
         content = together(lambda: _to_bytes(meta), failure_of(folder))
-        if dist.is_initialized() and (self._group is None or not is_alive(self._group)):
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        if dist.is_initialized():
+            self._group = gloo_group(self._group, self._timeout)
         if self._thread is None:
             # A thread's device would be the first one.
             is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

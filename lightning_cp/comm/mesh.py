@@ -410,6 +410,14 @@ def _check_group_counts(context: Transport) -> None:
         )
 
 
+def gloo_group(former: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Return a gloo group of all ranks: a former one, or a new one if there is none. Collective."""
+    if former is not None and is_alive(former):
+        return former
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
 def group_of(mesh: DeviceMesh | dist.ProcessGroup | None, name: str) -> dist.ProcessGroup | None:
     """Return the process group of the argument ``name``."""
     if mesh is None or isinstance(mesh, dist.ProcessGroup):

@@ -14,8 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from lightning_cp.comm.mesh import DATA_AXIS, Meshes, gather_objects
-from lightning_cp.torch_private import is_alive
+from lightning_cp.comm.mesh import DATA_AXIS, Meshes, gather_objects, gloo_group
 
 _PLAIN: Final = "_lightning_cp_plain_class"
 """Attribute of the class of a loader whose end ranks agree on: its class before."""
@@ -168,10 +167,7 @@ class Loaders:
 
     def _group_of(self, ranks: DeviceMesh) -> dist.ProcessGroup:
         """Return all ranks as a group of CPUs, the same for all loaders. Collective."""
-        if self._group is None or not is_alive(self._group):
-            self._group = (
-                ranks.get_group()
-                if ranks.device_type == "cpu"
-                else dist.new_group(backend="gloo", timeout=self._timeout)
-            )
+        if ranks.device_type == "cpu":
+            return ranks.get_group()
+        self._group = gloo_group(self._group, self._timeout)
         return self._group

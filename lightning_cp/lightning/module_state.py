@@ -34,15 +34,12 @@ def metrics_of(module: nn.Module) -> dict[str, Metric]:
 def restored_metrics(module: nn.Module) -> Iterator[None]:
     """Restore the states of metrics on exit."""
     metrics = [m for m in module.modules() if isinstance(m, Metric | MetricCollection)]
-    names = [getattr(metric, "_defaults", ()) for metric in metrics]
-    attributes = [
-        {k: _copy_attribute(x) for k, x in vars(m).items() if k not in states and _may_change(x)}
-        for m, states in zip(metrics, names, strict=True)
-    ]
     # In one copy: the metrics of a collection share their states.
-    states = deepcopy(
-        [{k: vars(m)[k] for k in keys} for m, keys in zip(metrics, names, strict=True)]
-    )
+    states = deepcopy([{k: vars(m)[k] for k in getattr(m, "_defaults", ())} for m in metrics])
+    attributes = [
+        {k: _copy_attribute(x) for k, x in vars(m).items() if k not in state and _may_change(x)}
+        for m, state in zip(metrics, states, strict=True)
+    ]
     try:
         yield
     finally:

@@ -8,8 +8,8 @@
 # HOST is one of the nodes, the same on all: they find each other there (port 29500 if none is
 # given). Ranks are numbered node by node, so that context ranks are neighbours. All nodes
 # must see the same folders. NODES may be a range, 2:4: with PET_MAX_RESTARTS=3 the run goes on with
-# the nodes that are there, when one fails or joins (docs/multi-node.md). Resumes from the last.ckpt of the config; to start again,
-# remove it. PYTHON names the interpreter, if `python` is not the one.
+# the nodes that are there, when one fails or joins (docs/multi-node.md). Resumes from the last.ckpt
+# of the config; to start again, remove it. PYTHON names the interpreter, if `python` is not the one.
 set -euo pipefail
 
 if [[ $# -lt 4 ]]; then
