@@ -3,7 +3,8 @@
 
 The tensors are copied to host memory first, or written to a local disk. The threads of all ranks
 communicate by a gloo group of their own: collectives of the main threads come in between, in
-another order on each rank.
+another order on each rank. Between two saves the main threads use it too: NCCL would make the host
+wait for the GPU.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ from lightning_cp.checkpoint.folder import (
     write_shards,
 )
 from lightning_cp.checkpoint.host_copies import HostCopies
+from lightning_cp.checkpoint.writer_thread import HostWriter, yielding
 from lightning_cp.comm.collective_errors import from_rank_0, rank, together
 from lightning_cp.comm.mesh import gloo_group
 
@@ -61,18 +63,19 @@ class BackgroundSaver:
         `HostCopies`, or has been written to the local disk. A failure of the former save is raised
         here, on all ranks.
         """
-        self.wait()
-        folder = from_rank_0(folder)
-        state, meta = join_shards(state, meta)
-        if self._staging_dir is None:
-            copy = together(lambda: self._copy(state), failure_of(folder))
-            write = partial(_write_copy, copy)
-        else:
-            own = _stage_shards(state, self._staging_dir, folder)
-            write = partial(write_folder, partial(_move_shards, own))
-        content = together(lambda: _to_bytes(meta), failure_of(folder))
+        self.wait()  # also for the thread's collectives: below, its group is used here
         if dist.is_initialized():
             self._group = gloo_group(self._group, self._timeout)
+        folder = from_rank_0(folder, self._group)
+        everywhere = partial(together, failure=failure_of(folder), group=self._group)
+        state, meta = join_shards(state, meta)
+        if self._staging_dir is None:
+            copy = everywhere(lambda: self._copy(state))
+            write = partial(_write_copy, copy)
+        else:
+            own = _stage_shards(state, self._staging_dir, folder, everywhere)
+            write = partial(write_folder, partial(_move_shards, own))
+        content = everywhere(lambda: _to_bytes(meta))
         if self._thread is None:
             # A thread's device would be the first one.
             is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -131,8 +134,14 @@ def _write_copy(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Wait for the copies of all ranks, and write them."""
-    state = together(copy, failure_of(folder), group=group)
-    write_folder(partial(write_shards, state), write_meta, folder, group)
+    with yielding():
+        state = together(copy, failure_of(folder), group=group)
+
+    def write(folder: Path, group: dist.ProcessGroup | None) -> None:
+        with yielding() as collecting:
+            write_shards(state, folder, group, partial(HostWriter, around=collecting))
+
+    write_folder(write, write_meta, folder, group)
 
 
 def _to_bytes(meta: Mapping[str, Any]) -> bytes:
@@ -143,7 +152,12 @@ def _to_bytes(meta: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _stage_shards(state: Mapping[str, Any], staging_dir: Path, folder: Path) -> Path:
+def _stage_shards(
+    state: Mapping[str, Any],
+    staging_dir: Path,
+    folder: Path,
+    everywhere: Callable[[Callable[[], None]], None],
+) -> Path:
     """Write this rank's shards to a local disk, and return the folder there. Collective.
 
     Its name has a digest of the checkpoints' folder, into which no two jobs save at once: what is
@@ -158,9 +172,9 @@ def _stage_shards(state: Mapping[str, Any], staging_dir: Path, folder: Path) -> 
         for path in staging_dir.glob(f"{stem}*"):  # ranks of a node share a disk
             remove(path)
 
-    together(prepare, failure_of(folder))
+    everywhere(prepare)
     try:
-        together(lambda: write_shards(state, own), failure_of(folder))
+        everywhere(lambda: write_shards(state, own))
     except RuntimeError:
         remove(own)  # the disk may be full
         raise

@@ -158,10 +158,13 @@ def _prepare(folder: Path) -> Path:
 
 
 def write_shards(
-    state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None
+    state: Mapping[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup | None = None,
+    writer_of: Callable[[Path], FileSystemWriter] = FileSystemWriter,
 ) -> None:
     """Write each rank's shards; each rank's folder may be another one. Collective."""
-    writer = FileSystemWriter(folder)
+    writer = writer_of(folder)
     state = as_blocks(state)
     if dist.is_initialized():
         state_dict_saver.save(state, storage_writer=writer, process_group=group)

@@ -1,12 +1,12 @@
 """Checkpoints that are copied from a GPU while it goes on."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_cp.checkpoint import host_copies
 from lightning_cp.checkpoint.host_copies import HostCopies
 from tests.lightning.mesh_runs import check, run_alone, run_fit
 
@@ -22,8 +22,8 @@ def test_tensors_may_be_changed_while_they_are_copied(monkeypatch, room):
     state = {"a": [torch.full((size,), 1.0, device="cuda") for _ in range(4)], "b": torch.ones(3)}
     state["tied"] = state["a"][0]
     if room != "all":
-        free = 2 * (2 * 2**30 + 1) if room == "some" else 0  # a half is used
-        monkeypatch.setattr(host_copies, "free_bytes", lambda: free)
+        free = 2 * 2**30 + 1 if room == "some" else 0
+        monkeypatch.setattr(HostCopies, "_room", lambda _: free)
     copies = HostCopies()
     for value in (1.0, 2.0):
         finish = copies.copy(state)
@@ -35,23 +35,44 @@ def test_tensors_may_be_changed_while_they_are_copied(monkeypatch, room):
         assert copy["tied"].data_ptr() == copy["a"][0].data_ptr()
 
 
-def test_the_clones_are_returned_when_memory_runs_out():
-    """An allocation that needs the memory of the clones waits for the copies."""
-    free = host_copies.free_bytes()
-    state = {"a": [torch.ones(2**28, device="cuda") for _ in range(4)]}
-    torch.cuda.set_per_process_memory_fraction(
-        min(1.0, (torch.cuda.memory_allocated() + 5 * 2**30) / torch.cuda.mem_get_info()[1])
-    )
+def test_clones_leave_the_memory_of_the_largest_step():
+    """A step as large as one before finds its memory while the clones exist, save after save."""
+    state = {"a": [torch.ones(2**26, device="cuda") for _ in range(16)]}  # 4 GiB
+    used, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((used + 17 * 2**30) / total)
     try:
-        assert free > 10 * 2**30
+        torch.cuda.reset_peak_memory_stats()
         copies = HostCopies()
-        finish = copies.copy(state)
-        x = torch.ones(2**29, device="cuda")  # 2 GiB, of which there is one
-        finish()
-        assert float(x.sum()) == 2**29
+        for value in (1.0, 2.0, 3.0):
+            take_memory(12)
+            finish = copies.copy(state)
+            cloned = torch.cuda.memory_allocated() - used
+            take_memory(12)
+            for x in state["a"]:
+                x.add_(1)
+            assert all(bool((x == value).all()) for x in finish()["a"])
+            assert 2 * 2**30 <= cloned <= 3 * 2**30  # a half of 5 GiB
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
+
+
+def take_memory(num_gib):
+    memory = [torch.ones(2**28, device="cuda") for _ in range(num_gib)]
+    del memory
+
+
+def test_other_copies_to_the_host_do_not_wait_for_those_of_a_state():
+    state = {"a": [torch.ones(2**28, device="cuda") for _ in range(8)]}  # 8 GiB: 160 ms
+    copies, x = HostCopies(), torch.ones(1, device="cuda")
+    copies.copy(state)()  # pins memory
+    with ThreadPoolExecutor(1) as thread:
+        saved = thread.submit(copies.copy(state))
+        num_items = 0
+        while not saved.done():
+            x.item()
+            num_items += 1
+    assert num_items > 20
 
 
 def test_a_model_may_be_changed_while_it_is_saved(nccl, tmp_path):
