@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from functools import partial
 from io import BytesIO
@@ -73,7 +74,8 @@ class BackgroundSaver:
             copy = everywhere(lambda: self._copy(state))
             write = partial(_write_copy, copy)
         else:
-            own = _stage_shards(state, self._staging_dir, folder, everywhere)
+            write_own = partial(write_shards, state, group=self._group)
+            own = _stage_shards(write_own, self._staging_dir, folder, everywhere)
             write = partial(write_folder, partial(_move_shards, own))
         content = everywhere(lambda: _to_bytes(meta))
         if self._thread is None:
@@ -100,17 +102,18 @@ class BackgroundSaver:
                 return
             try:
                 action()
-            except OSError:  # on rank 0 alone: the others would not know
+            except Exception:  # on rank 0 alone: the others would not know
                 _logger.warning("could not remove a former checkpoint", exc_info=True)
 
         self._removals.append(self._thread.submit(act))
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise if it has failed."""
-        futures, self._save, self._removals = [self._save, *self._removals], None, []
+        futures = [x for x in (self._save, *self._removals) if x is not None]
+        wait_for(futures)  # an interrupt in here leaves them known: their memory is in use
+        self._save, self._removals = None, []
         for future in futures:
-            if future is not None:
-                future.result()
+            future.result()
 
     def close(self) -> None:
         """Wait, and free the thread and the host memory."""
@@ -138,8 +141,8 @@ def _write_copy(
         state = together(copy, failure_of(folder), group=group)
 
     def write(folder: Path, group: dist.ProcessGroup | None) -> None:
-        with yielding() as collecting:
-            write_shards(state, folder, group, partial(HostWriter, around=collecting))
+        with yielding() as before_writing:
+            write_shards(state, folder, group, partial(HostWriter, before=before_writing))
 
     write_folder(write, write_meta, folder, group)
 
@@ -153,7 +156,7 @@ def _to_bytes(meta: Mapping[str, Any]) -> bytes:
 
 
 def _stage_shards(
-    state: Mapping[str, Any],
+    write: Callable[[Path], None],
     staging_dir: Path,
     folder: Path,
     everywhere: Callable[[Callable[[], None]], None],
@@ -174,7 +177,7 @@ def _stage_shards(
 
     everywhere(prepare)
     try:
-        everywhere(lambda: write_shards(state, own))
+        everywhere(lambda: write(own))
     except RuntimeError:
         remove(own)  # the disk may be full
         raise

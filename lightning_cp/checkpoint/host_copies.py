@@ -31,8 +31,8 @@ class HostCopies:
     """Host memory for the tensors of a state: pinned once, and used for each copy of the state.
 
     From a GPU, tensors are copied on a stream of their own while the caller's stream goes on. It
-    may change them at once: they are cloned on the GPU first, in half of the memory that was never
-    used. The caller's stream waits for the tensors that are not cloned.
+    may change them at once: they are cloned on the GPU first, as far as there is room. The caller's
+    stream waits for the tensors that are not cloned.
 
     Clones are copied in pieces, by the thread that waits for them: a GPU makes copies to the host
     in the order in which they were launched, those of all streams, so that each ``.item()`` of the
@@ -43,16 +43,17 @@ class HostCopies:
         self._arena = Arena(limit=sys.maxsize)
         self._block: Block | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._cloned_bytes = 0
-        self._peak = 0
+        self._room = Room()
 
     @torch.no_grad()
     def copy(self, state: Any) -> Callable[[], Any]:
-        """Copy a nested state; the former copy is overwritten, and must be complete or unused.
+        """Copy a nested state; the former copy is overwritten, and must not be in use.
 
         Returns:
             A function that waits, and returns the copy; another thread may call it, once.
         """
+        if self._stream is not None:
+            self._stream.synchronize()  # a copy that nobody has waited for, since its save failed
         found: dict[Any, Tensor] = {}
         copies: dict[Any, Tensor] = {}
 
@@ -81,8 +82,6 @@ class HostCopies:
         if self._block is not None and (
             self._block.num_bytes < num_bytes or self._block.is_pinned != pinned
         ):
-            if self._stream is not None:
-                self._stream.synchronize()  # of a copy that nobody has waited for
             self._arena.give(self._block)
             self._arena.trim()
             self._block = None
@@ -109,21 +108,21 @@ class HostCopies:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side, current = self._stream, torch.cuda.current_stream()
         side.wait_stream(current)
-        left = self._room()
-        self._cloned_bytes = 0
+        left = self._room.take(sum(x.nbytes for x, _ in pairs if x.device == side.device))
         cloned: deque[tuple[Tensor, Tensor]] = deque()
         others = []
         for x, host in pairs:
-            clone = _clone(x) if x.device.type == "cuda" and x.nbytes <= left else None
-            if clone is None:
+            clone = _clone(x) if x.device == side.device and x.nbytes <= left else None
+            if clone is not None:
+                left -= x.nbytes
+                cloned.append((clone, host))
+            elif x.device == side.device:
                 others.append((x, host))
             else:
-                left -= x.nbytes
-                self._cloned_bytes += x.nbytes
-                cloned.append((clone, host))
+                host.copy_(x)
         with torch.cuda.stream(side):
             for x, host in others:
-                host.copy_(x, non_blocking=True)
+                host.copy_(x.resolve_conj().resolve_neg(), non_blocking=True)
         if others:
             current.wait_stream(side)
         ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -133,23 +132,53 @@ class HostCopies:
             ready.synchronize()
             with torch.cuda.stream(side):
                 _copy_in_pieces(cloned)
+            self._room.give()
 
         return copy_clones
 
-    def _room(self) -> int:
-        """Return the bytes of the current GPU in which a state is cloned: half of the unused ones.
 
-        The peak may contain the former clones, or not: a step as large as any before finds room.
-        """
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated() - self._cloned_bytes)
-        return max(0, usable_bytes() - self._peak) // 2
+class Room:
+    """The memory of a GPU in which a state is cloned: half of what steps have never used.
+
+    Steps may use more later, also while the clones exist: they find the other half.
+    """
+
+    def __init__(self) -> None:
+        self._peak = 0  # of steps alone
+        self._peak_with_clones = 0
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> int:
+        """Return how many of these bytes may be cloned now."""
+        used, reserved, peak = allocated_bytes()
+        # Reached while there were clones: at least the rest was a step's.
+        is_pure = peak > self._peak_with_clones
+        self._peak = max(self._peak, peak if is_pure else peak - self._num_bytes)
+        free = free_bytes()
+        # Torch keeps what former clones took: no step needs that, too.
+        unused = min(free + reserved - self._peak, free + self._num_bytes)
+        # Without a peak no step has run since the statistics were reset.
+        is_known = self._peak > 1.01 * used
+        self._num_bytes = min(num_bytes, max(0, unused) // 2) if is_known else 0
+        self._peak_with_clones = 0  # unless they are given back, as after an error
+        return self._num_bytes
+
+    def give(self) -> None:
+        """Note that the clones are gone."""
+        self._peak_with_clones = allocated_bytes()[2]
 
 
-def usable_bytes() -> int:
-    """Return the memory of the current GPU that torch can use."""
+def allocated_bytes() -> tuple[int, int, int]:
+    """Return the bytes of the current GPU: in use, held by torch, and in use at the peak."""
+    used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return used, reserved, torch.cuda.max_memory_allocated()
+
+
+def free_bytes() -> int:
+    """Return the memory of the current GPU that torch could still get from the driver."""
     free, total = torch.cuda.mem_get_info()
     limit = int(total * torch.cuda.get_per_process_memory_fraction())
-    return min(free + torch.cuda.memory_reserved(), limit)
+    return min(free, limit - torch.cuda.memory_reserved())
 
 
 def _copy_in_pieces(pairs: deque[tuple[Tensor, Tensor]]) -> None:

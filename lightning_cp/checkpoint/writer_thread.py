@@ -5,10 +5,12 @@ Only one thread runs Python code at a time.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -17,8 +19,57 @@ SWITCH_INTERVAL: Final = 5e-4
 """Seconds after which a thread hands over to another one; 5e-3 by default."""
 
 
+class _Settings:
+    """Settings of the whole process: changed by the first thread, restored by the last one."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_threads = Lock(), 0
+        self.interval, self.is_enabled, self.is_frozen = 0.0, False, False
+
+    def enter(self) -> None:
+        with self.lock:
+            self.num_threads += 1
+            if self.num_threads == 1:
+                self.interval, self.is_enabled = sys.getswitchinterval(), gc.isenabled()
+                sys.setswitchinterval(min(self.interval, SWITCH_INTERVAL))
+                gc.disable()
+
+    def collect(self) -> None:
+        with self.lock:
+            # Objects that the user has frozen would be released too.
+            if self.is_enabled and not self.is_frozen and not gc.get_freeze_count():
+                self.is_frozen = True
+                gc.freeze()
+                gc.enable()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.num_threads -= 1
+            if self.num_threads == 0:
+                self.restore()
+
+    def restore(self) -> None:
+        if abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 2e-6:  # not the user's
+            sys.setswitchinterval(self.interval)
+        if self.is_frozen:
+            gc.unfreeze()
+        if self.is_enabled:
+            gc.enable()
+        self.is_frozen = False
+
+    def restore_in_child(self) -> None:
+        """Restore them in a process that was forked meanwhile, such as a worker of a loader."""
+        if self.num_threads:
+            self.restore()
+        self.lock, self.num_threads = Lock(), 0
+
+
+_settings = _Settings()
+os.register_at_fork(after_in_child=_settings.restore_in_child)
+
+
 @contextmanager
-def yielding() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def yielding() -> Iterator[Callable[[], None]]:
     """Run Python code inside, in another thread than the main one.
 
     The main thread may have to wait for `SWITCH_INTERVAL` after each kernel that it launches. The
@@ -27,30 +78,14 @@ def yielding() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     of the whole process, and are restored.
 
     Yields:
-        A context manager, inside of which the garbage collector runs, but does not visit objects
-        that existed before: for writing files, which may take minutes.
+        A function to call before files are written, which may take minutes: from then on the
+        garbage collector runs, but does not visit objects that existed before.
     """
-    interval, is_enabled = sys.getswitchinterval(), gc.isenabled()
-    sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
-    gc.disable()
+    _settings.enter()
     try:
-        # Objects that the user has frozen would be released too.
-        yield _collecting if is_enabled and not gc.get_freeze_count() else nullcontext
+        yield _settings.collect
     finally:
-        sys.setswitchinterval(interval)
-        if is_enabled:
-            gc.enable()
-
-
-@contextmanager
-def _collecting() -> Iterator[None]:
-    gc.freeze()
-    gc.enable()
-    try:
-        yield
-    finally:
-        gc.disable()
-        gc.unfreeze()
+        _settings.leave()
 
 
 class HostWriter(FileSystemWriter):
@@ -58,14 +93,14 @@ class HostWriter(FileSystemWriter):
 
     Args:
         folder: where.
-        around: the context manager of `yielding`.
+        before: the function of `yielding`.
     """
 
-    def __init__(self, folder: Path, around: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, folder: Path, before: Callable[[], None]) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
-        self._around = around
+        self._before = before
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write the files."""
-        with self._around():
-            return super().write_data(plan, planner)
+        self._before()
+        return super().write_data(plan, planner)

@@ -17,7 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.comm.transport import GroupTransport, LoneTransport, Transport, gather
 from lightning_cp.options import TENSOR_AXIS
-from lightning_cp.torch_private import flatten, is_alive, num_process_groups, set_timeout
+from lightning_cp.torch_private import (
+    delay_exit_for_gloo,
+    flatten,
+    is_alive,
+    num_process_groups,
+    set_timeout,
+)
 
 T = TypeVar("T")
 
@@ -414,6 +420,7 @@ def gloo_group(former: dist.ProcessGroup | None, timeout: timedelta | None) -> d
     """Return a gloo group of all ranks: a former one, or a new one if there is none. Collective."""
     if former is not None and is_alive(former):
         return former
+    delay_exit_for_gloo()
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
 

@@ -116,7 +116,7 @@ class CheckpointStrategy(MeshStrategy):
     ) -> None:
         """Save a folder or a file; a job that is killed meanwhile leaves the previous one.
 
-        In the background, this returns once all tensors are in host memory or on a local disk.
+        In the background, this returns once training may change all tensors.
         """
         checkpointing.check_storage_options(storage_options, type(self).__name__)
         path = Path(self.broadcast(filepath))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cp import ContextParallelStrategy, checkpoint
@@ -84,6 +85,32 @@ def test_a_checkpoint_is_as_it_was_when_it_was_saved(ranks, tmp_path):
         assert meta == {"steps": [steps]}
         model.note = f"{steps} steps"
         assert_same(list(plain("adam", steps)), list(full_state(model, [optimizer])))
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+def state_of(value):
+    return {"state_dict": {"weight": torch.full((3,), value)}}
+
+
+def test_a_save_after_an_interrupted_wait_does_not_change_the_one_that_is_written(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        held, saver = Held(patch), BackgroundSaver()
+        saver.save(state_of(1.0), {}, tmp_path / "a")
+        with pytest.MonkeyPatch.context() as during:
+            during.setattr(background, "wait_for", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(state_of(2.0), {}, tmp_path / "b")
+        threading.Timer(0.3, held.released.set).start()
+        saver.save(state_of(3.0), {}, tmp_path / "c")
+        saver.close()
+    assert sorted(os.listdir(tmp_path)) == ["a", "c"]
+    for name, value in (("a", 1.0), ("c", 3.0)):
+        found = state_of(0.0)
+        state_dict_loader.load(found, checkpoint_id=tmp_path / name, no_dist=True)
+        assert found["state_dict"]["weight"].tolist() == [value] * 3
 
 
 def save_twice(folder, then, rank=1):
