@@ -1033,7 +1033,7 @@ def _(path):
 
     rank, size = place()
     path.mkdir(parents=True, exist_ok=True)
-    hosts = path / "hosts"
+    hosts = path / f"hosts {rank}"  # ranks would truncate what others read
     import socket
 
     hosts.write_text("\n".join(["batch"] + [socket.gethostname()] * size))
