@@ -293,7 +293,7 @@ class Job:
     def wait(self, limit: float = 600) -> Outcome:
         """Wait until all nodes are done."""
         end = time.time() + limit
-        while any(self.processes(node) for node in range(self._count)):
+        while any(self._runs(node) for node in range(self._count)):
             if time.time() > end:
                 text = "\n".join(self._texts())
                 self.end()
@@ -328,7 +328,7 @@ class Job:
     def _wait_until(self, is_reached: Callable[[], bool], problem: str, limit: float) -> None:
         end = time.time() + limit
         while not is_reached():
-            if time.time() > end or not self.processes(0):
+            if time.time() > end or not self._runs(0):
                 text = "\n".join(self._texts())
                 self.end()
                 raise RuntimeError(f"{problem}:\n{text}")
@@ -361,6 +361,11 @@ class Job:
         outcome = self._outcome()
         outcome.gone = [(ranks[node], torchrun[node]) for node in watched]
         return outcome
+
+    def _runs(self, node: int) -> bool:
+        """Return whether something runs on a node; a process has no environment while it starts."""
+        command = self._started.get(node)
+        return (command is not None and command.poll() is None) or bool(self.processes(node))
 
     def processes(self, node: int, *, ranks: bool = False) -> list[int]:
         """Return the processes of a node, however deep; with `ranks`, not its torchrun."""
