@@ -291,8 +291,8 @@ def learn(folder, max_steps, data_options):
 
 def learn_on_both(ranks, folder, *args):
     """Train on one process and on two; return (losses, found) of each."""
-    (alone,) = ranks(1).run(learn, folder / "alone", *args, timeout=600)
-    shared, same = ranks(2).run(learn, folder / "shared", *args, timeout=600)
+    (alone,) = ranks(1).run(learn, folder / "alone", *args, timeout=1800)
+    shared, same = ranks(2).run(learn, folder / "shared", *args, timeout=1800)
     assert all(map(torch.equal, shared, same)), "ranks that share rows have one curve"
     return alone, shared
 
