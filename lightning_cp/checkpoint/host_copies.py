@@ -155,7 +155,7 @@ class Room:
         is_pure = peak > self._peak_with_clones
         self._peak = max(self._peak, peak if is_pure else peak - self._num_bytes)
         free = free_bytes()
-        # Torch keeps what former clones took: no step needs that, too.
+        # Torch still holds what former clones took, which steps do not need.
         unused = min(free + reserved - self._peak, free + self._num_bytes)
         # Without a peak no step has run since the statistics were reset.
         is_known = self._peak > 1.01 * used

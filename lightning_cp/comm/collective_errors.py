@@ -76,9 +76,14 @@ def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Return rank 0's value on all ranks; ``group``: another group of all ranks."""
+    return from_rank(0, value, group)
+
+
+def from_rank(source: int, value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return one rank's value on all ranks; ``group``: another group of all ranks."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, 0, group)
+        dist.broadcast_object_list(box, source, group)
     return box[0]
 
 

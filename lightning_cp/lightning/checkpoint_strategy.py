@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.adapters import describe_models
-from lightning_cp.comm.collective_errors import from_all
+from lightning_cp.comm.collective_errors import from_all, from_rank
 from lightning_cp.comm.mesh import gloo_group
 from lightning_cp.lightning import checkpointing
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
@@ -83,11 +83,7 @@ class CheckpointStrategy(MeshStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src`` on all ranks."""
         group = self._group_of_hosts()
-        if group is None:
-            return super().broadcast(obj, src)
-        box = [obj]
-        dist.broadcast_object_list(box, src, group)
-        return box[0]
+        return super().broadcast(obj, src) if group is None else from_rank(src, obj, group)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
