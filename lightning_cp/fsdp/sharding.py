@@ -207,7 +207,7 @@ def drop_unused_gradients(owner: nn.Module, mesh: DeviceMesh) -> None:
     """
     units = [part for part in owner.modules() if isinstance(part, FSDPModule)]
     parameters = [entry for unit in units for entry in take_used(unit)]
-    if not parameters or (mesh.size() == 1 and all(is_used for _, is_used in parameters)):
+    if not parameters:
         return
     device = parameters[0][0].device
     used = torch.tensor([float(is_used) for _, is_used in parameters]).to(device, non_blocking=True)
