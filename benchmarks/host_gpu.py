@@ -151,15 +151,15 @@ class Clock(Callback):
         self._marks = [("start", time.perf_counter())]
 
     def on_before_backward(self, *_: Any) -> None:
-        """End the phase of forward."""
-        self._mark("forward")
+        """End what is between forward and backward."""
+        self._mark("zero grad")
 
     def on_after_backward(self, *_: Any) -> None:
         """End the phase of backward."""
         self._mark("backward")
 
     def on_before_zero_grad(self, *_: Any) -> None:
-        """End what is between forward and backward."""
+        """End the phase of forward."""
         self._mark("forward")
 
     def on_train_batch_end(

@@ -151,15 +151,17 @@ def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
 def _check(
     module: nn.Module, query: Tensor, key: Tensor, others: dict[str, Any], step: Step
 ) -> None:
-    unknown = sorted(
+    unknown = [
         name
         for name, value in others.items()
-        if name not in _HARMLESS and (isinstance(value, Tensor) or name in _SPARSE)
-    )
-    unknown = [name for name in unknown if others[name] is not None]
+        if value is not None
+        and name not in _HARMLESS
+        and (isinstance(value, Tensor) or name in _SPARSE)
+    ]
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise ValueError(
-            f"{type(module).__name__} got {', '.join(unknown)}, which may change what a token sees "
+            f"{type(module).__name__} got {names}, which may change what a token sees "
             "and are not supported: ignoring them could train another model. If the model ignores "
             "them, do not pass them; else run it on full sequences: `with cp.paused():`."
         )

@@ -196,7 +196,8 @@ def temperature(layer: Any, query: Tensor, step: Step) -> Tensor:
 
     Only layers without RoPE do it, and only those whose own scaling our hook has switched off.
     """
-    is_disabled = getattr(layer, "attn_temperature_tuning", None) is False
+    # A module looks for a missing attribute in several places, for each layer.
+    is_disabled = vars(layer).get("attn_temperature_tuning") is False
     if not is_disabled or layer.use_rope or not layer.config.attn_temperature_tuning:
         return query
     steps = torch.floor((document_positions(step).to(torch.float32) + 1.0) / layer.floor_scale)

@@ -160,6 +160,15 @@ class Plan:
         """Return whether more than two stages contribute to a query."""
         return sum(stage.heads == self.stages[0].heads for stage in self.stages) > 2
 
+    @cached_property
+    def local_block(self) -> Block | None:
+        """Return the block that is all of both passes: of all tokens, without traffic."""
+        if len(self.stages) != 1 or len(self.backward_stages) != 1:
+            return None
+        stage, all_tokens = self.stages[0], slice(0, self.layout.local_len)
+        block = stage.block if stage.has_no_peers else None
+        return None if block is None or block.q_slice != all_tokens else block
+
 
 @dataclass(frozen=True)
 class QueryShard:

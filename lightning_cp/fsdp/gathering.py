@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.torch_private import (
+    all_modules,
     base_of,
+    child_modules,
     has_gradients_of_one_copy,
     has_unreduced_gradients,
     init_root,
@@ -79,7 +81,7 @@ def check_reduced(owner: nn.Module) -> None:
         root.__dict__[_USED] = False
         if has_unreduced_gradients(root):
             raise RuntimeError(_USED_BETWEEN_CALLS)
-        for unit in root.modules():
+        for unit in all_modules(root):
             if is_unit(unit) and has_gradients_of_one_copy(unit):
                 raise RuntimeError(
                     f"{type(unit).__name__} was not used in the last batch of an accumulation "
@@ -140,7 +142,7 @@ def outermost_units(module: nn.Module) -> Iterator[nn.Module]:
     if is_unit(module):
         yield module
         return
-    for child in module.children():
+    for child in child_modules(module):
         yield from outermost_units(child)
 
 

@@ -27,6 +27,7 @@ from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.torch_private import (
+    all_modules,
     apply_to_tensors,
     divide_once,
     drop_unreduced_gradients,
@@ -205,17 +206,19 @@ def drop_unused_gradients(owner: nn.Module, mesh: DeviceMesh) -> None:
         owner: a module whose sharded parameters a backward pass has just reduced.
         mesh: data x context; several axes with hybrid sharding.
     """
-    units = [part for part in owner.modules() if isinstance(part, FSDPModule)]
+    units = [part for part in all_modules(owner) if isinstance(part, FSDPModule)]
     parameters = [entry for unit in units for entry in take_used(unit)]
     if not parameters:
         return
-    device = parameters[0][0].device
-    used = torch.tensor([float(is_used) for _, is_used in parameters]).to(device, non_blocking=True)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(used, group=mesh.get_group(axis))
-    if all(is_used for _, is_used in parameters):
-        return  # the host need not wait for the other ranks
-    for (parameter, _), number in zip(parameters, used.tolist(), strict=True):
+    numbers = [float(is_used) for _, is_used in parameters]
+    if mesh.size() > 1:
+        used = torch.tensor(numbers).to(parameters[0][0].device, non_blocking=True)
+        for axis in range(mesh.ndim):
+            dist.all_reduce(used, group=mesh.get_group(axis))
+        if all(numbers):
+            return  # the host need not wait for the other ranks
+        numbers = used.tolist()
+    for (parameter, _), number in zip(parameters, numbers, strict=True):
         if number == 0:
             parameter.grad = None
 

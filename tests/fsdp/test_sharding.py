@@ -173,9 +173,9 @@ class Conditional(nn.Module):
         return self.parts[1](x) * self.scale if both else x
 
 
-def run_unused():
+def run_unused(num_ranks):
     """Return which gradients there are after backward passes that use a part or all."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp_cp",))
     torch.manual_seed(0)
     owner = nn.Sequential(Conditional())
     shard_parameters(owner, mesh, device=torch.device("cpu"))
@@ -202,9 +202,10 @@ def run_unused():
 
 
 @pytest.mark.ranks
-def test_parameters_that_no_rank_used_have_no_gradient(ranks):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parameters_that_no_rank_used_have_no_gradient(num_ranks, ranks):
     every, some = [True] * 5, [False, True, True, False, False]
-    for found, gradient in ranks(2).run(run_unused):
+    for found, gradient in ranks(num_ranks).run(run_unused, num_ranks):
         assert found == [every, some, every, every, every, [False] * 5, every]
         assert gradient.abs().min() > 0
 

@@ -28,7 +28,13 @@ from lightning_cp.attn.accumulators import (
     sink_gradient,
     with_layout_of,
 )
-from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Scores
+from lightning_cp.attn.blockwise.kernels.base import (
+    BackwardInputs,
+    Kernel,
+    Scores,
+    TiledKernel,
+    TileMask,
+)
 from lightning_cp.attn.call import (
     AlibiSlopes,
     Bias,
@@ -46,6 +52,13 @@ from lightning_cp.memory.offload import Saved
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.torch_private import plain_functions
+
+
+class _OnlyTile(NamedTuple):
+    """A tile that is all of a call, and the kernel that computes it."""
+
+    kernel: TiledKernel
+    mask: TileMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +87,32 @@ class BlockwiseCall:
     def mark(self) -> Tensor:
         """Return the uid as a tensor that autograd can save."""
         return torch.tensor(self.uid)
+
+    @cached_property
+    def _only_tiles(self) -> dict[tuple[int, int], _OnlyTile | None]:
+        return {}
+
+    def only_tile(self, q: Tensor, k: Tensor) -> _OnlyTile | None:
+        """Return the tile that is all of both passes without a bias, or None if there are more.
+
+        A result of the kernel is then the result of the call: nothing is sent or accumulated.
+        """
+        num_heads = q.shape[1], k.shape[1]
+        if num_heads not in self._only_tiles:
+            self._only_tiles[num_heads] = self._find_only_tile(num_heads, q.device)
+        return self._only_tiles[num_heads]
+
+    def _find_only_tile(self, num_heads: tuple[int, int], device: torch.device) -> _OnlyTile | None:
+        block, kernel = self.plan.local_block, self.kernel
+        if block is None or not isinstance(kernel, TiledKernel):
+            return None
+        tiles = kernel.tiles(block, None)
+        if len(tiles) != 1 or kernel.backward_tiles(block, None, num_heads) != tiles:
+            return None
+        tile, all_tokens = tiles[0], slice(0, self.plan.layout.local_len)
+        if tile.batch != slice(None) or not tile.q_slice == tile.k_slice == all_tokens:
+            return None
+        return _OnlyTile(kernel, TileMask(tile, block.bounds, None, device))
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
@@ -161,6 +200,20 @@ def _forward(
     bias: ScoreBias | None,
     call: BlockwiseCall,
 ) -> tuple[Tensor, Tensor]:
+    only = call.only_tile(q, k) if bias is None else None
+    if only is None:
+        out, lse = _forward_by_stages(q, k, v, bias, call)
+    else:
+        out, lse = only.kernel.tile_forward(q, k, v, only.mask, call.scores)
+    out = out.to(q.dtype)
+    if sinks is not None:
+        add_sinks_(out, lse, sinks)
+    return out, lse
+
+
+def _forward_by_stages(
+    q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, call: BlockwiseCall
+) -> tuple[Tensor, Tensor]:
     results = _HeadGroups(call.plan.stages, k, lambda: empty_output(q, v.shape[-1]))
     for turn in _visit(KVShard(k, v), call.plan.stages, call.transport):
         heads = _query_heads(turn.stage, q, k)
@@ -177,13 +230,21 @@ def _forward(
                 output.add(_region(part.batch, part.q_slice, block, q), (part.out, part.lse))
         if turn.is_last:
             results.write(heads, output)
-    out, lse = results.result
-    if sinks is not None:
-        add_sinks_(out, lse, sinks)
-    return out.to(q.dtype), lse
+    return results.result
 
 
 def _backward(
+    inputs: BackwardInputs, bias: ScoreBias | None, call: BlockwiseCall, *, return_keys: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    only = call.only_tile(q, k) if bias is None else None
+    if only is None:
+        return _backward_by_stages(inputs, bias, call, return_keys=return_keys)
+    dq, dk, dv = only.kernel.tile_backward(inputs, only.mask, call.scores)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _backward_by_stages(
     inputs: BackwardInputs, bias: ScoreBias | None, call: BlockwiseCall, *, return_keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, lse = inputs

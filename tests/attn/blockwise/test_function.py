@@ -12,6 +12,7 @@ from lightning_cp.attn.accumulators import merge_into
 from lightning_cp.attn.blockwise import function as attend_module
 from lightning_cp.attn.blockwise.kernels import base, dense
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
+from lightning_cp.attn.plan import Plan
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
@@ -431,6 +432,44 @@ def test_two_calls_in_one_graph_and_one_backward(algorithm):
     whole = {name: x[:, :, :length] for name, x in whole.items()}
     found = put_together(run_threads(3, run, case), case)
     assert max(errors(found, whole).values()) < 1e-10
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_call_of_one_tile_is_what_its_stages_compute(mask, heads, monkeypatch):
+    """Bit by bit: nothing is accumulated, so nothing may be rounded."""
+    staged = []
+
+    def by_stages(*args, **kwargs):
+        staged.append(args)
+        return original(*args, **kwargs)
+
+    original = attend_module._backward_by_stages
+    monkeypatch.setattr(attend_module, "_backward_by_stages", by_stages)
+    for dtype in (torch.float64, torch.bfloat16):
+        case = make_case(mask, heads=heads)
+        case.inputs = case.inputs.to(dtype)
+        (one,) = run_threads(1, attend_rank, case)
+        is_one_tile = not staged
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, "local_block", None)
+            (many,) = run_threads(1, attend_rank, case)
+        assert staged
+        staged.clear()
+        assert is_one_tile == ("padding" not in mask)  # whose tile leaves tokens out
+        for name, x in many.items():
+            assert torch.equal(one[name], x), name
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_a_call_that_exchanges_keys_is_not_one_tile(cp_size):
+    def run(transport, case):
+        call, inputs = build_call(case, transport), case.inputs
+        return call.only_tile(inputs.q, inputs.k)
+
+    for algorithm in ALGORITHMS:
+        case = make_case("causal", algorithm=algorithm)
+        assert run_threads(cp_size, run, case) == [None] * cp_size
 
 
 def test_second_derivatives_are_refused():
