@@ -9,7 +9,7 @@ takes the out and lse of the *full* softmax, not of this block, so that blocks s
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -215,6 +215,7 @@ class TiledKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a tile's contribution to dq, dk, dv."""
 
+    @final  # a call that is one tile goes to `tile_forward` directly
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, block: Block, scores: Scores
     ) -> Iterator[ForwardPart]:
@@ -227,6 +228,7 @@ class TiledKernel(ABC):
             result = self.tile_forward(queries, keys, values, mask, scores)
             yield ForwardPart(batch, q_slice, *result)
 
+    @final
     def backward(
         self, inputs: BackwardInputs, bias: ScoreBias | None, block: Block, scores: Scores
     ) -> Iterator[BackwardPart]:
