@@ -20,7 +20,7 @@ from lightning_cp.fsdp.gathering import is_gathering_hook
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.routing import unrouted
-from lightning_cp.torch_private import all_modules, module_hooks, newest_hooks, own_parameters
+from lightning_cp.torch_private import module_hooks, newest_hooks, own_parameters
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Layer:
 
     def needs_no_routing(self) -> bool:
         """Return whether only code of known libraries runs in the layer, as far as it shows."""
-        parts = all_modules(self.module)
+        parts = list(self.module.modules())
         state: list[object] = [(type(part).forward, newest_hooks(part)) for part in parts]
         state += [part.__dict__.get("forward") for part in parts[1:]]
         if state != self.state:

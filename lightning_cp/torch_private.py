@@ -452,26 +452,11 @@ def newest_hooks(module: nn.Module) -> tuple[int | None, int | None]:
     return next(reversed(before), None), next(reversed(after), None)
 
 
-def child_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules directly inside a module (`nn.Module._modules`).
-
-    `nn.Module.children` takes five times as long, which counts where each step walks a model.
-    """
-    return [child for child in module._modules.values() if child is not None]
-
-
-def all_modules(module: nn.Module) -> list[nn.Module]:
-    """Return a module and those inside it, outermost first, as fast as `child_modules`."""
-    found = {module: None}
-    level = [module]
-    while level:
-        level = [m for part in level for m in child_modules(part) if m not in found]
-        found.update(dict.fromkeys(level))
-    return list(found)
-
-
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module without those inside it (`nn.Module._parameters`)."""
+    """Return the parameters of a module without those inside it (`nn.Module._parameters`).
+
+    `nn.Module.parameters` builds their names, which counts where each step looks at each layer.
+    """
     return [x for x in module._parameters.values() if x is not None]
 
 

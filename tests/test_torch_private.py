@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp import torch_private
@@ -107,18 +106,6 @@ def test_private_names_of_torch_are_used_in_torch_private_only():
             names = {name.removesuffix("_backward") for name in private_names(file.read_text())}
             if path != "lightning_cp/torch_private.py":
                 assert names <= ALLOWED.get(path, set()), path
-
-
-def test_modules_are_found_once_each():
-    shared, inner = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh()))
-    model = nn.ModuleDict({"a": shared, "b": inner, "c": nn.Sequential(shared)})
-    model["b"].register_module("nothing", None)
-    model["b"].add_module("around", model)  # a cycle
-    found = torch_private.all_modules(model)
-    assert found[0] is model
-    assert len(found) == len(set(found)) == len(list(model.modules()))
-    assert set(found) == set(model.modules())
-    assert torch_private.child_modules(inner) == [*inner.children()]
 
 
 def test_hooks_of_leaves_are_put_back():

@@ -19,9 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.torch_private import (
-    all_modules,
     base_of,
-    child_modules,
     has_gradients_of_one_copy,
     has_unreduced_gradients,
     init_root,
@@ -81,7 +79,7 @@ def check_reduced(owner: nn.Module) -> None:
         root.__dict__[_USED] = False
         if has_unreduced_gradients(root):
             raise RuntimeError(_USED_BETWEEN_CALLS)
-        for unit in all_modules(root):
+        for unit in root.modules():
             if is_unit(unit) and has_gradients_of_one_copy(unit):
                 raise RuntimeError(
                     f"{type(unit).__name__} was not used in the last batch of an accumulation "
@@ -142,7 +140,7 @@ def outermost_units(module: nn.Module) -> Iterator[nn.Module]:
     if is_unit(module):
         yield module
         return
-    for child in child_modules(module):
+    for child in module.children():
         yield from outermost_units(child)
 
 

@@ -27,7 +27,6 @@ from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.torch_private import (
-    all_modules,
     apply_to_tensors,
     divide_once,
     drop_unreduced_gradients,
@@ -206,7 +205,7 @@ def drop_unused_gradients(owner: nn.Module, mesh: DeviceMesh) -> None:
         owner: a module whose sharded parameters a backward pass has just reduced.
         mesh: data x context; several axes with hybrid sharding.
     """
-    units = [part for part in all_modules(owner) if isinstance(part, FSDPModule)]
+    units = [part for part in owner.modules() if isinstance(part, FSDPModule)]
     parameters = [entry for unit in units for entry in take_used(unit)]
     if not parameters:
         return
