@@ -67,6 +67,9 @@ def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
     command.add_argument("--shard-size", type=int, default=0, help="of hybrid (those of a node)")
     command.add_argument("--parameter-offload", action="store_true", help="to host memory")
     command.add_argument("--checkpointing", choices=get_args(Checkpointing), default="full")
+    command.add_argument(
+        "--checkpointed-layers", type=int, default=0, help="the first ones; 0 for all (0)"
+    )
     command.add_argument("--offload", choices=get_args(Offload), default="none")
     command.add_argument("--tiles", type=int, default=0, help="of MLPs and norms (0)")
     command.add_argument("--compile", action="store_true", help="MLPs, norms, rotary embeddings")
@@ -144,6 +147,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
             "precision": args.precision,
             "parameter_offload": args.parameter_offload,
             "checkpointing": args.checkpointing,
+            "checkpointed_layers": args.checkpointed_layers,
             "offload": args.offload,
             "tiles": args.tiles,
             "compiled": args.compile,

@@ -19,23 +19,26 @@ class Activations:
     """What is done to the layers of a model before it is sharded. Checked once, here.
 
     Args:
-        checkpointing: recompute layers in backward.
+        checkpointing: recompute layers in backward; a number: so many, the first ones.
         tile: compute token-wise modules in tiles; the tokens of a tile, or True for a default.
         compile: what is compiled.
 
     ``auto`` is decided later: nothing is done before.
     """
 
-    checkpointing: bool | Literal["auto"] = False
+    checkpointing: bool | int | Literal["auto"] = False
     tile: bool | int | Literal["auto"] = False
     compile: CompileName | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if not isinstance(self.checkpointing, bool) and self.checkpointing != "auto":
+        checkpointing: object = self.checkpointing
+        is_given = isinstance(checkpointing, bool) or checkpointing == "auto"
+        if not is_given and not (isinstance(checkpointing, int) and checkpointing >= 1):
             raise ValueError(
-                f"activation_checkpointing={self.checkpointing!r}: use True, False or 'auto'. What "
-                "is kept of attention and what goes to the host: keep_attention and offload."
+                f"activation_checkpointing={self.checkpointing!r}: use True, False, 'auto', or a "
+                "number of layers, 1 or more. What is kept of attention and what goes to the host: "
+                "keep_attention and offload."
             )
         if self.compile is not None:
             check_choice("compile", self.compile, get_args(CompileName))
@@ -46,6 +49,16 @@ class Activations:
                 f"tile={self.tile!r}: give the tokens of a tile, 1 or more, or True for a default, "
                 "or 'auto'."
             )
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Return whether layers are recomputed, all or some."""
+        return self.checkpointing is not False and self.checkpointing != "auto"
+
+    @property
+    def is_number(self) -> bool:
+        """Return whether a number of layers is recomputed."""
+        return self.is_checkpointing and self.checkpointing is not True
 
     def check(self, options: Options) -> None:
         """Raise for options of attention that need checkpoints, in a run that certainly has none.
@@ -72,8 +85,10 @@ class Activations:
     ) -> list[Callable[[], None]]:
         """Prepare a model; return what restores it, in the order in which it was prepared."""
         undos: list[Callable[[], None]] = []
-        if self.checkpointing is True and training:
-            undos.append(checkpoint_layers(model, shard_modules=shard_modules).remove)
+        if self.is_checkpointing and training:
+            number = int(self.checkpointing) if self.is_number else None
+            checkpointed = checkpoint_layers(model, num_layers=number, shard_modules=shard_modules)
+            undos.append(checkpointed.remove)
         if self.compile is not None:
             undos.append(compile_layers(model, shard_modules=shard_modules).remove)
         # In the end: tiles call compiled modules, not the reverse.

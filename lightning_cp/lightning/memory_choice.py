@@ -65,16 +65,17 @@ class RunSetup:
         """Return the names of those that are."""
         return [name for name, value in self.memory_options.items() if value == "auto"]
 
-    def choices(self, *, is_checkpointed: bool) -> Iterator["RunSetup"]:
+    def choices(self, *, is_checkpointed: bool, num_layers: int = 0) -> Iterator["RunSetup"]:
         """Yield the runs that ``auto`` may mean, the fastest first.
 
         Recomputing layers takes about 25% of a step, of which attention is a larger part the longer
         sequences are; offloading up to 1%. Tiles, 7%, are the last resort. Nothing else without
         recomputation: there is nothing to move and to keep, and the planner knows tiles only with
-        it.
+        it; nor where some layers are not recomputed: what they save takes more.
 
         Args:
             is_checkpointed: whether the model recomputes its layers already.
+            num_layers: layers that may be recomputed one by one.
         """
         options, activations = self.options, self.activations
         others = list(
@@ -84,10 +85,11 @@ class RunSetup:
                 _values(options.offload, "none", "all"),
             )
         )
-        recompute = (False,) if is_checkpointed else (False, True)
+        recompute = (False,) if is_checkpointed else (False, *range(1, num_layers), True)
+        is_auto = activations.checkpointing == "auto"
         for checkpointing in _values(activations.checkpointing, *recompute):
-            recomputes = checkpointing or is_checkpointed
-            for tile, keep, offload in others if recomputes else others[:1]:
+            is_all = checkpointing is True or is_checkpointed or (checkpointing and not is_auto)
+            for tile, keep, offload in others if is_all else others[:1]:
                 yield replace(
                     self,
                     options=replace(options, keep_attention=keep, offload=offload),
@@ -103,8 +105,10 @@ class RunSetup:
         if not model["shape"].has_parts(num_tensor_ranks):
             return None
         options, layout = self.options, step.layout
-        is_checkpointed = model["is_checkpointed"] or self.activations.checkpointing is True
+        activations = self.activations
+        is_checkpointed = model["is_checkpointed"] or activations.is_checkpointing
         checkpointing = "full" if is_checkpointed else "none"
+        num_layers = int(activations.checkpointing) if activations.is_number else 0
         if checkpointing == "full" and options.kept_bytes is None:
             checkpointing = "keep"
         setup = Setup(
@@ -119,12 +123,14 @@ class RunSetup:
             shard_size=self.shard_size,
             parameter_offload=self.parameter_offload,
             checkpointing=checkpointing,  # type: ignore[arg-type]
+            checkpointed_layers=num_layers if num_layers < len(model["shape"].layers) else 0,
             offload="none" if options.offload_bytes == 0 or checkpointing == "none" else "all",
+            compiled=activations.compile is not None,
             lora_rank=model["lora_rank"],
             attention_memory=options.attention_memory,
             gradient_wire=options.gradient_wire,
         )
-        tile = self.activations.tile
+        tile = activations.tile
         if tile is False or tile == "auto":
             return setup
         tokens = MIN_TOKENS if tile is True else tile

@@ -26,6 +26,7 @@ from lightning_cp.lightning.memory_choice import (
     host_bytes,
 )
 from lightning_cp.memory.budget import resolve_budget
+from lightning_cp.memory.checkpointing import switched_layers
 from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.planner import Setup
@@ -50,7 +51,8 @@ class MemoryCheck:
     """Plans the memory of training steps: logs the first plan, and raises if it cannot fit.
 
     At the first step, options that are ``auto`` are decided. With ``keep_attention="auto"``, each
-    step may keep what its plan leaves free.
+    step may keep what its plan leaves free. Where ``auto`` recomputes some of the layers or none,
+    a step with more tokens than all before may recompute more.
 
     Args:
         module: the LightningModule.
@@ -79,6 +81,7 @@ class MemoryCheck:
         self._num_tokens = 0
         self._total: float | None = None
         self._kept = 0.0
+        self._num_layers = 0  # that may be recomputed one by one, if that is decided here
         self.plan: MemoryPlan | None = None
         """The plan of the training step with the most tokens; None before it, or without one."""
 
@@ -109,6 +112,8 @@ class MemoryCheck:
             self._warn_undecided()
             return
         decided = self._decide(model, step, total) if is_first and self._run.undecided else ""
+        if not is_first:
+            self._recompute_more(model, step, total)
         setup = self._run.of(model, step)
         assert setup is not None  # noqa: S101  its precision is known
         self.plan, host = plan_memory(model["shape"], setup), _host_budget(step)
@@ -134,7 +139,10 @@ class MemoryCheck:
         if run.options.offload == "auto":
             budget = resolve_budget(replace(run.options, offload="all"), groups)
         host = _host_budget(step) if budget is None else float(budget.host_bytes)
-        choices = list(run.choices(is_checkpointed=model["is_checkpointed"]))
+        num_layers = len(switched_layers(self._module))
+        if num_layers != len(model["shape"].layers):
+            num_layers = 0
+        choices = list(run.choices(is_checkpointed=model["is_checkpointed"], num_layers=num_layers))
         exceeds = []
         for choice in choices:
             setup = choice.of(model, step)
@@ -144,6 +152,9 @@ class MemoryCheck:
         # If none fits, the last one takes the least.
         chosen = choices[exceeds.index(False) if False in exceeds else -1]
         self._prepare(chosen.activations.without(run.activations))
+        is_auto = run.activations.checkpointing == "auto" and not model["is_checkpointed"]
+        if is_auto and chosen.activations.checkpointing is not True:
+            self._num_layers = num_layers
         options = replace(chosen.options, keep_attention=run.options.keep_attention)
         if budget is not None and options.offload == "all":
             # What exceeds the host's memory stays on the device.
@@ -153,6 +164,27 @@ class MemoryCheck:
         self._run = replace(chosen, options=options)
         values = chosen.memory_options
         return "".join(f" {name}={values[name]}" for name in run.undecided)
+
+    def _recompute_more(self, model: Mapping[str, Any], step: Step, total: float) -> None:
+        """Recompute as many layers as a step needs, if ``auto`` has left some."""
+        if self._num_layers == 0:
+            return
+        run = self._run
+        keep = "all" if run.options.keep_attention == "auto" else run.options.keep_attention
+        kept = replace(run, options=replace(run.options, keep_attention=keep))
+        first = number = int(run.activations.checkpointing)
+        while number < self._num_layers:
+            activations = replace(run.activations, checkpointing=number or False)
+            setup = replace(kept, activations=activations).of(model, step)
+            assert setup is not None  # noqa: S101  its precision is known
+            if fits(model["shape"], setup, device=total, host=inf):
+                break
+            number += 1
+        if number > first:
+            self._run = replace(run, activations=replace(run.activations, checkpointing=number))
+            self._prepare(Activations(number))
+            num_tokens = step.batch_size * step.layout.local_len
+            _log(f"memory plan: tokens={num_tokens} activation_checkpointing={number}")
 
     def _warn_undecided(self) -> None:
         if self._run.undecided and not self._has_warned:
@@ -189,7 +221,7 @@ def _keeping(shape: ModelShape, setup: Setup, plan: MemoryPlan, limit: float) ->
     """Return a plan with the attention that ``auto`` keeps, up to a limit."""
     wanted = setup.local_len * sum(
         token_bytes(layer, shape.hidden, setup).kept
-        for layer in shape.layers
+        for layer in shape.layers[: setup.num_checkpointed(len(shape.layers))]
         if layer.window is None
     )
     limit, part = min(limit, wanted), "kept attention"
@@ -268,9 +300,9 @@ def _leaner(setup: Setup) -> Iterator[tuple[list[str], Setup]]:
     if setup.num_copies > 1:
         names, setup = ["parameter_sharding='full'"], replace(setup, sharding="full")
         yield names, setup
-    if setup.checkpointing == "none":
+    if setup.checkpointing == "none" or setup.checkpointed_layers:
         names = [*names, "activation_checkpointing=True"]
-        setup = replace(setup, checkpointing="full")
+        setup = replace(setup, checkpointing="full", checkpointed_layers=0)
         yield names, setup
     if setup.offload == "none":
         names, setup = [*names, "offload='all'"], replace(setup, offload="all")

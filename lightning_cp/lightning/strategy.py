@@ -78,10 +78,10 @@ class ContextParallelStrategy(CheckpointStrategy):
             the local queries, at least 0.78, and more if that saves time.
         gradient_wire: precision in which collectives sum gradients of keys and values: ``float32``,
             or ``model``, half of the bytes for bf16, for slow networks.
-        activation_checkpointing: recompute layers in backward, of any model. Models that checkpoint
-            by themselves need no flag. ``auto``, also of ``offload`` and ``tile``: the fastest
-            combination whose plan fits, decided at the first training step. This and the next five:
-            docs/memory.md.
+        activation_checkpointing: recompute layers in backward, of any model; a number: so many, the
+            first ones. Models that checkpoint by themselves need no flag. ``auto``, also of
+            ``offload`` and ``tile``: the fastest combination whose plan fits, decided at the first
+            training step. This and the next five: docs/memory.md.
         keep_attention: with activation checkpointing, keep attention results instead of computing
             them again in backward: ``all``, ``none``, GiB per batch and rank, or ``auto``: what the
             plan of the step leaves free, on the host with ``offload``.
@@ -143,7 +143,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         kernel: KernelName = "auto",
         attention_memory: float | None = None,
         gradient_wire: GradientWire = "float32",
-        activation_checkpointing: bool | Literal["auto"] = False,
+        activation_checkpointing: bool | int | Literal["auto"] = False,
         keep_attention: KeepAttention = "auto",
         offload: Offload = "none",
         offload_after: float = 0.0,

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ class Handle:
     def __init__(self) -> None:
         self._undos: list[Callable[[], object]] = []
         self.num_blocks = 0
+        """Blocks of models that do not checkpoint their layers themselves."""
 
     def remove(self) -> None:
         """Restore the model. Graphs that exist already can still be used for backward."""
@@ -32,6 +33,12 @@ class Handle:
             )
             self._undos.append(model.gradient_checkpointing_disable)
 
+    def _switch(self, layer: nn.Module, *, on: bool) -> None:
+        """Switch the checkpointing of a layer of transformers, and of layers inside it."""
+        for part in filter(_has_switch, layer.modules()):
+            self._undos.append(partial(setattr, part, _FLAG, getattr(part, _FLAG)))
+            setattr(part, _FLAG, on)
+
     def _wrap(self, block: nn.Module) -> None:
         override = block.__dict__.get("forward")
         forward = block.forward
@@ -40,7 +47,15 @@ class Handle:
         self.num_blocks += 1
 
 
-def checkpoint_layers(model: nn.Module, *, shard_modules: Sequence[str] | None = None) -> Handle:
+_FLAG: Final = "gradient_checkpointing"
+
+
+def checkpoint_layers(
+    model: nn.Module,
+    *,
+    num_layers: int | None = None,
+    shard_modules: Sequence[str] | None = None,
+) -> Handle:
     """Recompute the layers of a model in backward, instead of keeping their activations.
 
     Models of transformers checkpoint their layers themselves; of others, the blocks are
@@ -48,6 +63,9 @@ def checkpoint_layers(model: nn.Module, *, shard_modules: Sequence[str] | None =
 
     Args:
         model: a model, or a LightningModule that holds some.
+        num_layers: recompute only so many layers, the first ones: the others take more memory and
+            less time. The last ones are those whose memory is free again before any other layer
+            is recomputed.
         shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
 
     Returns:
@@ -62,12 +80,22 @@ def checkpoint_layers(model: nn.Module, *, shard_modules: Sequence[str] | None =
     """
     handle = Handle()
     own = [m for m in model.modules() if _checkpoints_itself(m)]
-    # The outermost ones: they reach all models inside them.
-    inside = {id(part) for m in own for part in m.modules() if part is not m}
-    for outermost in (m for m in own if id(m) not in inside):
+    blocks = _blocks_outside(model, own, shard_modules)
+    if num_layers is not None:
+        layers = [*switched_layers(model), *blocks]
+        if not 1 <= num_layers <= len(layers):
+            raise ValueError(
+                f"activation_checkpointing={num_layers}: {type(model).__name__} has {len(layers)} "
+                "layers that can be checkpointed one by one. Give 1 or more and at most as many, "
+                "or True for all."
+            )
+    for outermost in _outermost(own):  # they reach all models inside them
         handle._enable(outermost)
-    covered = {id(part) for m in own for part in m.modules()}
-    blocks = [b for b in find_blocks(model, shard_modules) if id(b) not in covered]
+    if num_layers is not None:
+        chosen = {id(layer) for layer in layers[:num_layers]}
+        for layer in switched_layers(model):
+            handle._switch(layer, on=id(layer) in chosen)
+        blocks = [block for block in blocks if id(block) in chosen]
     for block in blocks:
         handle._wrap(block)
     if not own and not blocks:
@@ -76,6 +104,33 @@ def checkpoint_layers(model: nn.Module, *, shard_modules: Sequence[str] | None =
             "with shard_modules=['MyBlock'], or put them into an nn.ModuleList."
         )
     return handle
+
+
+def switched_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that models of transformers checkpoint, in their order."""
+    models = _outermost([m for m in model.modules() if _checkpoints_itself(m)])
+    return _outermost([layer for m in models for layer in m.modules() if _has_switch(layer)])
+
+
+def _has_switch(module: nn.Module) -> bool:
+    """Return whether a module is such a layer: its class declares the switch.
+
+    Models and encoders around layers have an attribute of that name, without effect.
+    """
+    return hasattr(type(module), _FLAG)
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for m in modules for part in m.modules() if part is not m}
+    return [m for m in modules if id(m) not in inside]
+
+
+def _blocks_outside(
+    model: nn.Module, own: Sequence[nn.Module], shard_modules: Sequence[str] | None
+) -> list[nn.Module]:
+    """Return the blocks of a model that are not parts of models that checkpoint themselves."""
+    covered = {id(part) for m in own for part in m.modules()}
+    return [block for block in find_blocks(model, shard_modules) if id(block) not in covered]
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

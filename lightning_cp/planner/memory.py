@@ -50,6 +50,14 @@ OUTPUT_NORM_SAVED: Final = 6
 CAST: Final = 2
 """Autocast casts a float32 input for each projection: q, k, v, gate and up, or two and two."""
 
+COMPILED_NORM_SAVED: Final = 2
+"""Per compiled norm and hidden number: its input. Its output, 2 more, if it is before attention or
+MLP, as the input of the projections."""
+
+COMPILED_MLP_SAVED: Final = 6
+"""Per inner number of a compiled MLP: both factors and the product. Not compiled: 8, see
+`LayerShape.mlp_saved`."""
+
 QK_NORM_SAVED: Final = 6
 """Per number of queries and keys that are normalized: a float32 copy and the normalized value; 8 if
 that is float32 too."""
@@ -199,6 +207,12 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     if setup.tiles:
         in_mlp = _tiled(layer, hidden, setup, mlp + backward)
         in_attention -= 2 * out
+    if setup.compiled and not is_mixed:
+        # What a layer saves is less. In the layer that is recomputed it was not measured.
+        compiled = COMPILED_NORM_SAVED * (layer.num_norms + min(2, layer.num_norms))
+        saved -= (_norms_saved(layer, is_mixed=False) - compiled) * hidden
+        if not layer.num_active:
+            saved -= (layer.mlp_saved[0] - COMPILED_MLP_SAVED) * widths
     return TokenBytes(checkpoint, _kept(layer), saved, in_mlp, in_attention)
 
 
@@ -258,6 +272,7 @@ PARTS: Final = (
     "gathered parameters",
     "checkpoints",
     "kept attention",
+    "saved activations",
     "one layer",
     "attention buffers",
     "loss",
@@ -301,9 +316,9 @@ def plan_memory(
     """Compute the memory of a rank.
 
     Moments: the loss; backward of the last layer, in its MLP and in its attention, with the
-    checkpoints of all layers; where these are offloaded, also backward of the first layers, with
-    the gradients of all others; and the end of backward, when the gradients of embeddings and head
-    are reduced.
+    checkpoints of all layers; where only some are checkpointed, also the last of these; where
+    checkpoints are offloaded, backward of the first layers, with the gradients of all others; and
+    the end of backward, when the gradients of embeddings and head are reduced.
 
     Args:
         model: its shape.
@@ -326,11 +341,13 @@ def plan_memory(
     if is_full and is_sharded:
         in_layer += states.full_gradient + states.reduced
     one_layer = _largest(model, setup, sizes, chip, links)
+    num_checkpointed = setup.num_checkpointed(len(model.layers))
     head_sum = 4.0 * model.head_params if is_full else 0.0
     between = gathered * model.root_params + in_layer * model.largest_layer
     moments: dict[str, dict[str, float]] = {}
     for where, waiting in _waiting(model, setup, stash, held).items():
-        for name, (layer_bytes, buffers) in one_layer.items():
+        is_saved = where == "backward" and num_checkpointed < len(model.layers)
+        for name, (layer_bytes, buffers) in one_layer[is_saved].items():
             moments[f"{where}, {name}"] = {
                 **held,
                 **waiting,
@@ -398,13 +415,21 @@ def _waiting(
 ) -> dict[str, dict[str, float]]:
     """Return checkpoints, kept attention and gradients when backward may take most memory.
 
-    That is in the last layer, since the checkpoints of the others wait. Where these are offloaded,
-    it may be in one of the first layers, with the gradients of all that backward has passed.
+    That is in the last layer, since the checkpoints of the others wait; or, if it is not
+    checkpointed, in the last one that is. Where checkpoints are offloaded, it may be in one of the
+    first layers, with the gradients of all that backward has passed.
     """
-    num_layers = len(model.layers)
+    num_layers = setup.num_checkpointed(len(model.layers))
+    num_saved = len(model.layers) - num_layers
+    moments = {} if num_saved == 0 else {"backward": {**stash, "gradients": held["gradients"]}}
+    if num_layers == 0:
+        return moments
     is_offloaded = setup.offload == "all" and num_layers > LAYERS_IN_FLIGHT
     present = LAYERS_IN_FLIGHT if is_offloaded else num_layers
     checkpoints, kept = stash["checkpoints"] / present, stash["kept attention"] / present
+    gradient = STATES[setup.precision].gradient / setup.num_shards
+    if setup.parameter_offload or setup.lora_rank:  # on the host, or few
+        gradient = 0.0
 
     def parts(num_present: int, gradients: float) -> dict[str, float]:
         return {
@@ -414,12 +439,12 @@ def _waiting(
             "gradients": gradients,
         }
 
-    moments = {"backward": parts(present, held["gradients"])}
+    passed = gradient * sum(layer.num_params for layer in model.layers[num_layers:])
+    where = "backward of checkpointed layers" if num_saved else "backward"
+    moments[where] = parts(present, held["gradients"] or passed)
     if is_offloaded and not setup.lora_rank:
-        passed = model.num_params - model.root_params - model.largest_layer
-        gradients = STATES[setup.precision].gradient * max(0, passed) / setup.num_shards
-        gradients = 0.0 if setup.parameter_offload else gradients
-        moments["backward of the first layers"] = parts(present - 1, held["gradients"] or gradients)
+        passed = gradient * max(0, model.num_params - model.root_params - model.largest_layer)
+        moments["backward of the first layers"] = parts(present - 1, held["gradients"] or passed)
     return moments
 
 
@@ -461,23 +486,24 @@ def _stash(
     model: ModelShape, setup: Setup, sizes: Mapping[LayerShape, TokenBytes]
 ) -> tuple[dict[str, float], float]:
     """Return what waits for backward on the GPU, and on the host of all its ranks."""
-    tokens = setup.local_len
-    checkpoints = sum(sizes[layer].checkpoint for layer in model.layers)
-    kept = sum(sizes[layer].kept for layer in model.layers)
-    if setup.checkpointing == "none":
-        saved = sum(sizes[layer].saved for layer in model.layers)
-        return {"checkpoints": saved * tokens, "kept attention": 0.0}, 0.0
+    tokens, num_checkpointed = setup.local_len, setup.num_checkpointed(len(model.layers))
+    checkpointed, others = model.layers[:num_checkpointed], model.layers[num_checkpointed:]
+    checkpoints = sum(sizes[layer].checkpoint for layer in checkpointed)
+    kept = sum(sizes[layer].kept for layer in checkpointed)
     if setup.checkpointing == "full":
         kept = 0.0
     host = 0.0
     if setup.offload == "all":
         host += checkpoints + kept
-        share = min(1.0, LAYERS_IN_FLIGHT / len(model.layers))
+        share = min(1.0, LAYERS_IN_FLIGHT / num_checkpointed)
         checkpoints, kept = share * checkpoints, share * kept
     ranks = min(GPUS_PER_HOST, setup.num_gpus)
-    return {"checkpoints": checkpoints * tokens, "kept attention": kept * tokens}, (
-        host * tokens * ranks
-    )
+    stash = {
+        "checkpoints": checkpoints * tokens,
+        "kept attention": kept * tokens,
+        "saved activations": sum(sizes[layer].saved for layer in others) * tokens,
+    }
+    return stash, host * tokens * ranks
 
 
 def _largest(
@@ -486,13 +512,20 @@ def _largest(
     sizes: Mapping[LayerShape, TokenBytes],
     chip: Chip,
     links: Links,
-) -> dict[str, tuple[float, float]]:
-    """Return bytes of the layer in backward and of its attention call, in MLP and attention."""
+) -> dict[bool, dict[str, tuple[float, float]]]:
+    """Return bytes of the layer in backward and of its attention call, in MLP and attention.
+
+    By whether what the layer has saved is counted elsewhere: it is not checkpointed.
+    """
     tokens = setup.local_len
-    mlps, attentions = [], []
-    for layer, size in sizes.items():
-        saved = size.saved if setup.checkpointing == "none" else 0.0
-        mlps.append(((size.mlp - saved) * tokens, 0.0))
-        buffers = attention_cost(layer, setup, chip, links).memory
-        attentions.append((max(0.0, size.attention - saved) * tokens, buffers))
-    return {"MLP": max(mlps), "attention": max(attentions, key=sum)}
+    calls = {layer: attention_cost(layer, setup, chip, links).memory for layer in sizes}
+
+    def largest(*, is_saved: bool) -> dict[str, tuple[float, float]]:
+        mlps, attentions = [], []
+        for layer, size in sizes.items():
+            saved = size.saved if is_saved else 0.0
+            mlps.append((max(0.0, size.mlp - saved) * tokens, 0.0))
+            attentions.append((max(0.0, size.attention - saved) * tokens, calls[layer]))
+        return {"MLP": max(mlps), "attention": max(attentions, key=sum)}
+
+    return {is_saved: largest(is_saved=is_saved) for is_saved in (False, True)}

@@ -209,7 +209,7 @@ def smallest_gpus(
 def _variants(
     model: ModelShape, setup: Setup, capacity: Capacity, chip: Chip, links: Links
 ) -> Iterator[Variant]:
-    plain = replace(setup, checkpointing="full", offload="none", tiles=0)
+    plain = replace(setup, checkpointing="full", checkpointed_layers=0, offload="none", tiles=0)
     policy = "bf16-true" if setup.precision == "bf16-true" else "bf16-policy"
     options: dict[str, dict[str, object]] = {
         "no checkpointing": {"checkpointing": "none"},
@@ -227,6 +227,11 @@ def _variants(
     }
     if setup.precision == "bf16-true":
         del options["checkpointing, bf16-true"]
+    kept = replace(plain, **options["keep attention"])  # type: ignore[arg-type]
+    if num_layers := _fewest_checkpointed(model, kept, capacity, chip, links):
+        label = f"keep attention, {num_layers} of {len(model.layers)} layers"
+        fewest = {label: {**options["keep attention"], "checkpointed_layers": num_layers}}
+        options = {"no checkpointing": options.pop("no checkpointing"), **fewest, **options}
     for label, changes in options.items():
         one = replace(plain, **changes)  # type: ignore[arg-type]
         yield Variant(
@@ -236,6 +241,18 @@ def _variants(
             plan_time(model, one, chip=chip, links=links),
             longest_sequence(model, one, capacity, chip=chip, links=links),
         )
+
+
+def _fewest_checkpointed(
+    model: ModelShape, setup: Setup, capacity: Capacity, chip: Chip, links: Links
+) -> int:
+    """Return of how few layers the activations must be recomputed; 0 for none, or for all."""
+    none = replace(setup, checkpointing="none")
+    some = (replace(setup, checkpointed_layers=n) for n in range(1, len(model.layers)))
+    for one in (none, *some):
+        if capacity.fits(plan_memory(model, one, chip=chip, links=links)):
+            return one.checkpointed_layers
+    return 0
 
 
 def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:

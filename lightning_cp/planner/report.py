@@ -18,6 +18,7 @@ _COLORS = (
     "#999999",
     "#e69f00",
     "#f0e442",
+    "#bcbd22",
     "#d55e00",
     "#cc79a7",
     "#8c564b",
@@ -115,12 +116,13 @@ def _head(plan: Plan) -> list[str]:
     ranks = f"{setup.num_gpus} GPUs" + (f", {groups} sequences at a time" if groups > 1 else "")
     ranks += f", {setup.tp_size} tensor ranks" if setup.tp_size > 1 else ""
     packed = " of packed documents" if setup.documents else ""
+    some = f" of {setup.checkpointed_layers} layers" if setup.checkpointed_layers else ""
     return [
         f"{model.name}: {model.num_params / 1e9:.2f}B parameters, {len(model.layers)} layers, "
         f"{how}",
         f"{format_tokens(setup.seq_len)} tokens ({setup.seq_len:,}){packed} over {ranks}: "
         f"{setup.local_len:,} tokens per rank; {setup.precision}, "
-        f"checkpointing {setup.checkpointing}",
+        f"checkpointing {setup.checkpointing}{some}",
         "FITS" if plan.fits else "DOES NOT FIT",
     ]
 
@@ -138,7 +140,13 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     memory, capacity, tokens = plan.memory, plan.capacity, plan.setup.local_len
     rows = [("memory of a rank", "GB", "KiB per token")]
-    by_token = {"checkpoints", "kept attention", "one layer", "attention buffers"}
+    by_token = {
+        "checkpoints",
+        "kept attention",
+        "saved activations",
+        "one layer",
+        "attention buffers",
+    }
     for name, value in memory.parts.items():
         per_token = f"{value / tokens / 1024:.1f}" if name in by_token and value else ""
         rows.append((f"  {name}", f"{value / 1e9:.1f}", per_token))
@@ -239,8 +247,9 @@ def config_lines(plan: Plan) -> list[str]:
     lines = ["model:", f"  model: {plan.model.name}{known}"]
     if setup.lora_rank:
         lines += ["  lora:", f"    rank: {setup.lora_rank}", "    target_modules: all-linear"]
+    is_checkpointed = setup.checkpointing != "none" and not setup.checkpointed_layers
     lines += [
-        f"  gradient_checkpointing: {str(setup.checkpointing != 'none').lower()}",
+        f"  gradient_checkpointing: {str(is_checkpointed).lower()}",
         "  chunked_loss: always",
         "data:",
         "  init_args:",
@@ -275,6 +284,8 @@ def _strategy(setup: Setup) -> Iterable[str]:
         yield f"attention_memory: {setup.attention_memory:g}"
     if setup.gradient_wire != "float32":
         yield f"gradient_wire: {setup.gradient_wire}"
+    if setup.checkpointed_layers:
+        yield f"activation_checkpointing: {setup.checkpointed_layers}"
     if setup.checkpointing == "keep":
         yield "keep_attention: all"
     if setup.offload != "none":

@@ -40,6 +40,7 @@ class Setup:
             ranks; 0 for those of a node of `GPUS_PER_HOST`.
         parameter_offload: whether weights, gradients and moments are in host memory.
         checkpointing: what is recomputed in backward.
+        checkpointed_layers: of how many layers, the first ones; 0 for all.
         offload: what is moved to the host.
         tiles: tiles of the token-wise parts of a layer; 0 for none.
         compiled: whether these parts are compiled.
@@ -67,6 +68,7 @@ class Setup:
     shard_size: int = 0
     parameter_offload: bool = False
     checkpointing: Checkpointing = "full"
+    checkpointed_layers: int = 0
     offload: Offload = "none"
     tiles: int = 0
     compiled: bool = False
@@ -89,7 +91,7 @@ class Setup:
         for name in ("seq_len", "num_gpus", "batch_size", "ulysses_size", "tp_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give an integer of at least 1.")
-        for name in ("tiles", "lora_rank", "cp_size", "shard_size"):
+        for name in ("tiles", "lora_rank", "cp_size", "shard_size", "checkpointed_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: give 0 or more.")
         if self.num_gpus > MAX_GPUS:
@@ -116,11 +118,27 @@ class Setup:
             raise ValueError(
                 f"documents={self.documents}: lengths of documents are integers of at least 1."
             )
+        if self.checkpointed_layers and self.checkpointing == "none":
+            raise ValueError(
+                f"checkpointed_layers={self.checkpointed_layers} with checkpointing='none'. Give "
+                "checkpointing='full' or 'keep'."
+            )
         if self.offload != "none" and self.checkpointing == "none":
             raise ValueError(
                 f"offload={self.offload!r} moves checkpoints, and there are none. Give "
                 "checkpointing='full' or 'keep'."
             )
+
+    def num_checkpointed(self, num_layers: int) -> int:
+        """Return how many layers of a model are recomputed: the first ones."""
+        if self.checkpointed_layers > num_layers:
+            raise ValueError(
+                f"checkpointed_layers={self.checkpointed_layers}: the model has {num_layers} "
+                "layers. Give at most as many, or 0 for all."
+            )
+        if self.checkpointing == "none":
+            return 0
+        return self.checkpointed_layers or num_layers
 
     def _check_mesh(self) -> None:
         left, per_tensor = self.num_gpus, ""

@@ -5,6 +5,7 @@ Attention is `attn.cost`'s; what is computed token by token runs at rates measur
 docs/planning.md compares the sum with measured steps.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -164,12 +165,10 @@ def plan_time(
     wire = dict.fromkeys(("keys and values", "their gradients", "parameters", "gradients"), 0.0)
     pairs_flops, weighted, total_pairs, algorithms = 0.0, 0.0, 0.0, dict[str, int]()
     exposed = 0.0
-    for layer, count in _counted(model).items():
+    for (layer, is_checkpointed), count in _counted(model, setup).items():
         cost = attention_cost(layer, setup, chip, links)
         algorithms[cost.algorithm] = algorithms.get(cost.algorithm, 0) + count
-        again = setup.checkpointing == "full" or (
-            setup.checkpointing == "keep" and layer.window is not None
-        )
+        again = is_checkpointed and (setup.checkpointing == "full" or layer.window is not None)
         forward = _tokenwise(layer, model.hidden, setup, chip)
         parameters = _Traffic.gather(gather_size * layer.num_params, setup)
         reduced = _Traffic.reduce(states.reduced * layer.num_params if is_full else 0.0, setup)
@@ -180,11 +179,12 @@ def plan_time(
             "attention": attend.forward + attend.backward,
             "recomputed attention": attend.forward if again else 0.0,
             "layers": forward * (1 + backward_factor),
-            "recomputed layers": 0.0 if setup.checkpointing == "none" else forward,
+            "recomputed layers": forward if is_checkpointed else 0.0,
         }
         for name, value in passes.items():
             seconds[name] += count * value
-        moved = _offloaded(layer, model.hidden, setup) * tokens / HOST_GBS / 1e9
+        offloaded = _offloaded(layer, model.hidden, setup) if is_checkpointed else 0.0
+        moved = offloaded * tokens / HOST_GBS / 1e9
         compute = Passes(
             attend.forward + forward,
             sum(passes.values()) - attend.forward - forward,
@@ -285,8 +285,8 @@ def _tensor_traffic(model: ModelShape, setup: Setup, links: Links) -> tuple[floa
     of their input in backward; recomputation sums the outputs again. So do the embeddings and the
     head, once each.
     """
-    passes = 2 if setup.checkpointing == "none" else 3
-    num_sums = 2 * passes * len(model.layers) + 2
+    num_layers = len(model.layers)
+    num_sums = 2 * (2 * num_layers + setup.num_checkpointed(num_layers)) + 2
     each = 2 * 2.0 * model.hidden * setup.local_len * (1 - 1 / setup.tp_size)  # bf16, both ways
     return num_sums * each, num_sums * links.collective(each, setup.tp_size, 1)
 
@@ -301,12 +301,10 @@ def _copied_shards(num_params: int, states: StateBytes, setup: Setup) -> Passes:
     return Passes(weight * share, (weight + (states.gradient if is_full else 0)) * share)
 
 
-def _counted(model: ModelShape) -> dict[LayerShape, int]:
-    """Return how often each kind of layer occurs."""
-    counts: dict[LayerShape, int] = {}
-    for layer in model.layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    return counts
+def _counted(model: ModelShape, setup: Setup) -> Counter[tuple[LayerShape, bool]]:
+    """Return how often each kind of layer occurs, checkpointed and not."""
+    num_checkpointed = setup.num_checkpointed(len(model.layers))
+    return Counter((layer, i < num_checkpointed) for i, layer in enumerate(model.layers))
 
 
 def _attention_factor(layer: LayerShape) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_patches import enable
 from lightning_cp import ContextParallel
-from lightning_cp.memory import tile_modules
+from lightning_cp.memory import checkpoint_layers, tile_modules
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +27,7 @@ WAYS = {
     "ring": {"algorithm": "ring"},
     "ulysses": {"algorithm": "ulysses"},
     "kept, offloaded, tiled": {"keep_attention": "all", "offload": "all"},
+    "some layers kept, offloaded": {"keep_attention": "all", "offload": "all"},
 }
 TILE_TOKENS = 1000
 _SIZES = {"vocab_size": 32000, "max_position_embeddings": LENGTH, "pad_token_id": 0}
@@ -185,7 +186,7 @@ def shared(name: str, packed: bool, way: str) -> tuple[float, dict[str, Tensor]]
     enable(model)
     if "tiled" in way:
         tile_modules(model, tile_tokens=TILE_TOKENS)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, num_layers=4 if "some" in way else None)
     with cp.step(build_batch(name, packed)) as local:
         loss = model(**local).loss
     loss.backward()

@@ -44,11 +44,14 @@ class Module(LightningModule):
         torch.manual_seed(1)
         self.model = LlamaForCausalLM(CONFIG)
         self.losses, self.gradients, self.seen, self.num_tiles = [], {}, [], []
+        self.num_checkpointed = []
 
     def training_step(self, batch, batch_idx):
         loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
         self.losses.append(float(loss.detach()))
         self.seen.append(self.state())
+        layers = self.model.model.layers
+        self.num_checkpointed.append(sum(layer.gradient_checkpointing for layer in layers))
         self.num_tiles.clear()
         return loss
 
@@ -108,7 +111,7 @@ def fit(total, *, host=1e12, cls=Module, lengths=(LENGTH, LENGTH), **options):
         )
         module = cls()
         strategy = ContextParallelStrategy(verify_steps=False, **options)
-        trainer = build_trainer(strategy=strategy, max_steps=2)
+        trainer = build_trainer(strategy=strategy, max_steps=len(lengths))
         try:
             trainer.fit(module, DataLoader(batches(*lengths), batch_size=None))
         except MemoryError as error:
@@ -123,16 +126,17 @@ def fit(total, *, host=1e12, cls=Module, lengths=(LENGTH, LENGTH), **options):
         "losses": module.losses,
         "gradients": module.gradients,
         "seen": set(module.seen),
+        "num_checkpointed": module.num_checkpointed,
         "kept": kept,
         "lines": [line for line in lines.lines if "memory" in line],
     }
 
 
-def needed(cp_size=2, **options):
+def needed(cp_size=2, length=LENGTH, **options):
     """Return the device memory from which a run fits, and the host memory of a rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner_memory, "OTHER_BYTES", 0.0)
-        setup = Setup(LENGTH, 2, cp_size, precision="bf16-true", **options)
+        setup = Setup(length, 2, cp_size, precision="bf16-true", **options)
         plan = plan_memory(model_shape(CONFIG), setup)
     return MARGIN * plan.peak / USABLE, HOST_MARGIN * plan.host / 2
 
@@ -140,6 +144,7 @@ def needed(cp_size=2, **options):
 PLAIN = {"checkpointing": "none"}
 FULL = {"checkpointing": "full"}
 KEEP = {"checkpointing": "keep"}
+SOME = {**KEEP, "checkpointed_layers": 5}
 ALL = {"offload": "all"}
 TILES = {"tiles": 4}
 
@@ -164,6 +169,9 @@ def run_all(names):
     runs = {
         "reference": partial(fit, None),
         "nothing": partial(fit, least(PLAIN), **AUTO),
+        "some layers": partial(
+            fit, least(SOME, more_than=[PLAIN, {**SOME, "checkpointed_layers": 4}]), **AUTO
+        ),
         "kept": partial(fit, least(KEEP, more_than=[PLAIN]), **AUTO),
         "kept on the host": partial(fit, least({**KEEP, **ALL}, more_than=[KEEP]), **AUTO),
         "recomputed": partial(fit, least(FULL, more_than=[KEEP]), host=few, **AUTO),
@@ -194,6 +202,7 @@ def run_all(names):
 # float32 are twice as large as planned: where the device just holds all of them, half are kept.
 EXPECTED = {
     "nothing": ((False, False, False), 0),
+    "some layers": ((True, False, False), 2),
     "kept": ((True, False, False), 4),
     "kept on the host": ((True, True, False), 8),
     "recomputed": ((True, False, False), 0),
@@ -207,7 +216,9 @@ EXPECTED = {
 }
 
 
-QUICK = ("nothing", "kept", "kept on the host, tiles", "no device")
+NUM_CHECKPOINTED = {"nothing": 0, "some layers": 5, "no device": 0}  # others: all 8
+
+QUICK = ("nothing", "some layers", "kept", "kept on the host, tiles", "no device")
 
 
 @pytest.mark.ranks
@@ -222,6 +233,7 @@ def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks, names
         for name in names:
             one, (seen, num_kept) = results[name], EXPECTED[name]
             assert one["seen"] == {seen}, name
+            assert one["num_checkpointed"] == [NUM_CHECKPOINTED.get(name, 8)] * 2, name
             assert one["kept"] == num_kept * result_bytes, name
             is_tiled = seen[-1]  # other shapes of matrix products: the same up to rounding
             tolerance = {"rtol": 1e-4, "atol": 1e-6} if is_tiled else {"rtol": 0, "atol": 0}
@@ -234,9 +246,56 @@ def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks, names
     assert " activation_checkpointing=True offload=all tile=True keep_attention_limit_gb=" in line
     (line,) = first["nothing"]["lines"]
     assert line.endswith(" activation_checkpointing=False offload=none tile=False")
+    (line,) = first["some layers"]["lines"]
+    assert " activation_checkpointing=5 offload=none tile=False keep_attention_limit_gb=" in line
     assert first["no device"]["lines"] == []
     (line,) = first["no plan"]["lines"]
     assert "offload='auto', tile='auto': the memory of this run cannot be planned" in line
+
+
+LENGTHS = (64, 512, 64, 512)
+
+
+def fit_longer():
+    """Train on sequences of which the second needs more memory than the first."""
+    total = 1.001 * needed(**SOME)[0]
+    assert total > needed(length=LENGTHS[0], **PLAIN)[0]
+    given = {"activation_checkpointing": 5, "keep_attention": "all"}
+    return [
+        fit(None, lengths=LENGTHS),
+        fit(total, lengths=LENGTHS, **AUTO),
+        fit(None, lengths=LENGTHS, **given),
+    ]
+
+
+@pytest.mark.ranks
+def test_a_longer_batch_recomputes_more_layers_and_changes_no_result(ranks):
+    for exact, auto, given in ranks(2).run(fit_longer):
+        assert exact["num_checkpointed"] == [0] * 4
+        assert auto["num_checkpointed"] == [0, 5, 5, 5]
+        assert given["num_checkpointed"] == [5] * 4
+        for one in (auto, given):
+            assert one["losses"] == exact["losses"]
+            torch.testing.assert_close(one["gradients"], exact["gradients"], rtol=0, atol=0)
+        if auto["lines"]:  # of the first rank
+            assert auto["lines"][1] == "memory plan: tokens=256 activation_checkpointing=5"
+
+
+def fit_longer_on_one():
+    """Train on two data ranks, of which one has a longer sequence in the second step."""
+    lengths = LENGTHS if dist.get_rank() == 0 else (64, 96, 64, 80)
+    total = 1.001 * needed(cp_size=1, **SOME)[0]
+    given = {"context_parallel_size": 1, "lengths": lengths}
+    return fit(None, **given), fit(total, **given, **AUTO)
+
+
+@pytest.mark.ranks
+def test_data_ranks_recompute_as_many_layers_as_each_needs(ranks):
+    found = ranks(2).run(fit_longer_on_one)
+    assert [auto["num_checkpointed"] for _, auto in found] == [[0, 5, 5, 5], [0] * 4]
+    for exact, auto in found:
+        assert auto["losses"] == exact["losses"]
+        torch.testing.assert_close(auto["gradients"], exact["gradients"], rtol=0, atol=0)
 
 
 @pytest.mark.ranks
@@ -245,7 +304,7 @@ def test_data_ranks_decide_alike(ranks):
 
 
 def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
-    def names(is_checkpointed=False, checkpointing=False, tile=False, **options):
+    def names(is_checkpointed=False, checkpointing=False, tile=False, num_layers=0, **options):
         activations = Activations(checkpointing, tile, "layers")
         run = RunSetup(Options(**options), activations, 8, "bf16-true", "autocast", "full", 8)
         return [
@@ -255,7 +314,7 @@ def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
                 one.options.keep_attention,
                 one.options.offload,
             )
-            for one in run.choices(is_checkpointed=is_checkpointed)
+            for one in run.choices(is_checkpointed=is_checkpointed, num_layers=num_layers)
         ]
 
     recomputed = [
@@ -271,9 +330,11 @@ def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
     auto = {"keep_attention": "auto", "offload": "auto", "tile": "auto"}
     assert names(checkpointing=True, **auto) == recomputed
     assert names(checkpointing="auto", **auto) == [(False, False, "all", "none"), *recomputed]
+    some = [(number, False, "all", "none") for number in (False, 1, 2)]
+    assert names(checkpointing="auto", num_layers=3, **auto) == [*some, *recomputed]
     # A model that recomputes its layers is left as it is.
     own = [(False, *others) for _, *others in recomputed]
-    assert names(True, checkpointing="auto", **auto) == own
+    assert names(True, checkpointing="auto", num_layers=3, **auto) == own
     assert names(True, **auto) == own
     # Without recomputation there is nothing to move or to keep.
     assert names(**auto) == [(False, False, "all", "none")]
@@ -282,6 +343,7 @@ def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
         (False, 64, "none", 3),
         (True, 64, "none", 3),
     ]
+    assert names(checkpointing=5, **auto) == [(5, *others) for _, *others in recomputed]
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "tile", "offload", "keep_attention"])
@@ -289,7 +351,11 @@ def test_config_files_may_say_auto(name):
     parser = ArgumentParser()
     parser.add_class_arguments(ContextParallelStrategy, "strategy")
     assert parser.parse_args([f"--strategy.{name}=auto"]).strategy[name] == "auto"
-    values = {"tile": {"true": True, "64": 64}, "offload": {"3": 3.0, "all": "all"}}
+    values = {
+        "tile": {"true": True, "64": 64},
+        "activation_checkpointing": {"true": True, "1": 1, "14": 14},
+        "offload": {"3": 3.0, "all": "all"},
+    }
     for text, value in values.get(name, {}).items():
         found = parser.parse_args([f"--strategy.{name}={text}"]).strategy[name]
         assert (type(found), found) == (type(value), value)

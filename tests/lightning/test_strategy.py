@@ -83,7 +83,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"tile": 0}, "tile=0: give the tokens of a tile"),
         (
             {"activation_checkpointing": "keep"},
-            "activation_checkpointing='keep': use True, False or 'auto'. .*: keep_attention and",
+            "activation_checkpointing='keep': use True, False, 'auto', or .*: keep_attention and",
         ),
         ({"offload": "some"}, "offload='some' is unknown"),
         ({"offload_after": 2}, "offload_after=2 without offload: nothing is moved"),

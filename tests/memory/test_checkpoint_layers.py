@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp import ContextParallel, token_mean
 from lightning_cp.memory import checkpoint_layers
+from lightning_cp.memory.checkpointing import switched_layers
 from tests.attn.test_kept import make_batch
 from tests.parity import zoo
 from tests.tiny import TinyLM
@@ -76,6 +78,113 @@ def test_a_model_that_checkpoints_already_stays_as_it_is():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     checkpoint_layers(model).remove()
     assert model.is_gradient_checkpointing
+
+
+def test_some_blocks_of_any_model_are_recomputed(regions):
+    model = TinyLM(num_layers=3).double().train()
+    exact = gradients(model)
+    handle = checkpoint_layers(model, num_layers=2)
+    found = gradients(model)
+    assert handle.num_blocks == len(regions) == 2
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+    assert ["forward" in block.__dict__ for block in model.blocks] == [True, True, False]
+    handle.remove()
+    gradients(model)
+    assert len(regions) == 2
+
+
+def build_llama(num_layers):
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def switches(model):
+    return [layer.gradient_checkpointing for layer in model.model.layers]
+
+
+def test_some_layers_of_transformers_are_recomputed(regions):
+    model = build_llama(4).double()
+    ids = torch.arange(9)[None]
+
+    def found():
+        regions.clear()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    exact = found()
+    first = checkpoint_layers(Holder(model), num_layers=1)
+    some = found()
+    assert len(regions) == 1
+    assert switches(model) == [True, False, False, False]
+    more = checkpoint_layers(Holder(model), num_layers=4)  # of a model that recomputes some
+    all_layers = found()
+    assert len(regions) == 4
+    for name, gradient in exact.items():
+        assert torch.equal(some[name], gradient)
+        assert torch.equal(all_layers[name], gradient)
+    more.remove()
+    assert switches(model) == [True, False, False, False]
+    first.remove()
+    assert switches(model) == [False] * 4
+    assert not model.is_gradient_checkpointing
+
+
+def test_a_model_that_checkpoints_all_of_its_layers_gets_fewer_until_it_is_restored():
+    model = build_llama(3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    handle = checkpoint_layers(model, num_layers=2)
+    assert switches(model) == [True, True, False]
+    handle.remove()
+    assert switches(model) == [True] * 3
+
+
+def check_switches(name, regions):
+    """Recompute one layer less than a model has: these, and no others, are regions."""
+    model = zoo.build_model(name).train()
+    batch = zoo.sample_batch(name, length=8)
+    layers = switched_layers(model)
+    checkpoint_layers(model, num_layers=len(layers) - 1)
+    regions.clear()
+    model(**batch).loss.backward()
+    assert len(regions) == len(layers) - 1 >= 1
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma3_text", "gpt2", "llama", "mamba", "qwen3_moe"])
+def test_layers_are_switched_one_by_one(name, regions):
+    check_switches(name, regions)
+
+
+def test_layers_inside_a_layer_are_switched_with_it(regions):
+    model = zoo.build_model("zamba2").train()  # a hybrid layer holds one of Mamba
+    first, *others = switched_layers(model)
+    checkpoint_layers(model, num_layers=1)
+    model(**zoo.sample_batch("zamba2", length=16)).loss.backward()
+    assert len(regions) == sum(hasattr(type(m), "gradient_checkpointing") for m in first.modules())
+    parts = [m for layer in others for m in layer.modules()]
+    assert not any(getattr(m, "gradient_checkpointing", False) for m in parts)
+
+
+def test_a_model_that_does_not_checkpoint_itself_has_blocks(regions):
+    model = zoo.build_model("jetmoe").train()  # its layers have switches that nothing sets up
+    assert not switched_layers(model)
+    assert checkpoint_layers(model, num_layers=1).num_blocks == 1
+    model(**zoo.sample_batch("jetmoe", length=16), use_cache=False).loss.backward()
+    assert len(regions) == 1
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_a_number_of_layers_that_a_model_does_not_have_is_refused(number):
+    model = TinyLM(num_layers=3)
+    with pytest.raises(ValueError, match=f"={number}: TinyLM has 3 layers .* or True for all"):
+        checkpoint_layers(model, num_layers=number)
+    assert not any("forward" in block.__dict__ for block in model.blocks)
 
 
 def test_a_model_without_layers_is_refused():

@@ -1,6 +1,7 @@
 """The search, the report and the command."""
 
 import json
+import re
 import sys
 from unittest.mock import patch
 
@@ -125,6 +126,27 @@ def test_the_command_prints_a_plan(capsys):
     ):
         assert text in out
     assert max(map(len, out.splitlines())) < 130
+
+
+def test_as_few_layers_are_checkpointed_as_fit(capsys):
+    args = ["plan", "--model", "llama-8b", "--length", "128k", "--gpus", "8", "--gpu-memory", "80"]
+    args += ["--precision", "bf16-true", "--checkpointing", "keep"]
+    assert main(args) == 0
+    fewest = int(re.search(r"keep attention, (\d+) of 32 layers", capsys.readouterr().out)[1])
+    assert 1 < fewest < 31
+    assert main([*args, "--checkpointed-layers", str(fewest)]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        f"checkpointing keep of {fewest} layers",
+        "saved activations",
+        "gradient_checkpointing: false",
+        f"activation_checkpointing: {fewest}",
+    ):
+        assert text in out
+    assert main([*args, "--checkpointed-layers", str(fewest - 1)]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main([*args, "--checkpointed-layers", "33"]) == 2
+    assert "the model has 32 layers" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_is_status_1(capsys):
