@@ -75,10 +75,9 @@ class EmulatedTransport:
         parts = out.view(self.size, *x.shape)
 
         def work() -> None:
-            if self.fill:
-                parts.copy_(x.expand_as(parts))
-            else:
-                parts[self.rank].copy_(x)
+            # Not one copy of `x` expanded: such a kernel is four times slower than these.
+            for part in parts if self.fill else parts[self.rank : self.rank + 1]:
+                part.copy_(x)
 
         return self._start(work, [out, x], (self.size - 1) * x.nbytes)
 

@@ -29,7 +29,7 @@ from benchmarks.measure import (
 )
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
-from lightning_cp.memory import compile_layers, tile_modules
+from lightning_cp.memory import checkpoint_layers, compile_layers, tile_modules
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 rate of an H200 and an H100, per their data sheets."""
@@ -226,6 +226,7 @@ def run_one(
     tile: bool,
     alone: bool,
     compiled: bool = False,
+    num_layers: int | None = None,
     profile: bool = False,
 ) -> None:
     """Time a run and its reference, and print both."""
@@ -234,7 +235,7 @@ def run_one(
     if compiled:
         compile_layers(model)
     if one.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model, num_layers=num_layers)
     local_len = one.seq_len // cp_size
     ids = torch.randint(shape.vocab, (1, one.seq_len), device=device)
     own = {"input_ids": ids[:, :local_len], "labels": ids[:, :local_len]}
@@ -256,7 +257,7 @@ def run_one(
         share = "" if ideal is None else f"{ideal.other_ms / spent.other_ms:.2f}"
         print(
             f"| {one.name} | {how} | {spent.ms:.1f} | {spent.busy_ms:.1f} | {rate:,.0f} "
-            f"| {peak:.2f} | {spent.attention_ms:.1f} | {spent.other_ms:.1f} "
+            f"| {peak:.3f} | {spent.attention_ms:.1f} | {spent.other_ms:.1f} "
             f"| {share} | {spent.peak / 2**30:.1f} "
             f"| {spent.loss:.3f} |",
             flush=True,
@@ -282,6 +283,7 @@ def run_one(
             chunked_loss=chunked_loss,
             tile=tile,
             compiled=compiled,
+            checkpointed_layers=num_layers,
         )
     if profile:
         print_profile(emulated.kernels)
@@ -306,13 +308,14 @@ def run(
     tile: bool = False,
     alone: bool = True,
     compiled: bool = False,
+    num_layers: int | None = None,
     profile: bool = False,
 ) -> None:
     """Print the table, line by line."""
     where = describe(device)
     records = Records(out, "training_gpu", where)
     print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
-    flags = f"{tile=} {compiled=}"
+    flags = f"{tile=} {compiled=} checkpointed_layers={num_layers}"
     print(f"{shape}; {options}; {flags}; peak {PEAK_TFLOPS:.0f} TFLOP/s.\n")
     print(HEADER, flush=True)
     for one in runs:
@@ -327,6 +330,7 @@ def run(
                 tile=tile,
                 alone=alone,
                 compiled=compiled,
+                num_layers=num_layers,
                 profile=profile,
             )
         except Exception as error:  # noqa: BLE001  continue with the next run
@@ -353,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     choices = get_args(ChunkedLoss)
     parser.add_argument("--chunked-loss", default="auto", choices=choices)
     parser.add_argument("--compile", action="store_true", help="compile_layers(model)")
+    parser.add_argument("--checkpointed-layers", type=int, help="the first ones (all)")
     parser.add_argument("--link-gbs", type=float, default=None)
     parser.add_argument("--keep-attention", default="none", help="none, all, or GiB")
     parser.add_argument("--offload", default="none", help="none, all, or GiB")
@@ -375,6 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "chunked_loss": args.chunked_loss,
         "tile": args.tile,
         "compiled": args.compile,
+        "num_layers": args.checkpointed_layers,
         "alone": args.alone,
         "profile": args.profile,
     }
