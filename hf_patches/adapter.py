@@ -17,6 +17,7 @@ from hf_patches.guard import guarded
 from hf_patches.model_shape import model_shape
 from hf_patches.tensor_parallel import check_loaded, parallelize
 from lightning_cp.adapters import Handle
+from lightning_cp.memory.checkpointing import switched_layers
 
 
 class NoOpHandle:
@@ -71,8 +72,9 @@ class HuggingFaceAdapter:
         """Return what a plan needs to know of a model; nothing for models that it cannot count.
 
         Returns:
-            ``shape``, ``lora_rank`` (0 if all weights are trained), ``is_checkpointed``, and
-            ``is_known``: whether these weights are trained, and no others.
+            ``shape``, ``lora_rank`` (0 if all weights are trained), ``is_checkpointed``,
+            ``num_checkpointed`` layers, and ``is_known``: whether these weights are trained, and no
+            others.
         """
         peft = module if hasattr(module, "get_base_model") else None
         model: Any = module.get_base_model() if peft is not None else module  # type: ignore[operator]
@@ -89,6 +91,10 @@ class HuggingFaceAdapter:
             "shape": shape,
             "lora_rank": max(ranks, default=0),
             "is_checkpointed": bool(getattr(model, "is_gradient_checkpointing", False)),
+            "num_checkpointed": sum(
+                bool(getattr(layer, "gradient_checkpointing", False))
+                for layer in switched_layers(module)
+            ),
             "is_known": bool(ranks) or all(p.requires_grad for p in module.parameters()),
         }
 

@@ -108,7 +108,9 @@ class RunSetup:
         activations = self.activations
         is_checkpointed = model["is_checkpointed"] or activations.is_checkpointing
         checkpointing = "full" if is_checkpointed else "none"
-        num_layers = int(activations.checkpointing) if activations.is_number else 0
+        # A model may recompute some of its layers by itself; which of them matters little.
+        own = model.get("num_checkpointed", 0)
+        num_layers = int(activations.checkpointing) if activations.is_number else own
         if checkpointing == "full" and options.kept_bytes is None:
             checkpointing = "keep"
         setup = Setup(

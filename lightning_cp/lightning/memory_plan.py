@@ -116,11 +116,8 @@ class MemoryCheck:
             self._recompute_more(model, step, total)
         setup = self._run.of(model, step)
         assert setup is not None  # noqa: S101  its precision is known
-        self.plan, host = plan_memory(model["shape"], setup), _host_budget(step)
-        is_limited = self._run.options.offload_bytes is not None  # what exceeds it stays here
-        if is_limited and host_bytes(self.plan, setup) > host:
-            setup = replace(setup, offload="none")
-            self.plan = plan_memory(model["shape"], setup)
+        setup, host = self._limited(model["shape"], setup, step), _host_budget(step)
+        self.plan = plan_memory(model["shape"], setup)
         self._kept = _room(model["shape"], setup, self.plan, total, host)
         if setup.checkpointing == "full" and self._run.options.keep_attention == "auto":
             self.plan = _keeping(model["shape"], setup, self.plan, self._kept)
@@ -128,7 +125,7 @@ class MemoryCheck:
         if is_first:
             _log(describe_memory(self.plan, total) + decided)
             is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
-            groups = (step.groups.context, step.groups.data)
+            groups = (step.groups.tensor, step.groups.context, step.groups.data)
             if self._refuse and any_rank([is_too_large], *groups)[0]:
                 raise MemoryError(_refusal(model["shape"], setup, self.plan, total))
 
@@ -148,7 +145,7 @@ class MemoryCheck:
             setup = choice.of(model, step)
             assert setup is not None  # noqa: S101  its precision is known
             exceeds.append(not fits(model["shape"], setup, device=total, host=host))
-        exceeds = any_rank(exceeds, groups.context, groups.data)
+        exceeds = any_rank(exceeds, groups.tensor, groups.context, groups.data)
         # If none fits, the last one takes the least.
         chosen = choices[exceeds.index(False) if False in exceeds else -1]
         self._prepare(chosen.activations.without(run.activations))
@@ -165,6 +162,13 @@ class MemoryCheck:
         values = chosen.memory_options
         return "".join(f" {name}={values[name]}" for name in run.undecided)
 
+    def _limited(self, shape: ModelShape, setup: Setup, step: Step) -> Setup:
+        """Return a setup without offload where host memory is limited: the rest stays here."""
+        is_limited = self._run.options.offload_bytes is not None
+        if is_limited and host_bytes(plan_memory(shape, setup), setup) > _host_budget(step):
+            return replace(setup, offload="none")
+        return setup
+
     def _recompute_more(self, model: Mapping[str, Any], step: Step, total: float) -> None:
         """Recompute as many layers as a step needs, if ``auto`` has left some."""
         if self._num_layers == 0:
@@ -177,6 +181,7 @@ class MemoryCheck:
             activations = replace(run.activations, checkpointing=number or False)
             setup = replace(kept, activations=activations).of(model, step)
             assert setup is not None  # noqa: S101  its precision is known
+            setup = self._limited(model["shape"], setup, step)
             if fits(model["shape"], setup, device=total, host=inf):
                 break
             number += 1
@@ -198,10 +203,13 @@ class MemoryCheck:
 
 
 def _smallest(total: int | None, step: Step) -> float | None:
-    """Return the least memory of all ranks of the sequence, so that they decide alike."""
-    group = step.groups.context
-    mine = torch.tensor([-1 if total is None else total], device=group.device)
-    least = int(gather(mine, group).min())
+    """Return the least memory of all ranks of the sequence, so that they decide alike.
+
+    Also of tensor ranks: recomputed layers communicate with them.
+    """
+    groups = step.groups
+    mine = torch.tensor([-1 if total is None else total], device=groups.context.device)
+    least = int(gather(gather(mine, groups.tensor), groups.context).min())
     return None if least < 0 else float(least)
 
 
@@ -302,7 +310,8 @@ def _leaner(setup: Setup) -> Iterator[tuple[list[str], Setup]]:
         yield names, setup
     if setup.checkpointing == "none" or setup.checkpointed_layers:
         names = [*names, "activation_checkpointing=True"]
-        setup = replace(setup, checkpointing="full", checkpointed_layers=0)
+        kept = "full" if setup.checkpointing == "none" else setup.checkpointing
+        setup = replace(setup, checkpointing=kept, checkpointed_layers=0)
         yield names, setup
     if setup.offload == "none":
         names, setup = [*names, "offload='all'"], replace(setup, offload="all")

@@ -65,10 +65,11 @@ def _gather_hosts(wanted: int, groups: Groups) -> list[tuple[int, int, int]]:
     available = available_bytes()
     state = [_host_id(), wanted, _UNKNOWN if available is None else available]
     x: Tensor = torch.tensor(state, device=groups.context.device)
-    states = gather(gather(x, groups.context), groups.data).view(-1, 3).tolist()
+    states = gather(gather(gather(x, groups.tensor), groups.context), groups.data)
+    ranks = states.view(-1, 3).tolist()
     hosts = []
-    for host in sorted({row[0] for row in states}):
-        rows = [row for row in states if row[0] == host]
+    for host in sorted({row[0] for row in ranks}):
+        rows = [row for row in ranks if row[0] == host]
         hosts.append((len(rows), sum(row[1] for row in rows), min(row[2] for row in rows)))
     return hosts
 

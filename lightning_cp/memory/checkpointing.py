@@ -21,17 +21,34 @@ class Handle:
         """Blocks of models that do not checkpoint their layers themselves."""
 
     def remove(self) -> None:
-        """Restore the model. Graphs that exist already can still be used for backward."""
+        """Restore the model. Graphs that exist already can still be used for backward.
+
+        Of several handles of a model, the last one is removed first.
+        """
         while self._undos:
             self._undos.pop()()
 
-    def _enable(self, model: Any) -> None:
-        """Let a model that checkpoints its own layers do so, unless it does already."""
-        if not model.is_gradient_checkpointing:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-            self._undos.append(model.gradient_checkpointing_disable)
+    def _enable(self, model: Any, layers: Sequence[nn.Module]) -> None:
+        """Let a model that checkpoints its own layers do so, unless it does already.
+
+        Args:
+            model: of transformers, perhaps inside one of PEFT.
+            layers: those that are switched on afterwards. In a model of which a user has enabled
+                a part, others are not prepared.
+        """
+        is_prepared = all(hasattr(layer, "_gradient_checkpointing_func") for layer in layers)
+        if model.is_gradient_checkpointing and is_prepared:
+            return
+        flags = [(part, getattr(part, _FLAG)) for part in model.modules() if hasattr(part, _FLAG)]
+        enable = model.gradient_checkpointing_enable
+        owner = getattr(enable, "__self__", model)  # inside a model of PEFT
+        hooks = getattr(owner, "_require_grads_hooks", None)
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Only reentrant checkpointing needs embeddings whose output requires gradients. Where they
+        # are frozen, backward would visit layers that it does not visit on other data ranks.
+        owner.disable_input_require_grads()
+        owner._require_grads_hooks = hooks
+        self._undos.append(partial(_restore, flags))
 
     def _switch(self, layer: nn.Module, *, on: bool) -> None:
         """Switch the checkpointing of a layer of transformers, and of layers inside it."""
@@ -65,7 +82,7 @@ def checkpoint_layers(
         model: a model, or a LightningModule that holds some.
         num_layers: recompute only so many layers, the first ones: the others take more memory and
             less time. The last ones are those whose memory is free again before any other layer
-            is recomputed.
+            is recomputed. Models and towers of which nothing is trained do not count.
         shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
 
     Returns:
@@ -89,13 +106,14 @@ def checkpoint_layers(
                 "layers that can be checkpointed one by one. Give 1 or more and at most as many, "
                 "or True for all."
             )
+    chosen = [] if num_layers is None else layers[:num_layers]
     for outermost in _outermost(own):  # they reach all models inside them
-        handle._enable(outermost)
+        inside = {id(part) for part in outermost.modules()}
+        handle._enable(outermost, [layer for layer in chosen if id(layer) in inside])
     if num_layers is not None:
-        chosen = {id(layer) for layer in layers[:num_layers]}
-        for layer in switched_layers(model):
-            handle._switch(layer, on=id(layer) in chosen)
-        blocks = [block for block in blocks if id(block) in chosen]
+        for layer in _layers(own):
+            handle._switch(layer, on=any(layer is one for one in chosen))
+        blocks = [block for block in blocks if any(block is one for one in chosen)]
     for block in blocks:
         handle._wrap(block)
     if not own and not blocks:
@@ -107,9 +125,24 @@ def checkpoint_layers(
 
 
 def switched_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that models of transformers checkpoint, in their order."""
-    models = _outermost([m for m in model.modules() if _checkpoints_itself(m)])
-    return _outermost([layer for m in models for layer in m.modules() if _has_switch(layer)])
+    """Return the layers that models of transformers checkpoint, in their order.
+
+    Without those of models and towers of which nothing is trained: they save nothing.
+    """
+    models = [m for m in model.modules() if _checkpoints_itself(m)]
+    frozen = [m for m in models if not any(p.requires_grad for p in m.parameters())]
+    left_out = {id(layer) for layer in _layers(frozen)}
+    return [layer for layer in _layers(models) if id(layer) not in left_out]
+
+
+def _layers(models: Sequence[nn.Module]) -> list[nn.Module]:
+    parts = [part for m in _outermost(models) for part in m.modules()]
+    return _outermost([part for part in parts if _has_switch(part)])
+
+
+def _restore(flags: Sequence[tuple[nn.Module, bool]]) -> None:
+    for part, flag in flags:
+        setattr(part, _FLAG, flag)
 
 
 def _has_switch(module: nn.Module) -> bool:

@@ -185,9 +185,8 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     queries, out, keys = layer.query_width, layer.out_width, layer.key_width
     attention = 2 * (queries + out + keys) + 4 * layer.num_heads
     wide = 2 if layer.has_wide_norms else 0
-    if layer.qk_norm:
-        normalized = queries + layer.num_kv_heads * layer.head_dim
-        attention += (QK_NORM_SAVED + wide) * normalized
+    normalized = queries + layer.num_kv_heads * layer.head_dim if layer.qk_norm else 0
+    attention += (QK_NORM_SAVED + wide) * normalized
     if layer.latent:
         attention += LATENT_SAVED * layer.latent + LATENT_JOINED * queries
     widths = max(1, layer.num_active) * layer.inner + layer.shared_inner
@@ -207,7 +206,12 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     if setup.tiles:
         in_mlp = _tiled(layer, hidden, setup, mlp + backward)
         in_attention -= 2 * out
-    if setup.compiled and not is_mixed:
+        # Norms save their input; projections and MLPs nothing, but for the casts of autocast.
+        saved = residual * layer.num_norms * hidden
+        saved += attention - (QK_NORM_SAVED + wide - 2) * normalized
+        saved += mlp if layer.num_active else 0
+        saved += CAST * 3 * hidden if is_mixed else 0
+    elif setup.compiled and not is_mixed:
         # What a layer saves is less. In the layer that is recomputed it was not measured.
         compiled = COMPILED_NORM_SAVED * (layer.num_norms + min(2, layer.num_norms))
         saved -= (_norms_saved(layer, is_mixed=False) - compiled) * hidden

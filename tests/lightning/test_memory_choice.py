@@ -120,7 +120,8 @@ def fit(total, *, host=1e12, cls=Module, lengths=(LENGTH, LENGTH), **options):
             logger.removeHandler(lines)
             logger.setLevel(level)
         kept = strategy.last_step.cache.kept_bytes
-    assert not any("forward" in part.__dict__ for part in module.model.modules())
+    if "tensor_parallel_size" not in options:  # transformers leaves its own
+        assert not any("forward" in part.__dict__ for part in module.model.modules())
     assert not getattr(module.model, "is_gradient_checkpointing", False)
     return {
         "losses": module.losses,
@@ -281,19 +282,52 @@ def test_a_longer_batch_recomputes_more_layers_and_changes_no_result(ranks):
             assert auto["lines"][1] == "memory plan: tokens=256 activation_checkpointing=5"
 
 
-def fit_longer_on_one():
+class FrozenModule(Module):
+    """Backward ends above the embeddings, which are in FSDP2's outermost unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.model.embed_tokens.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer):
+        if not self.gradients:
+            named = self.named_parameters()
+            self.gradients = {n: full(p.grad) for n, p in named if p.grad is not None}
+
+
+def fit_longer_on_one(cls):
     """Train on two data ranks, of which one has a longer sequence in the second step."""
     lengths = LENGTHS if dist.get_rank() == 0 else (64, 96, 64, 80)
     total = 1.001 * needed(cp_size=1, **SOME)[0]
-    given = {"context_parallel_size": 1, "lengths": lengths}
+    given = {"context_parallel_size": 1, "lengths": lengths, "cls": cls}
     return fit(None, **given), fit(total, **given, **AUTO)
 
 
 @pytest.mark.ranks
-def test_data_ranks_recompute_as_many_layers_as_each_needs(ranks):
-    found = ranks(2).run(fit_longer_on_one)
+@pytest.mark.parametrize("cls", [Module, FrozenModule])
+def test_data_ranks_recompute_as_many_layers_as_each_needs(ranks, cls):
+    found = ranks(2).run(fit_longer_on_one, cls)
     assert [auto["num_checkpointed"] for _, auto in found] == [[0, 5, 5, 5], [0] * 4]
     for exact, auto in found:
+        assert auto["losses"] == exact["losses"]
+        torch.testing.assert_close(auto["gradients"], exact["gradients"], rtol=0, atol=0)
+
+
+def fit_on_tensor_ranks():
+    """Train where one of two tensor ranks has less memory: recomputed layers communicate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_memory, "OTHER_BYTES", 0.0)
+        setup = Setup(LENGTH, 2, 1, tp_size=2, precision="bf16-true", **SOME)
+        total = MARGIN * plan_memory(model_shape(CONFIG), setup).peak / USABLE
+    total *= 1.001 if dist.get_rank() else 1.5
+    given = {"context_parallel_size": 1, "tensor_parallel_size": 2, "lengths": LENGTHS}
+    return fit(None, **given), fit(total, **given, **AUTO)
+
+
+@pytest.mark.ranks
+def test_tensor_ranks_recompute_as_many_layers_as_the_one_with_the_least_memory(ranks):
+    for exact, auto in ranks(2).run(fit_on_tensor_ranks):
+        assert auto["num_checkpointed"] == [0, 5, 5, 5]
         assert auto["losses"] == exact["losses"]
         torch.testing.assert_close(auto["gradients"], exact["gradients"], rtol=0, atol=0)
 

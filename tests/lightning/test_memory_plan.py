@@ -121,6 +121,10 @@ def test_the_refusal_names_the_options_that_help():
     model = KNOWN["llama-8b"]
     for setup, expected in (
         (Setup(2**17, 8, checkpointing="none"), "With activation_checkpointing=True it needs"),
+        (
+            Setup(2**17, 8, checkpointing="keep", checkpointed_layers=4),
+            "With activation_checkpointing=True it needs 44 GB",
+        ),
         (Setup(5 * 2**18, 8, precision="bf16-true"), "With offload='all' it needs"),
         (Setup(3 * 2**20, 8, precision="bf16-true"), "With offload='all', tile=True it needs"),
         (

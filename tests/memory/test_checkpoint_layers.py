@@ -1,5 +1,7 @@
 """`checkpoint_layers`: layers of any model are recomputed, with the same gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -159,6 +161,59 @@ def check_switches(name, regions):
 @pytest.mark.parametrize("name", ["bert", "gemma3_text", "gpt2", "llama", "mamba", "qwen3_moe"])
 def test_layers_are_switched_one_by_one(name, regions):
     check_switches(name, regions)
+
+
+def test_a_handle_leaves_no_hooks():
+    model = build_llama(2)
+    model.enable_input_require_grads()  # by a user
+    hooks = list(model.model.embed_tokens._forward_hooks)
+    for number in (None, 1):
+        handle = checkpoint_layers(model, num_layers=number)
+        assert list(model.model.embed_tokens._forward_hooks) == hooks
+        handle.remove()
+    assert list(model.model.embed_tokens._forward_hooks) == hooks
+    model.disable_input_require_grads()
+    assert not model.model.embed_tokens._forward_hooks
+
+
+def test_frozen_layers_below_trained_ones_stay_outside_of_the_graph():
+    model = build_llama(3)
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    checkpoint_layers(model)
+    outputs = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *args: outputs.append(args[-1].requires_grad))
+    ids = torch.arange(9)[None]
+    model(input_ids=ids, labels=ids)
+    assert outputs == [False, False, True]
+
+
+def test_a_model_of_which_a_user_has_enabled_a_part(regions):
+    model = zoo.build_model("bart").train()
+    decoder = model.model.decoder
+    batch = zoo.sample_batch("bart", length=8)
+    first, *others = decoder.layers
+    first.gradient_checkpointing = True  # as if a part of it were enabled
+    first._gradient_checkpointing_func = partial(torch_checkpoint.checkpoint, use_reentrant=False)
+    handle = checkpoint_layers(model, num_layers=len(decoder.layers))
+    model(**batch).loss.backward()
+    assert len(regions) == len(decoder.layers) >= 2
+    handle.remove()
+    flags = [layer.gradient_checkpointing for layer in others]
+    assert (first.gradient_checkpointing, flags) == (True, [False] * len(others))
+
+
+def test_models_of_which_nothing_is_trained_do_not_count():
+    pair = Holder(build_llama(3).requires_grad_(False))
+    pair.policy = build_llama(3)
+    assert switched_layers(pair) == list(pair.policy.model.layers)
+    handle = checkpoint_layers(pair, num_layers=2)
+    assert switches(pair.policy) == [True, True, False]
+    assert switches(pair.inner) == [False] * 3
+    handle.remove()
+    with pytest.raises(ValueError, match="=4: Holder has 3 layers"):
+        checkpoint_layers(pair, num_layers=4)
 
 
 def test_layers_inside_a_layer_are_switched_with_it(regions):

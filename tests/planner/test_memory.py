@@ -212,6 +212,17 @@ def test_bytes_of_a_tiled_layer_are_those_of_hugging_face(name, mixed):
     setup = Setup(4096, 1, precision="bf16-mixed" if mixed else "bf16-true", tiles=16)
     shape = model_shape(build(name, 1))
     told = token_bytes(shape.layers[0], shape.hidden, setup)
+    saved = [
+        measure(
+            build(name, n),
+            num_tokens=NUM_TOKENS,
+            checkpointing=False,
+            mixed=mixed,
+            tile_tokens=NUM_TOKENS // 16,
+        ).after
+        for n in (1, 2)
+    ]
+    assert told.saved == pytest.approx(saved[1] - saved[0], rel=0.12)
     measured = measure(
         build(name, 1), num_tokens=509, checkpointing=True, mixed=mixed, tile_tokens=32,
         keep_attention="all",
