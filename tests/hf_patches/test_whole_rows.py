@@ -369,6 +369,7 @@ def test_a_model_that_accelerate_unwraps_still_takes_full_sequences():
     model = zoo.build_model("llama").eval()
     whole_rows(model, ContextParallel(None))
     exact = model(**batch_of("right")).loss
+    AcceleratorState._reset_state(True)  # other tests of this process have one
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")

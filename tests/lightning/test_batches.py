@@ -13,7 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
+from lightning_cp import (
+    ContextParallel,
+    ContextParallelCallback,
+    ContextParallelStrategy,
+    token_mean,
+)
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity.steps import build_model
 
@@ -146,7 +151,8 @@ def run(name, plain=False):
     val = [loaders(name), loaders(name)] if name == "tuple" else loaders(name)  # one after another
     if plain:
         trainer = build_trainer(**options, devices=1, strategy="auto")
-        trainer.fit(module, loaders(name), val)
+        with ContextParallel(None).paused():  # other jobs of this process had steps
+            trainer.fit(module, loaders(name), val)
     else:
         with elastic_environment():
             strategy = ContextParallelStrategy(sequence_dims=sequence_dims)
