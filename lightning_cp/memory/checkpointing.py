@@ -46,8 +46,9 @@ class Handle:
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # Only reentrant checkpointing needs embeddings whose output requires gradients. Where they
         # are frozen, backward would visit layers that it does not visit on other data ranks.
-        owner.disable_input_require_grads()
-        owner._require_grads_hooks = hooks
+        if getattr(owner, "_require_grads_hooks", None) is not hooks:  # those of a user stay
+            owner.disable_input_require_grads()
+            owner._require_grads_hooks = hooks
         self._undos.append(partial(_restore, flags))
 
     def _switch(self, layer: nn.Module, *, on: bool) -> None:

@@ -163,8 +163,10 @@ def test_layers_are_switched_one_by_one(name, regions):
     check_switches(name, regions)
 
 
-def test_a_handle_leaves_no_hooks():
+@pytest.mark.parametrize("main_input", ["input_ids", "pixel_values"])
+def test_a_handle_leaves_no_hooks(main_input):
     model = build_llama(2)
+    model.main_input_name = main_input  # of others transformers adds no hooks
     model.enable_input_require_grads()  # by a user
     hooks = list(model.model.embed_tokens._forward_hooks)
     for number in (None, 1):
