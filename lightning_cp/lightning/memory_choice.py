@@ -70,8 +70,8 @@ class RunSetup:
 
         Recomputing layers takes about 25% of a step, of which attention is a larger part the longer
         sequences are; offloading up to 1%. Tiles, 7%, are the last resort. Nothing else without
-        recomputation: there is nothing to move and to keep, and the planner knows tiles only with
-        it; nor where some layers are not recomputed: what they save takes more.
+        recomputation: there is nothing to move and to keep; nor where some layers are not
+        recomputed: what they save takes more.
 
         Args:
             is_checkpointed: whether the model recomputes its layers already.

@@ -109,12 +109,12 @@ def checkpoint_layers(
             )
     chosen = [] if num_layers is None else layers[:num_layers]
     for outermost in _outermost(own):  # they reach all models inside them
-        inside = {id(part) for part in outermost.modules()}
-        handle._enable(outermost, [layer for layer in chosen if id(layer) in inside])
+        inside = set(outermost.modules())
+        handle._enable(outermost, [layer for layer in chosen if layer in inside])
     if num_layers is not None:
         for layer in _layers(own):
-            handle._switch(layer, on=any(layer is one for one in chosen))
-        blocks = [block for block in blocks if any(block is one for one in chosen)]
+            handle._switch(layer, on=layer in chosen)
+        blocks = [block for block in blocks if block in chosen]
     for block in blocks:
         handle._wrap(block)
     if not own and not blocks:
@@ -132,8 +132,8 @@ def switched_layers(model: nn.Module) -> list[nn.Module]:
     """
     models = [m for m in model.modules() if _checkpoints_itself(m)]
     frozen = [m for m in models if not any(p.requires_grad for p in m.parameters())]
-    left_out = {id(layer) for layer in _layers(frozen)}
-    return [layer for layer in _layers(models) if id(layer) not in left_out]
+    left_out = set(_layers(frozen))
+    return [layer for layer in _layers(models) if layer not in left_out]
 
 
 def _layers(models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -155,16 +155,16 @@ def _has_switch(module: nn.Module) -> bool:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    inside = {id(part) for m in modules for part in m.modules() if part is not m}
-    return [m for m in modules if id(m) not in inside]
+    inside = {part for m in modules for part in m.modules() if part is not m}
+    return [m for m in modules if m not in inside]
 
 
 def _blocks_outside(
     model: nn.Module, own: Sequence[nn.Module], shard_modules: Sequence[str] | None
 ) -> list[nn.Module]:
     """Return the blocks of a model that are not parts of models that checkpoint themselves."""
-    covered = {id(part) for m in own for part in m.modules()}
-    return [block for block in find_blocks(model, shard_modules) if id(block) not in covered]
+    covered = {part for m in own for part in m.modules()}
+    return [block for block in find_blocks(model, shard_modules) if block not in covered]
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
