@@ -4,23 +4,24 @@
 Training steps of a Llama under a Trainer on one device: without a strategy, with Lightning's own
 FSDP2 strategy, and with ours (one rank), parameters sharded and replicated. At few tokens the GPU
 waits for the host, so that differences between the ways are work of the host. Each way runs in a
-process of its own; where its host time goes is printed by phase, and with --profile by function.
+process of its own, and these take turns on the same cores: the speed of a host changes from minute
+to minute and from core to core by more than the ways differ.
 """
 
 import argparse
-import cProfile
 import json
 import logging
-import pstats
+import os
 import subprocess
 import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -39,7 +40,7 @@ Way = Literal["plain", "fsdp2", "ours", "ours-none"]
 
 Precision = Literal["bf16-true", "bf16-mixed", "32-true"]
 
-REFERENCE: Final[dict[str, str]] = {"ours": "fsdp2", "ours-none": "plain"}
+REFERENCE: Final[dict[Way, Way]] = {"ours": "fsdp2", "ours-none": "plain"}
 """What a way is compared with."""
 
 
@@ -55,6 +56,8 @@ class Shape:
     vocab: int = 32000
     warmup: int = 12
     steps: int = 20
+    rounds: int = 9
+    cpus: int = 4
 
     def config(self) -> LlamaConfig:
         """Return the model's configuration."""
@@ -70,7 +73,7 @@ class Shape:
         )
 
 
-TINY: Final = Shape(16, 2, 1, 32, 8, 64)
+TINY: Final = Shape(16, 2, 1, 32, 8, 64, cpus=1)
 
 
 class Batches(IterableDataset[dict[str, Tensor]]):
@@ -122,32 +125,36 @@ class Language(LightningModule):
 
 
 class Clock(Callback):
-    """Times steps: wall time of all of them, and host time of the phases of each."""
+    """Times rounds of steps: their wall time, and the host time of the phases of a step.
+
+    Before each round it waits for a line on standard input; after it, it prints the times.
+    """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._shape, self._device = shape, device
         self._marks: list[tuple[str, float]] = []
         self._phases: dict[str, list[float]] = defaultdict(list)
         self._begun = self._cpu_begun = 0.0
-        self.ms = self.cpu_ms = 0.0
-        self.loss = float("nan")
-        self.profile: cProfile.Profile | None = None
 
     def _mark(self, name: str) -> None:
         self._marks.append((name, time.perf_counter()))
 
+    def _step_of_round(self, index: int) -> int:
+        """Return which step of its round a step is; negative in the warm-up."""
+        index -= self._shape.warmup
+        return index if index < 0 else index % self._shape.steps
+
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        """Begin the wall time after the warm-up."""
-        if self._marks:
+        """Wait for the next round, or end what is between two steps."""
+        if self._step_of_round(index) == 0:
+            synchronize(self._device)
+            input()
+            self._phases.clear()
+            self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
+        elif self._marks:
             self._mark("between steps")
             for (_, begun), (name, ended) in zip(self._marks, self._marks[1:], strict=False):
                 self._phases[name].append(1e3 * (ended - begun))
-        if index == self._shape.warmup:
-            self._phases.clear()
-            synchronize(self._device)
-            self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
-            if self.profile is not None:
-                self.profile.enable()
         self._marks = [("start", time.perf_counter())]
 
     def on_before_backward(self, *_: Any) -> None:
@@ -165,22 +172,17 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        """End the phase of the optimizer; after the last step, the wall time."""
+        """End the phase of the optimizer; after the last step of a round, print its times."""
         self._mark("optimizer")
-        if index + 1 == self._shape.warmup + self._shape.steps:
-            if self.profile is not None:
-                self.profile.disable()
-            self.cpu_ms = 1e3 * (time.process_time() - self._cpu_begun) / self._shape.steps
+        steps = self._shape.steps
+        if self._step_of_round(index) == steps - 1:
+            cpu_ms = 1e3 * (time.process_time() - self._cpu_begun) / steps
             synchronize(self._device)
-            self.ms = 1e3 * (time.perf_counter() - self._begun) / self._shape.steps
-            self.loss = float(outputs["loss"])
-
-    def phases(self) -> dict[str, float]:
-        """Return the median host time of each phase, in milliseconds."""
-        steps = max(1, self._shape.steps - 1)
-        sums = {name: median(times) for name, times in self._phases.items()}
-        counts = {name: round(len(times) / steps) for name, times in self._phases.items()}
-        return {name: sums[name] * max(1, counts[name]) for name in sums}
+            ms = 1e3 * (time.perf_counter() - self._begun) / steps
+            phases = {name: median(times) for name, times in self._phases.items()}
+            peak = torch.cuda.max_memory_allocated() if self._device.type == "cuda" else 0
+            values = {"ms": ms, "cpu_ms": cpu_ms, "phases": phases, "peak_bytes": peak}
+            print(MARKER + json.dumps({**values, "loss": float(outputs["loss"])}), flush=True)
 
 
 def strategy_of(way: Way) -> Strategy | str:
@@ -194,27 +196,20 @@ def strategy_of(way: Way) -> Strategy | str:
 
 
 def train(
-    way: Way,
-    num_tokens: int,
-    shape: Shape,
-    device: torch.device,
-    *,
-    precision: Precision,
-    profile: int,
-) -> dict[str, Any]:
-    """Train with one way, and return its times."""
+    way: Way, num_tokens: int, shape: Shape, device: torch.device, precision: Precision
+) -> None:
+    """Train with one way, round by round."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    clock = Clock(shape, device)
-    if profile:
-        clock.profile = cProfile.Profile()
+    # The same ones for all ways, which run in turns: cores differ in speed.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: shape.cpus])
     trainer = Trainer(
         strategy=strategy_of(way),
         accelerator="cuda" if device.type == "cuda" else "cpu",
         devices=1,
         precision=precision,
-        max_steps=shape.warmup + shape.steps,
-        callbacks=[clock],
+        max_steps=shape.warmup + shape.rounds * shape.steps,
+        callbacks=[Clock(shape, device)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -222,29 +217,39 @@ def train(
     )
     module = Language(shape, shard=way == "fsdp2", precision=precision)
     trainer.fit(module, DataLoader(Batches(shape.vocab, num_tokens), batch_size=1))
-    if clock.profile is not None:
-        stats = pstats.Stats(clock.profile, stream=sys.stderr)
-        stats.sort_stats("tottime").print_stats(profile)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    times = {"ms": clock.ms, "cpu_ms": clock.cpu_ms, "phases": clock.phases()}
-    return {**times, "loss": clock.loss, "peak_bytes": peak}
 
 
 MARKER: Final = "result: "
 
 
-def run_way(way: Way, num_tokens: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Train in a process of its own, and return its times."""
-    command = [sys.executable, "-m", "benchmarks.host_gpu", "--child", way]
-    command += ["--tokens", str(num_tokens), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARKER)]
-    if done.returncode or not lines:
-        raise RuntimeError((done.stderr or done.stdout).strip()[-2000:])
-    if "--profile" in arguments:
-        print(done.stderr[done.stderr.find("function calls") - 20 :], flush=True)
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix(MARKER))
-    return result
+class Child:
+    """A process that trains with one way, a round at a time."""
+
+    def __init__(self, way: Way, num_tokens: int, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.host_gpu", "--child", way]
+        command += ["--tokens", str(num_tokens), *arguments]
+        self._way = way
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run_round(self) -> dict[str, Any]:
+        """Run a round, and return its times."""
+        assert self._process.stdin is not None  # noqa: S101
+        assert self._process.stdout is not None  # noqa: S101
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MARKER):
+                result: dict[str, Any] = json.loads(line.removeprefix(MARKER))
+                return result
+        raise RuntimeError(f"The process of {self._way} has ended; its error is above.")
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
 
 
 HEADER: Final = (
@@ -260,37 +265,60 @@ def run(
     shape: Shape,
     device: torch.device,
     out: Path | None,
-    *,
     precision: Precision,
-    repeats: int,
     arguments: Sequence[str],
 ) -> None:
-    """Print the table, line by line; ways alternate, so that load of the machine affects all."""
+    """Print the table, line by line."""
     where = describe(device)
     records = Records(out, "host_gpu", where)
     print(", ".join(f"{key} {value}" for key, value in where.items()) + ";")
-    print(f"{shape}; {precision}; CPU: time of the process; by phase: host time,")
-    print(f"medians; the fastest of {repeats} runs.\n")
+    print(f"{shape}; {precision}; CPU: time of the process; by phase: host time;")
+    print(f"medians of {shape.rounds} rounds of {shape.steps} steps, in turns; ratios by round,")
+    print("with their quartiles.\n")
     print(HEADER, flush=True)
     for num_tokens in tokens:
-        runs: dict[Way, list[dict[str, Any]]] = defaultdict(list)
-        for _ in range(repeats):
-            for way in ways:
-                runs[way].append(run_way(way, num_tokens, arguments))
-        best = {way: min(results, key=lambda one: one["ms"]) for way, results in runs.items()}
-        for way, one in best.items():
-            reference: Any = best.get(REFERENCE.get(way, way))  # type: ignore[call-overload]
-            ratio = "" if reference in (None, one) else f"{one['ms'] / reference['ms']:.3f}"
-            against = f"{ratio} of {REFERENCE[way]}" if ratio else ""
-            phases = " | ".join(f"{one['phases'].get(name, 0.0):.2f}" for name in PHASES)
-            print(
-                f"| {num_tokens:,} | {way} | {one['ms']:.2f} | {against} | {one['cpu_ms']:.2f} "
-                f"| {phases} | {one['peak_bytes'] / 2**30:.2f} | {one['loss']:.4f} |",
-                flush=True,
-            )
-            every = [result["ms"] for result in runs[way]]
-            values = {"tokens": num_tokens, "precision": precision, "shape": asdict(shape)}
-            records.add(what="host", way=way, **values, **one, every_ms=every)
+        children = {way: Child(way, num_tokens, arguments) for way in ways}
+        rounds: dict[Way, list[dict[str, Any]]] = defaultdict(list)
+        try:
+            for _ in range(shape.rounds):
+                for way, child in children.items():
+                    rounds[way].append(child.run_round())
+        finally:
+            for child in children.values():
+                child.end()
+        for way, results in rounds.items():
+            values: dict[str, Any] = {
+                name: median(one[name] for one in results)
+                for name in ("ms", "cpu_ms", "peak_bytes", "loss")
+            }
+            values["phases"] = {
+                name: median(one["phases"].get(name, 0.0) for one in results) for name in PHASES
+            }
+            values["ratios"] = _ratios(results, rounds.get(REFERENCE.get(way, way), results))
+            print(_line(num_tokens, way, values), flush=True)
+            what = {"tokens": num_tokens, "precision": precision, "shape": asdict(shape)}
+            every = [one["ms"] for one in results]
+            records.add(what="host", way=way, **what, **values, every_ms=every)
+
+
+def _ratios(results: list[dict[str, Any]], reference: list[dict[str, Any]]) -> list[float]:
+    """Return the ratio of the times of each round; nothing for the reference itself."""
+    if results is reference:
+        return []
+    return [one["ms"] / other["ms"] for one, other in zip(results, reference, strict=True)]
+
+
+def _line(num_tokens: int, way: Way, values: dict[str, Any]) -> str:
+    """Return a line of the table."""
+    ratios, compared = values["ratios"], ""
+    if len(ratios) > 1:
+        low, middle, high = quantiles(ratios, n=4)
+        compared = f"{middle:.3f} ({low:.3f} to {high:.3f}) of {REFERENCE[way]}"
+    phases = " | ".join(f"{time:.2f}" for time in values["phases"].values())
+    return (
+        f"| {num_tokens:,} | {way} | {values['ms']:.2f} | {compared} | {values['cpu_ms']:.2f} "
+        f"| {phases} | {values['peak_bytes'] / 2**30:.2f} | {values['loss']:.4f} |"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -301,30 +329,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=None)
     parser.add_argument("--precision", default="bf16-true", choices=get_args(Precision))
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--profile", type=int, default=0, help="functions to print, by own time")
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=None, help="folder for JSON lines")
     parser.add_argument("--tiny", action="store_true", help="a small model, on a CPU")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    size = {"layers": args.layers, "steps": args.steps}
-    shape = Shape(**{**asdict(TINY), **size}) if args.tiny else Shape(**size)
+    shape = replace(
+        TINY if args.tiny else Shape(), layers=args.layers, steps=args.steps, rounds=args.rounds
+    )
     if args.tiny:
         torch.set_num_threads(1)
     device = torch.device("cpu") if args.tiny else torch.device("cuda", 0)
     tokens = args.tokens or ([16] if args.tiny else [2048, 16384])
     if args.child is not None:
-        common = {"precision": args.precision, "profile": args.profile}
-        result = train(args.child, tokens[0], shape, device, **common)
-        print(MARKER + json.dumps(result), flush=True)
+        train(args.child, tokens[0], shape, device, args.precision)
         return
     passed = ["--precision", args.precision, "--layers", str(args.layers)]
-    passed += ["--steps", str(args.steps)]
-    passed += ["--profile", str(args.profile)] if args.profile else []
+    passed += ["--steps", str(args.steps), "--rounds", str(args.rounds)]
     passed += ["--tiny"] if args.tiny else []
-    common = {"precision": args.precision, "repeats": args.repeats, "arguments": passed}
-    run(args.only, tokens, shape, device, args.out, **common)
+    run(args.only, tokens, shape, device, args.out, args.precision, passed)
 
 
 if __name__ == "__main__":

@@ -189,12 +189,13 @@ def test_weights_that_are_not_sharded_are_planned_in_full():
 def test_host_time_is_measured_for_two_ways(tmp_path):
     from benchmarks import host_gpu
 
-    arguments = ["--only", "plain", "ours-none", "--steps", "3", "--repeats", "1"]
+    arguments = ["--only", "plain", "ours-none", "--steps", "3", "--rounds", "2"]
     host_gpu.main(["--tiny", *arguments, "--out", str(tmp_path)])
     lines = [json.loads(x) for x in (tmp_path / "host_gpu.jsonl").read_text().splitlines()]
     assert [line["way"] for line in lines] == ["plain", "ours-none"]
     assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], rel=1e-2)
     assert all(set(host_gpu.PHASES) <= line["phases"].keys() for line in lines)
+    assert [len(line["ratios"]) for line in lines] == [0, 2]
 
 
 @pytest.mark.slow
