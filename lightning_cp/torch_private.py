@@ -524,6 +524,14 @@ def in_backward() -> bool:
     return backward_id() != -1
 
 
+def saves_through_hooks() -> bool:
+    """Return whether tensors that autograd saves are replaced, as activation checkpointing does.
+
+    `_C._autograd._top_saved_tensors_default_hooks`; offloading and `save_on_cpu` do so too.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def backward_id() -> int:
     """Return a number of the backward pass that runs on this thread; -1 outside of one."""
     return int(torch._C._current_graph_task_id())

@@ -51,7 +51,7 @@ from lightning_cp.guards import backward_of_step
 from lightning_cp.memory.offload import Saved
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype, autocast_off
-from lightning_cp.torch_private import plain_functions
+from lightning_cp.torch_private import plain_functions, saves_through_hooks
 
 
 class _OnlyTile(NamedTuple):
@@ -119,6 +119,13 @@ class BlockwiseCall:
     ) -> Tensor:
         """Attend with this rank's queries to the keys of all ranks; see `AttentionCall`."""
         q, k, v = with_unit_stride(q, k, v)
+        if sinks is None and bias is None and not saves_through_hooks():
+            only = self.only_tile(q, k)
+            if only is not None:
+                with plain_functions():
+                    native = only.kernel.differentiable(q, k, v, only.mask, self.scores)
+                if native is not None:
+                    return native
         values = None if bias is None else bias.values
         out: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, values, self, type(bias)

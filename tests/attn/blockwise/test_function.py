@@ -13,6 +13,7 @@ from lightning_cp.attn.blockwise import function as attend_module
 from lightning_cp.attn.blockwise.kernels import base, dense
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.plan import Plan
+from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
@@ -461,6 +462,39 @@ def test_a_call_of_one_tile_is_what_its_stages_compute(mask, heads, monkeypatch)
             assert torch.equal(one[name], x), name
 
 
+def run_alone_on(call, tensors, dout):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = call.run(*leaves, None, None)
+    return out, [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", ["causal", "bidirectional", "window"])
+def test_a_call_of_one_rectangle_is_differentiated_by_torch(mask, heads, dtype):
+    """Bit by bit what our own backward computes, which runs where saved tensors are replaced."""
+    case = make_case(mask, heads=heads)
+    inputs = case.inputs.to(dtype)
+    tensors = inputs.q, inputs.k, inputs.k.flip(2)
+    dout = inputs.q.flip(3).transpose(1, 2).contiguous().transpose(1, 2)
+    call = build_call(case, LoneTransport())
+    native, found = run_alone_on(call, tensors, dout)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        ours, expected = run_alone_on(call, tensors, dout)
+    assert ours.grad_fn.name() == "_AttendBackward"
+    assert (native.grad_fn.name() == "_AttendBackward") == (mask == "window")
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_sinks_and_different_head_dims_are_differentiated_by_our_own_backward():
+    call, inputs = build_call(make_case("causal"), LoneTransport()), make_case("causal").inputs
+    q, k = inputs.q.requires_grad_(), inputs.k
+    assert call.run(q, k, k, inputs.sinks, None).grad_fn.name() == "_AttendBackward"
+    assert call.run(q, k, inputs.v, None, None).grad_fn.name() == "_AttendBackward"
+    assert call.run(q, k, k, None, None).grad_fn.name() != "_AttendBackward"
+
+
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_a_call_that_exchanges_keys_is_not_one_tile(cp_size):
     def run(transport, case):
@@ -483,6 +517,9 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
     with pytest.raises(RuntimeError, match="no second derivative.*without create_graph"):
+        run_threads(1, run, case)
+    case.inputs.v = case.inputs.k  # torch's own backward
+    with pytest.raises(RuntimeError, match="derivative for aten::.* is not implemented"):
         run_threads(1, run, case)
 
 

@@ -106,6 +106,10 @@ class DenseOnCpu(DenseKernel):
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
         return BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
 
+    def differentiable_rectangle(self, q, k, v, *, causal, scale):
+        self._check(q, k, v, causal=causal)
+        return FORWARD(q, k, v, 0.0, causal, scale=scale)[0]
+
     def _check(self, *tensors, causal):
         assert len({x.shape[-1] for x in tensors}) == 1
         assert len({x.dtype for x in tensors}) == 1
@@ -167,6 +171,59 @@ def test_rows_that_start_anywhere_in_memory_are_copied_for_the_op(dense):
     out, _ = forward_block(call.kernel, inputs.q, inputs.k, inputs.v, None, block, call.scores)
     inputs.sinks = None
     assert errors({"out": out}, {"out": attend_whole(inputs, case.mask)["out"]})["out"] < 1e-13
+
+
+def layouts_of(x):
+    """Return a gradient in several layouts, one of which starts at no multiple of 16 bytes."""
+    shifted = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    return x, x.transpose(1, 2).contiguous().transpose(1, 2), x[:1].expand(x.shape), shifted
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+def test_the_op_gets_gradients_with_the_strides_of_the_queries(dense, mask, monkeypatch):
+    case = make_case(mask, kernel=dense, heads="mha")
+    inputs, call = case.inputs, build_call(case, LoneTransport())
+    q = inputs.q.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    seen = []
+
+    def spy(out, hook):
+        return register(out, lambda x: seen.append(hook(x)) or seen[-1])
+
+    register = torch.Tensor.register_hook
+    monkeypatch.setattr(torch.Tensor, "register_hook", spy)
+    for dout in layouts_of(torch.randn(q.shape, dtype=q.dtype)):
+        out = call.run(q, inputs.k, inputs.k, None, None)
+        assert out.grad_fn.name() != "_AttendBackward"
+        (found,) = torch.autograd.grad(out, q, dout)
+        given = dout if seen[-1] is None else seen[-1]
+        assert given.stride() == q.stride()
+        assert given.data_ptr() % 16 == 0
+        assert torch.equal(given, dout)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            expected = call.run(q, inputs.k, inputs.k, None, None)
+        assert torch.equal(found, torch.autograd.grad(expected, q, dout)[0])
+    assert [x is None for x in seen] == [False, True, False, False]
+
+
+def test_rows_that_start_anywhere_in_memory_are_differentiated_by_our_own_backward(dense):
+    case = make_case("causal", kernel=dense, heads="mha")
+    call, inputs = build_call(case, LoneTransport()), case.inputs
+    k = inputs.k.new_empty(*inputs.k.shape[:-1], 11)[..., 1:9].copy_(inputs.k)
+    out = call.run(inputs.q.requires_grad_(), k, inputs.k, None, None)
+    assert out.grad_fn.name() == "_AttendBackward"
+
+
+def test_cudnn_is_differentiated_by_torch_once_both_passes_have_their_plans():
+    kernel, how = CudnnKernel(), {"causal": True, "scale": 0.5}
+    q = torch.empty(2, 4, 256, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert kernel.differentiable_rectangle(q, q, q, **how) is None
+    assert kernel.is_worth_a_plan(q, q, ("forward", True))
+    assert kernel.differentiable_rectangle(q, q, q, **how) is None
+    assert kernel.is_worth_a_plan(q, q, ("backward", True))
+    out = kernel.differentiable_rectangle(q, q, q, **how)
+    assert "CudnnAttention" in out.grad_fn.name()
+    assert kernel.differentiable_rectangle(q[:, :, :200], q, q, **how) is None
+    assert kernel.differentiable_rectangle(q, q, q, causal=False, scale=0.5) is None
 
 
 @pytest.mark.parametrize("causal", [True, False])

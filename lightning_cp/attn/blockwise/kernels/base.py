@@ -215,6 +215,16 @@ class TiledKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a tile's contribution to dq, dk, dv."""
 
+    def differentiable(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
+    ) -> Tensor | None:
+        """Return out of a tile with the op's own backward, the same kernel as in `tile_backward`.
+
+        Backward then runs no Python code, which takes the host longer than the op. None where the
+        op needs help; nothing is computed then.
+        """
+        return None
+
     @final  # a call that is one tile goes to `tile_forward` directly
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: ScoreBias | None, block: Block, scores: Scores

@@ -76,6 +76,16 @@ class CpuKernel(TiledKernel):
             dq, dk, dv = dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
         return dq, dk, dv
 
+    def differentiable(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
+    ) -> Tensor | None:
+        """Run the op, except on tiles with a mask and on different head dims."""
+        is_rectangle = mask.is_causal or mask.is_full
+        if not is_rectangle or q.shape[-1] != v.shape[-1]:
+            return None
+        out: Tensor = _forward(q, k, v, 0.0, mask.is_causal, scale=scores.scale)[0]
+        return out
+
 
 def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the tile's mask as a float bias, and which queries see any key, [.., .., Lq]."""

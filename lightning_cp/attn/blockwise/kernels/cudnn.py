@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request
+from lightning_cp.attn.blockwise.kernels.dense import has_strides
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -97,17 +98,18 @@ class CudnnKernel(FlashKernel):
         """Run the op. Its causal mask is aligned top-left: the usual one on squares."""
         if not self.is_worth_a_plan(q, k, ("forward", causal)):
             return super().rectangle_forward(q, k, v, causal=causal, scale=scale)
-        out, lse, *_ = _forward(
-            q,
-            k,
-            v,
-            attn_bias=None,
-            compute_log_sumexp=True,
-            dropout_p=0.0,
-            is_causal=causal,
-            scale=scale,
-        )
+        out, lse, *_ = self._run(q, k, v, causal, scale)
         return out, lse.squeeze(-1)
+
+    def differentiable_rectangle(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> Tensor | None:
+        """Run the op if both passes are planned, and its output has the layout of our plans."""
+        kinds = ("forward", causal), ("backward", causal)
+        if not all(self._has_plan(q, k, kind) for kind in kinds):
+            return None
+        out, *_ = self._run(q, k, v, causal, scale)
+        return out if has_strides(out, q.stride()) else None
 
     def rectangle_backward(
         self, inputs: BackwardInputs, *, causal: bool, scale: float
@@ -137,6 +139,20 @@ class CudnnKernel(FlashKernel):
         )
         return dq, dk, dv
 
+    @staticmethod
+    def _run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = _forward(
+            q,
+            k,
+            v,
+            attn_bias=None,
+            compute_log_sumexp=True,
+            dropout_p=_OUR_DROPOUT,
+            is_causal=causal,
+            scale=scale,
+        )
+        return results
+
     def is_worth_a_plan(self, q: Tensor, k: Tensor, kind: object) -> bool:
         """Return whether cuDNN computes this rectangle, and count it.
 
@@ -150,25 +166,35 @@ class CudnnKernel(FlashKernel):
         queries, keys = q.shape[2], k.shape[2]
         if min(queries, keys) == 1 or q.numel() == 0:
             return False  # torch excludes single keys and single queries from cuDNN
-        work = q.numel() * keys
-        if work >= self.large:
+        if self._has_plan(q, k, kind):
             return True
-        shape = (kind, q.dtype, q.shape, k.shape)
+        work, shape = q.numel() * keys, _shape(q, k, kind)
         is_chunk = queries % self.grain == 0 and keys % self.grain == 0
         # Not one that FA2 has begun with: a step computes a shape by one kernel to its end.
         if is_chunk and len(self._trusted) < self.max_trusted and shape not in self._work:
             self._trusted.add(shape)
-        if shape in self._trusted:
             return True
         self._work[shape] = self._work.pop(shape, 0) + work
         if len(self._work) > _MAX_SHAPES:
             del self._work[next(iter(self._work))]
-        return shape in self._planned
+        return False
+
+    def _has_plan(self, q: Tensor, k: Tensor, kind: object) -> bool:
+        """Return whether cuDNN computes this rectangle whatever was computed before."""
+        if q.numel() * k.shape[2] >= self.large:
+            return True
+        shape = _shape(q, k, kind)
+        return shape in self._trusted or shape in self._planned
+
+
+def _shape(q: Tensor, k: Tensor, kind: object) -> object:
+    """Return what plans are made for."""
+    return kind, q.dtype, q.shape, k.shape
 
 
 def _with_strides_of(q: Tensor, x: Tensor) -> Tensor:
     """Return x with the strides of q, by which plans are looked up."""
-    if x.stride() == q.stride():
+    if has_strides(x, q.stride()):
         return x
     return torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device).copy_(x)
 

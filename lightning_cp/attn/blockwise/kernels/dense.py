@@ -6,6 +6,7 @@ bias are computed by the reference kernel, in float32. Read next: `flash.py`, `c
 """
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -128,14 +129,61 @@ class DenseKernel(TiledKernel):
         dq, dk, dv = self.rectangle_backward(aligned, causal=mask.is_causal, scale=scores.scale)
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
+    def differentiable(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
+    ) -> Tensor | None:
+        """Run the op on a rectangle whose inputs need neither padding nor a copy."""
+        is_rectangle, dim = mask.is_full or mask.is_causal, q.shape[-1]
+        if (
+            not is_rectangle
+            or dim % 8
+            or v.shape[-1] != dim
+            or not all(map(_is_aligned, (q, k, v)))
+        ):
+            return None
+        causal, scale = mask.is_causal, scores.scale
+        out = self.differentiable_rectangle(q, k, v, causal=causal, scale=scale)
+        if out is not None and out.requires_grad:
+            out.register_hook(partial(_as_op_expects, q.stride()))  # type: ignore[no-untyped-call]
+        return out
+
+    @abstractmethod
+    def differentiable_rectangle(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> Tensor | None:
+        """Return out of a rectangle with the op's own backward, or None if not to be used.
+
+        The op's backward gets a gradient with the strides of ``q``.
+        """
+
+
+def _as_op_expects(strides: tuple[int, ...], dout: Tensor) -> Tensor | None:
+    """Return the gradient of an output with the given strides and aligned; None if it is so."""
+    if has_strides(dout, strides) and dout.data_ptr() % 16 == 0:
+        return None
+    return dout.new_empty_strided(dout.shape, strides).copy_(dout)
+
+
+def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether x has the strides, except in dims of size 1, where they mean nothing."""
+    own = x.stride()
+    return own == strides or all(
+        size == 1 or stride == other
+        for size, stride, other in zip(x.shape, own, strides, strict=True)
+    )
+
 
 def _aligned(x: Tensor) -> Tensor:
     """Return x, copied unless each token starts at a multiple of 16 bytes."""
-    if x.data_ptr() % 16 == 0:
-        batch, head, token, _ = x.stride()
-        if (batch | head | token) % 8 == 0 and min(batch, head, token) > 0:
-            return x
-        strides = zip(x.stride(), x.shape[:-1], strict=False)
-        if all((stride > 0 and stride % 8 == 0) or size == 1 for stride, size in strides):
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether each token starts at a multiple of 16 bytes, and no token is shared."""
+    if x.data_ptr() % 16:
+        return False
+    batch, head, token, _ = x.stride()
+    if (batch | head | token) % 8 == 0 and min(batch, head, token) > 0:
+        return True
+    strides = zip(x.stride(), x.shape[:-1], strict=False)
+    return all((stride > 0 and stride % 8 == 0) or size == 1 for stride, size in strides)

@@ -35,6 +35,13 @@ class FlashKernel(DenseKernel):
         out, lse, *_ = _forward(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)
         return out, lse
 
+    def differentiable_rectangle(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> Tensor | None:
+        """Run the op; its backward makes what it needs contiguous."""
+        out: Tensor = _forward(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)[0]
+        return out
+
     def rectangle_backward(
         self, inputs: BackwardInputs, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,10 +16,10 @@ _KERNELS: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), Refer
 
 def select_kernel(name: str, request: Request) -> Kernel:
     """Return the kernel for a call; raise if a named one does not support it."""
+    if name == "auto":
+        return next(x for x in _KERNELS if x.unsupported_reason(request) is None)
     reasons = {kernel.name: kernel.unsupported_reason(request) for kernel in _KERNELS}
     able = [kernel for kernel in _KERNELS if reasons[kernel.name] is None]
-    if name == "auto":
-        return able[0]
     for kernel in able:
         if kernel.name == name:
             return kernel
