@@ -18,8 +18,8 @@ from hf_patches.mask_reader import mask_of_step
 from hf_patches.names import NAMES, active, find_in_modules, stock_name
 from hf_patches.positions import temperature
 from lightning_cp import active_step
+from lightning_cp.attn import api
 from lightning_cp.attn.accumulators import NEVER
-from lightning_cp.attn.api import attention
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.precision import as_autocast
@@ -96,7 +96,7 @@ def attend(
             **{name: value for name, value in extra.items() if value is not None},
             **others,
         )
-    with_options = partial(attention, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    with_options = partial(api.attend, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     return attend_in_step(
         step, with_options, module, query, key, value, attention_mask, others
     ), None
@@ -136,7 +136,7 @@ def attend_in_step(
         mask, dense = _mask(module, attention_mask, step)
         biases = [x for x in (bias, dense) if x is not None]
         bias = sum(biases[1:], biases[0]) if biases else None
-        query, key, value = (as_autocast(x) for x in (query, key, value))
+        query, key, value = as_autocast(query, key, value)
         out = with_options(query, key, value, mask=mask, bias=bias)
         return out.transpose(1, 2).contiguous()
 
@@ -153,10 +153,8 @@ def _check(
 ) -> None:
     unknown = [
         name
-        for name, value in others.items()
-        if value is not None
-        and name not in _HARMLESS
-        and (isinstance(value, Tensor) or name in _SPARSE)
+        for name in others.keys() - _HARMLESS
+        if others[name] is not None and (isinstance(others[name], Tensor) or name in _SPARSE)
     ]
     if unknown:
         names = ", ".join(sorted(unknown))

@@ -6,8 +6,9 @@ of known models call attention through transformers' interface only; without the
 needs some microseconds less for each function.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -16,11 +17,16 @@ import torch
 from torch import nn
 
 from hf_patches.support import LIBRARIES
-from lightning_cp.fsdp.gathering import is_gathering_hook
+from lightning_cp.fsdp.gathering import is_gathering_hook, unit_of_hook
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.routing import unrouted
-from lightning_cp.torch_private import module_hooks, newest_hooks, own_parameters
+from lightning_cp.torch_private import (
+    code_of_calls,
+    module_hooks,
+    own_parameters,
+    without_pre_hooks,
+)
 
 
 @dataclass(eq=False)
@@ -29,13 +35,21 @@ class Layer:
 
     Args:
         module: the layer.
-        state: of its parts when they were last checked.
+        parts: its modules when they were last checked, itself included.
+        code: theirs, then.
         is_known: the result.
+        unhooked: the context in which its other modules are called without hooks.
     """
 
     module: nn.Module
-    state: list[object] | None = None
+    parts: tuple[nn.Module, ...] = ()
+    code: list[tuple[object, ...]] | None = None
     is_known: bool = False
+    unhooked: AbstractContextManager[None] = field(default_factory=nullcontext)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy starts with: it checks its own modules."""
+        return {"module": self.module, "unhooked": nullcontext()}
 
     def remove(self) -> None:
         """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
@@ -48,21 +62,29 @@ class Layer:
         module = self.module
         if torch.compiler.is_compiling() or not self.needs_no_routing():
             return type(module).forward(module, *args, **kwargs)
-        with unrouted():
+        # The hooks of its parts gather the layer, for calls from outside of it.
+        is_gathered = all(type(x) is nn.Parameter for x in own_parameters(self.parts))
+        with self.unhooked if is_gathered else nullcontext(), unrouted():
             return type(module).forward(module, *args, **kwargs)
 
     def needs_no_routing(self) -> bool:
         """Return whether only code of known libraries runs in the layer, as far as it shows."""
-        parts = list(self.module.modules())
-        state: list[object] = [(type(part).forward, newest_hooks(part)) for part in parts]
-        state += [part.__dict__.get("forward") for part in parts[1:]]
-        if state != self.state:
-            self.state = state
-            self.is_known = _calls_known(parts[0]) and all(map(_is_known, parts[1:]))
+        if code_of_calls(self.parts) != self.code:
+            self.parts = tuple(self.module.modules())
+            self.code = code_of_calls(self.parts)
+            layer, *others = self.parts
+            self.is_known = _calls_known(layer) and all(map(_is_known, others))
+            self.unhooked = without_pre_hooks(others, partial(_gathers_layer, others))
         # Parameters that are gathered for this call only: the mode notes which of them are used.
         return self.is_known and not any(
-            USE_CALLBACK in x.__dict__ for part in parts for x in own_parameters(part)
+            USE_CALLBACK in x.__dict__ for x in own_parameters(self.parts)
         )
+
+
+def _gathers_layer(parts: Collection[nn.Module], hook: object) -> bool:
+    """Return whether a hook of one of the modules of a layer gathers the layer, not one of them."""
+    unit = unit_of_hook(hook)
+    return unit is not None and unit not in parts
 
 
 def _calls_known(part: nn.Module) -> bool:

@@ -9,17 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.torch_private import any_autocast
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are summed: float32, or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """Cast an input of attention to the dtype that autocast would choose for it."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+def as_autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Cast the inputs of attention, on one device, to the dtype that autocast would choose."""
+    if not any_autocast():
+        return inputs
+    device_type = inputs[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return inputs
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in inputs)
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp import active_step, guards
 from lightning_cp.attn.accumulators import NEVER
-from lightning_cp.attn.api import attention
+from lightning_cp.attn.api import attend
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
@@ -263,7 +263,7 @@ def _attend(
         raise ValueError("scaled_dot_product_attention(): pass attn_mask or is_causal, not both.")
     lead = query.shape[:-3]
     with plain_functions():
-        query, key, value = (as_autocast(x) for x in (query, key, value))
+        query, key, value = as_autocast(query, key, value)
         q, k, v = (_four_dims(x) for x in (query, key, value))
         if not enable_gqa and q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -272,7 +272,7 @@ def _attend(
             )
         bias = None if attn_mask is None else _bias(attn_mask, query, step)
         mask = _CAUSAL if is_causal else _FULL
-        out = attention(q, k, v, mask=mask, scale=scale, bias=bias)
+        out = attend(q, k, v, mask=mask, scale=scale, bias=bias)
         if query.dim() == 4:
             return out
         return out.reshape(*lead, *query.shape[len(lead) : -1], value.shape[-1])

@@ -67,6 +67,10 @@ class StepCache(MutableMapping[object, Any]):
     def __getitem__(self, key: object) -> Any:
         return self._values[key]
 
+    def get(self, key: object, default: Any = None) -> Any:
+        """Return a value, or the default where there is none."""
+        return self._values.get(key, default)
+
     def __setitem__(self, key: object, value: Any) -> None:
         self._values[key] = value
 

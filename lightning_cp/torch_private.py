@@ -446,18 +446,57 @@ def module_hooks(module: nn.Module) -> list[object]:
     return [hook for hooks in dicts for hook in hooks.values() if not _is_fsdp_hook(hook)]
 
 
-def newest_hooks(module: nn.Module) -> tuple[int | None, int | None]:
-    """Return the ids of the newest hooks before and after forward; ids are never used again."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return next(reversed(before), None), next(reversed(after), None)
+def code_of_calls(modules: Iterable[nn.Module]) -> list[tuple[object, ...]]:
+    """Return what decides which code runs when modules are called, to be compared with later.
 
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module without those inside it (`nn.Module._parameters`).
-
-    `nn.Module.parameters` builds their names, which counts where each step looks at each layer.
+    Their forward methods, the ids of their hooks, which are never used again, and the modules
+    inside them. `nn.Module.modules` and its like build names, which counts where each step looks at
+    each layer.
     """
-    return [x for x in module._parameters.values() if x is not None]
+    return [
+        (
+            type(module).forward,
+            module.__dict__.get("forward"),
+            tuple(module._forward_pre_hooks),
+            tuple(module._forward_hooks),
+            tuple(module._modules.values()),
+        )
+        for module in modules
+    ]
+
+
+class without_pre_hooks(AbstractContextManager[None]):
+    """Call modules without their hooks before forward inside (`nn.Module._forward_pre_hooks`).
+
+    torch calls a module that has no hook at all by a shorter way.
+
+    Args:
+        modules: the modules. Hooks that are registered inside are called, and stay.
+        is_needless: whether a hook may be left out; a module with another one keeps all of its.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], is_needless: Callable[[object], bool]) -> None:
+        self._hooks = [
+            (module.__dict__, hooks, OrderedDict[int, Any]())
+            for module in modules
+            if (hooks := module._forward_pre_hooks) and all(map(is_needless, hooks.values()))
+        ]
+
+    def __enter__(self) -> None:
+        for attributes, _, none in self._hooks:
+            attributes["_forward_pre_hooks"] = none
+
+    def __exit__(self, *_: object) -> None:
+        for attributes, hooks, added in self._hooks:
+            if added:
+                hooks.update(added)
+                added.clear()
+            attributes["_forward_pre_hooks"] = hooks
+
+
+def own_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules without those inside them (`nn.Module._parameters`)."""
+    return [x for module in modules for x in module._parameters.values() if x is not None]
 
 
 def base_of(x: Tensor) -> Tensor | None:
@@ -580,19 +619,31 @@ def prototype_order(load_balancer: object) -> Tensor | None:
 def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     """Keep a function out of compiled graphs: torch.compile breaks the graph around it.
 
-    Like ``torch.compiler.disable``, which imports the compiler (a second); this waits until the
-    compiler is imported elsewhere.
+    Like ``torch.compiler.disable``, which imports the compiler (a second) and costs each call some
+    microseconds; this applies it only while the compiler traces, or runs code that it may compile
+    (`_C._dynamo.eval_frame.get_eval_frame_callback`).
     """
     disabled: Callable[P, T] | None = None
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal disabled
-        if disabled is None and "torch._dynamo" in sys.modules:
+        if not torch.compiler.is_dynamo_compiling() and _compiler_callback() is None:
+            return fn(*args, **kwargs)
+        if disabled is None:
             disabled = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
-        return (disabled or fn)(*args, **kwargs)
+        return disabled(*args, **kwargs)
 
     return call
+
+
+_compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def within(fn: Callable[P, T]) -> Callable[P, T]:
+    """Return the function that `outside_graphs` was given."""
+    inner: Callable[P, T] = fn.__wrapped__  # type: ignore[attr-defined]
+    return inner
 
 
 def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
@@ -611,6 +662,14 @@ def is_compiled(module: nn.Module) -> bool:
     `OptimizedModule._orig_mod` without importing the compiler, and `Module._compiled_call_impl`.
     """
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def any_autocast() -> bool:
+    """Return whether autocast is on for any kind of device (`_C._is_any_autocast_enabled`).
+
+    `torch.is_autocast_enabled` asks for one kind, and takes some microseconds to read its name.
+    """
+    return torch._C._is_any_autocast_enabled()
 
 
 def in_dispatch_mode() -> bool:
@@ -668,17 +727,26 @@ def without_modes() -> Iterator[None]:
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def without_mode(mode: overrides.TorchFunctionMode) -> Iterator[None]:
-    """Remove a torch function mode, if it is the innermost one (`overrides._pop_mode`)."""
-    if overrides._get_current_function_mode() is not mode:  # type: ignore[no-untyped-call]
-        yield
-        return
-    overrides._pop_mode()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+class without_mode(AbstractContextManager[None]):
+    """Remove a torch function mode, if it is the innermost one (`overrides._pop_mode`).
+
+    Args:
+        mode: the mode.
+    """
+
+    def __init__(self, mode: overrides.TorchFunctionMode) -> None:
+        self._mode = mode
+        self._is_removed = False
+
+    def __enter__(self) -> None:
+        current = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+        self._is_removed = current is self._mode
+        if self._is_removed:
+            overrides._pop_mode()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_removed:
+            overrides._push_mode(self._mode)  # type: ignore[no-untyped-call]
 
 
 class RecordedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -23,13 +23,13 @@ ORIGINAL = functional.scaled_dot_product_attention
 def routed(monkeypatch):
     """Count the calls that reach attention()."""
     calls = []
-    attention = routing.attention
+    attention = routing.attend
 
     def counted(*args, **kwargs):
         calls.append(kwargs)
         return attention(*args, **kwargs)
 
-    monkeypatch.setattr(routing, "attention", counted)
+    monkeypatch.setattr(routing, "attend", counted)
     return calls
 
 

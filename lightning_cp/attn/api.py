@@ -23,7 +23,7 @@ from lightning_cp.geometry.branches import BranchMask
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.step import Step, StepMask
-from lightning_cp.torch_private import outside_graphs
+from lightning_cp.torch_private import outside_graphs, within
 
 
 @outside_graphs
@@ -78,7 +78,9 @@ def attention(
             "sharded over several ranks. Set it to 0 (attention_dropout=0.0 in most model "
             "configs); dropout on activations is fine."
         )
-    score_bias = _read_bias(bias, alibi, q, q.shape[2] if step is None else step.layout.seq_len)
+    score_bias = None
+    if bias is not None or alibi is not None:
+        score_bias = _read_bias(bias, alibi, q, q.shape[2] if step is None else step.layout.seq_len)
     if step is None:
         _check_tensors(q, k, v, sinks)
         scores = _read_scores(q, scale, softcap)
@@ -94,6 +96,10 @@ def attention(
     )
     outs = [_attend(step, part, q, k, v, scale, softcap, sinks, score_bias) for part in parts]
     return sum(outs[1:], outs[0])
+
+
+attend = within(attention)
+"""`attention` without its break of compiled graphs, for callers that have made one."""
 
 
 def check_branches(mask: Mask, step: Step, *, has_slopes: bool) -> None:
@@ -130,12 +136,14 @@ def _attend(
     # All layers make the same call: it is checked and planned once.
     tensors = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
     key = (mask.key(), q.shape, k.shape, v.shape, *tensors, scale, softcap, score_bias is None)
-    if key not in step.cache:
+    call = step.cache.get(key)
+    if call is None:
         _check_tensors(q, k, v, sinks)
         scores, has_bias = _read_scores(q, scale, softcap), score_bias is not None
         _check_length(q, step)
-        step.cache[key] = build_step_call(mask, step, scores, q, k, v, has_bias=has_bias)
-    call, step.cache.has_attended = step.cache[key], True
+        call = build_step_call(mask, step, scores, q, k, v, has_bias=has_bias)
+        step.cache[key] = call
+    step.cache.has_attended = True
     return _run_padded(call, q, k, v, sinks, score_bias, step)
 
 

@@ -7,7 +7,7 @@ a module that is called outside of that forward: ``self.model.model(...)`` for h
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -73,19 +73,23 @@ def gather_parts(owner: nn.Module) -> None:
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
 
 
-def check_reduced(owner: nn.Module) -> None:
-    """Raise if gradients arrived too late in a backward pass to be reduced over the ranks."""
-    for root in outermost_units(owner):
-        root.__dict__[_USED] = False
-        if has_unreduced_gradients(root):
-            raise RuntimeError(_USED_BETWEEN_CALLS)
-        for unit in root.modules():
-            if is_unit(unit) and has_gradients_of_one_copy(unit):
-                raise RuntimeError(
-                    f"{type(unit).__name__} was not used in the last batch of an accumulation "
-                    "window, so that its gradients of earlier batches were not reduced between "
-                    "the copies of the parameters. Set reduce_every_microbatch=True."
-                )
+def check_reduced(units: Iterable[nn.Module]) -> None:
+    """Raise if gradients arrived too late in a backward pass to be reduced over the ranks.
+
+    Args:
+        units: of a module for which `gather_parts` was called.
+    """
+    for unit in units:
+        if _USED in unit.__dict__:  # a root
+            unit.__dict__[_USED] = False
+            if has_unreduced_gradients(unit):
+                raise RuntimeError(_USED_BETWEEN_CALLS)
+        if has_gradients_of_one_copy(unit):
+            raise RuntimeError(
+                f"{type(unit).__name__} was not used in the last batch of an accumulation "
+                "window, so that its gradients of earlier batches were not reduced between "
+                "the copies of the parameters. Set reduce_every_microbatch=True."
+            )
 
 
 def _note_use(root: nn.Module) -> None:
@@ -133,6 +137,20 @@ def is_unit(module: nn.Module) -> bool:
 def is_gathering_hook(hook: object) -> bool:
     """Return whether a hook of a module is one of those that `gather_parts` has registered."""
     return getattr(hook, "func", None) in (_open, _close)
+
+
+def unit_of_hook(hook: object) -> nn.Module | None:
+    """Return the unit that a hook of a module inside it gathers; None for another hook."""
+    if not isinstance(hook, partial) or hook.func is not _open:
+        return None
+    _, unit = hook.args
+    found: nn.Module = unit
+    return found
+
+
+def find_units(owner: nn.Module) -> list[nn.Module]:
+    """Return the FSDP2 units inside a module, itself included."""
+    return [module for module in owner.modules() if is_unit(module)]
 
 
 def outermost_units(module: nn.Module) -> Iterator[nn.Module]:

@@ -5,7 +5,7 @@ Finds the blocks of a model, broadcasts the weights of rank 0, materialises mode
 on the meta device one block at a time, and checks what a user has sharded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any, Final, Literal, get_args
 
@@ -195,17 +195,16 @@ def prepare_reduction(owner: nn.Module) -> None:
             hide_from_modes(part)
 
 
-def drop_unused_gradients(owner: nn.Module, mesh: DeviceMesh) -> None:
+def drop_unused_gradients(units: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Remove the zero gradients of parameters that no rank has used. Collective.
 
     On one device they have no gradient: an optimizer leaves them alone, where momentum and weight
     decay move a parameter whose gradient is zero. A tower is not used by a batch of text.
 
     Args:
-        owner: a module whose sharded parameters a backward pass has just reduced.
+        units: FSDP2 units, whose parameters a backward pass has just reduced.
         mesh: data x context; several axes with hybrid sharding.
     """
-    units = [part for part in owner.modules() if isinstance(part, FSDPModule)]
     parameters = [entry for unit in units for entry in take_used(unit)]
     if not parameters:
         return

@@ -25,7 +25,7 @@ from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import check_loaded_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
-from lightning_cp.fsdp.gathering import check_reduced
+from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.sharding import ParameterSharding, drop_unused_gradients, reshard
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, loaders
@@ -215,6 +215,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         self._accumulation = Accumulation(reduce_each=reduce_every_microbatch)
         self._broadcast_batch, self._check_memory = broadcast_batch, check_memory
         self._loaders = loaders.Loaders(timeout)
+        self._units: list[nn.Module] = []  # of FSDP2, in the module of the run
         self._steps: StepRunner | None = None
 
     # ---------------------------------------------------------------- public properties
@@ -334,6 +335,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         prepared.place(
             model, self.shard_mesh, tensor=self.tensor_mesh, device=device, to_device=to_device
         )
+        self._units = find_units(model)
         share_random_state(self.context_parallel.groups.tensor, device)
 
     @override
@@ -412,8 +414,8 @@ class ContextParallelStrategy(CheckpointStrategy):
             closure_loss = self._step_runner().check_loss(closure_loss)
         with reenter(step):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        check_reduced(module)
-        drop_unused_gradients(module, self.shard_mesh)
+        check_reduced(self._units)
+        drop_unused_gradients(self._units, self.shard_mesh)
         return loss
 
     @contextmanager
@@ -484,6 +486,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         """Restore the model, the Trainer and its callbacks."""
         self._preparation.undo()
+        self._units = []
         if self.lightning_module is not None:  # after an error the root may still be gathered
             reshard(self.lightning_module)
         if self._context_parallel is not None:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from lightning_cp.fsdp.gathering import find_units
 from lightning_cp.fsdp.sharding import (
     drop_unused_gradients,
     fill_sharded,
@@ -185,7 +186,7 @@ def run_unused(num_ranks):
     def backward(both, *, sync=True):
         set_gradient_reduction(owner, sync)
         model(torch.ones(2, 4), both).sum().backward()
-        drop_unused_gradients(owner, mesh)
+        drop_unused_gradients(find_units(owner), mesh)
         found.append([p.grad is not None for p in owner.parameters()])
 
     backward(True)
@@ -220,7 +221,7 @@ def run_unused_between_copies():
     for both in (True, False):
         set_gradient_reduction(owner, not both)
         owner[0](torch.ones(2, 4), both).sum().backward()
-        drop_unused_gradients(owner, mesh)
+        drop_unused_gradients(find_units(owner), mesh)
     return [p.grad is not None for p in owner.parameters()]
 
 
@@ -237,7 +238,7 @@ def run_used_by_one():
     fully_shard(owner[0], mesh=mesh)
     prepare_reduction(owner)
     owner[0](torch.ones(2, 4), dist.get_rank() == 1).sum().backward()
-    drop_unused_gradients(owner, mesh)
+    drop_unused_gradients(find_units(owner), mesh)
     return [p.grad.full_tensor() for p in owner.parameters()]
 
 

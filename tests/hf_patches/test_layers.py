@@ -3,15 +3,20 @@
 import copy
 import pickle
 from functools import partial
+from unittest import mock
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
 from hf_patches import enable
 from lightning_cp import ContextParallel, routing
+from lightning_cp.fsdp import gathering
+from lightning_cp.fsdp.sharding import shard_parameters
 from lightning_cp.memory import checkpoint_layers, tile_modules
 from tests.parity import zoo
 
@@ -146,3 +151,43 @@ def test_copies_are_independent(seen):
     seen.clear()
     step(model)
     assert ATTENTION not in seen
+
+
+def run_sharded(shard_modules):
+    """Return which units hooks of their modules looked at in a step, and what differs from one."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    model = zoo.build_model("llama")
+    alone = copy.deepcopy(model)
+    enable(model)
+    enable(alone)
+    owner = nn.Sequential(model)
+    shard_parameters(owner, mesh, device=torch.device("cpu"), shard_modules=shard_modules)
+    gathering.gather_parts(owner)
+    with mock.patch.object(gathering, "is_in_forward", wraps=gathering.is_in_forward) as looks:
+        step(model)
+    units = [type(call.args[0]).__name__ for call in looks.call_args_list]
+    step(alone)
+    pairs = [
+        (p.grad.full_tensor(), q.grad)
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+    ]
+    x = torch.randn(1, 3, model.config.hidden_size, dtype=model.dtype)
+    # From outside of their layers, and a layer whose hooks are not called.
+    layer, other = model.model.layers[0], alone.model.layers[0]
+    positions = alone.model.rotary_emb(x, torch.arange(3)[None])
+    with torch.no_grad():
+        pairs.append((layer.mlp(x), other.mlp(x)))
+        found = layer.forward(x, position_embeddings=positions)
+        pairs.append((found, other.forward(x, position_embeddings=positions)))
+    return units, max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("shard_modules", "num_inner"), [(None, 0), (["LlamaDecoderLayer", "LlamaMLP"], 14)]
+)
+def test_hooks_of_modules_inside_a_layer_run_where_they_are_needed(shard_modules, num_inner, ranks):
+    for units, error in ranks(2).run(run_sharded, shard_modules):
+        assert "FSDPLlamaForCausalLM" in units
+        assert units.count("FSDPLlamaDecoderLayer") == num_inner
+        assert error < 1e-12

@@ -134,7 +134,7 @@ def flex_attention(
         raise ValueError("flex_attention() got return_lse and return_aux. Pass one of them.")
     aux = return_aux or AuxRequest(lse=return_lse)
     arguments = _FlexArguments(score_mod, block_mask, scale, aux, kernel_options)
-    q, k, v = (as_autocast(x) for x in (query, key, value))
+    q, k, v = as_autocast(query, key, value)
     check_qkv("flex_attention", q, k, v)
     _check_heads(q, k, enable_gqa=enable_gqa)
     step = None
