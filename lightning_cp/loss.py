@@ -70,7 +70,8 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     per_token = step is not None and bool(step.position_edges)
     losses = cross_entropy(logits, targets, "none" if per_token else "sum")
     by_position = _by_position(losses, targets, step)
-    return global_mean(losses.sum(), _num_valid(targets), by_position=by_position)
+    total = losses.sum() if per_token else losses
+    return global_mean(total, _num_valid(targets), by_position=by_position)
 
 
 @outside_graphs
@@ -234,9 +235,11 @@ def scored_labels(labels: Tensor, step: Step | None, *, shift: bool = True) -> T
 def local_targets(labels: Tensor, step: Step) -> Tensor:
     """Return, for each of this rank's tokens, the label of the next token of its document."""
     layout = step.layout
-    full = unshard(labels, 1, layout=layout, transport=step.groups.context)
     runs = step.label_runs
     ids = None if runs is None else to_device(torch.from_numpy(runs), labels.device)
+    if layout.is_whole:
+        return shift_labels(labels, ids)
+    full = unshard(labels, 1, layout=layout, transport=step.groups.context)
     shifted = shift_labels(full, ids)
     return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 
@@ -244,18 +247,20 @@ def local_targets(labels: Tensor, step: Step) -> Tensor:
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, step: Step | None) -> tuple[Tensor, Tensor]:
-        # One message for both; float64 counts exactly.
-        sums = torch.stack([total.double(), count.double()])
-        num_ranks = 1
-        for transport in () if step is None else step.loss_groups:
-            transport.all_reduce(sums)
-            num_ranks *= transport.size
-        num_tokens = sums[1].clamp(min=1)
+        dtype, num_ranks = total.dtype, 1
+        total, count = total.double(), count.to(torch.float64, copy=True)  # it counts exactly
+        groups = () if step is None else [group for group in step.loss_groups if group.size > 1]
+        if groups:  # one message for both
+            sums = torch.stack([total, count])
+            for transport in groups:
+                transport.all_reduce(sums)
+                num_ranks *= transport.size
+            total, count = sums[0], sums[1].clone()
+        num_tokens = count.clamp(min=1)
         ctx.uid = 0 if step is None else step.uid
         ctx.save_for_backward(num_ranks / num_tokens, torch.tensor(ctx.uid))
-        count = sums[1].clone()
         ctx.mark_non_differentiable(count)
-        return (sums[0] / num_tokens).to(total.dtype), count
+        return (total / num_tokens).to(dtype), count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:

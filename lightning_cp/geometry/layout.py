@@ -78,6 +78,11 @@ class Layout:
         sequence = Range(0, self.seq_len)
         return sum(part.meet(sequence).size for part in self.owned[rank])
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether one rank owns the sequence, in its order and without padding."""
+        return self.owned == ((Range(0, self.seq_len),),)
+
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """Return the ranges of ``rank``, in the order in which it holds them."""
         return self.owned[rank]

@@ -47,6 +47,8 @@ class Accumulation:
 
     def weigh(self, loss: Tensor, module: LightningModule, step: Step) -> Tensor:
         """Return a loss, which Lightning has divided by the number of batches, by its tokens."""
+        if module.trainer.accumulate_grad_batches == 1:  # a mean over all tokens already
+            return loss
         weight = self.window.weigh(step) * module.trainer.accumulate_grad_batches
         return loss * weight.to(accumulation_dtype(loss.dtype))
 

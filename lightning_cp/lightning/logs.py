@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -85,7 +86,7 @@ def recorded_logs(
         sync: when a mean is reduced over the data axis too; None to record without logging.
     """
     log, records = module.log, list[Logged]()
-    signature = inspect.signature(log)
+    signature = _signature(log)
 
     def record(*args: Any, **kwargs: Any) -> None:
         call = signature.bind(*args, **kwargs)
@@ -108,6 +109,19 @@ def recorded_logs(
 
     with _replaced_log(module, record):
         yield records
+
+
+def _signature(log: Any) -> inspect.Signature:
+    """Return the signature of a method; that of its function is read once."""
+    function = getattr(log, "__func__", None)
+    return inspect.signature(log) if function is None else _signature_of_method(function)
+
+
+@lru_cache(maxsize=16)
+def _signature_of_method(function: Any) -> inspect.Signature:
+    """Return the signature of a function without its first parameter."""
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:
