@@ -202,6 +202,11 @@ def global_mean(
         >>> global_mean(torch.tensor(6.0), torch.tensor(4))
         tensor(1.5000)
     """
+    if total.dim() or count.dim():
+        raise ValueError(
+            "global_mean() needs two scalars, the sum over this rank's tokens and their number; it "
+            f"got shapes {tuple(total.shape)} and {tuple(count.shape)}. Sum them up: losses.sum()."
+        )
     step = current()
     check_recompute(step)
     mean, num_tokens = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]

@@ -471,7 +471,8 @@ class without_pre_hooks(AbstractContextManager[None]):
     torch calls a module that has no hook at all by a shorter way.
 
     Args:
-        modules: the modules. Hooks that are registered inside are called, and stay.
+        modules: the modules. Hooks that are registered inside are called, and stay; their handles
+            do not remove them afterwards. Modules with hooks after forward keep all.
         is_needless: whether a hook may be left out; a module with another one keeps all of its.
     """
 
@@ -479,7 +480,9 @@ class without_pre_hooks(AbstractContextManager[None]):
         self._hooks = [
             (module.__dict__, hooks, OrderedDict[int, Any]())
             for module in modules
-            if (hooks := module._forward_pre_hooks) and all(map(is_needless, hooks.values()))
+            if (hooks := module._forward_pre_hooks)
+            and not module._forward_hooks
+            and all(map(is_needless, hooks.values()))
         ]
 
     def __enter__(self) -> None:

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, active_step, chunked_loss, token_mean
-from lightning_cp.loss import chunked_token_mean
+from lightning_cp.loss import chunked_token_mean, global_mean
 from tests.oracle import errors
 
 
@@ -486,3 +486,10 @@ def test_chunked_weight_that_is_computed_from_others_is_refused():
     merged = head.weight * 2
     with pytest.raises(ValueError, match=r"shape \(11, 6\) that is computed from others"):
         chunked_token_mean(lambda x: x @ merged.T, hidden, labels, parameters=[merged])
+
+
+@pytest.mark.parametrize("shapes", [((2,), ()), ((), (1,))])
+def test_a_global_mean_of_vectors_is_refused(shapes):
+    total, count = (torch.ones(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=r"needs two scalars.*got shapes .*Sum them up"):
+        global_mean(total, count)

@@ -270,11 +270,11 @@ def with_layout_of(q: Tensor, x: Tensor) -> Tensor:
     """Return x with the strides of `empty_output`: some kernels need out and dout alike."""
     if x.shape != q.shape:
         return x.contiguous()
-    return x if x.stride() == _new_strides(q.shape, q.stride()) else torch.empty_like(q).copy_(x)
+    return x if x.stride() == new_strides(q.shape, q.stride()) else torch.empty_like(q).copy_(x)
 
 
 @lru_cache(maxsize=64)
-def _new_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+def new_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of ``torch.empty_like`` for a tensor of these strides."""
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 

@@ -22,6 +22,7 @@ from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
+from lightning_cp.guards import refuse_second_derivative
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 from lightning_cp.torch_private import plain_functions
@@ -256,6 +257,7 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         with plain_functions():
             tensors = _collect([dout], [ctx.swap.query_heads], ctx.swap, ctx.transport)
         return tensors[0], None, None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MethodType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -119,9 +120,8 @@ def _signature(log: Any) -> inspect.Signature:
 
 @lru_cache(maxsize=16)
 def _signature_of_method(function: Any) -> inspect.Signature:
-    """Return the signature of a function without its first parameter."""
-    signature = inspect.signature(function)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    """Return the signature of a function as that of a method."""
+    return inspect.signature(MethodType(function, object()))
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:

@@ -163,6 +163,8 @@ def run_sharded(shard_modules):
     owner = nn.Sequential(model)
     shard_parameters(owner, mesh, device=torch.device("cpu"), shard_modules=shard_modules)
     gathering.gather_parts(owner)
+    with pytest.raises(RuntimeError):  # its hook after forward stays until the next call
+        model.model.layers[0].self_attn.q_proj(torch.zeros(1, 1))
     with mock.patch.object(gathering, "is_in_forward", wraps=gathering.is_in_forward) as looks:
         step(model)
     units = [type(call.args[0]).__name__ for call in looks.call_args_list]
@@ -184,7 +186,7 @@ def run_sharded(shard_modules):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("shard_modules", "num_inner"), [(None, 0), (["LlamaDecoderLayer", "LlamaMLP"], 14)]
+    ("shard_modules", "num_inner"), [(None, 1), (["LlamaDecoderLayer", "LlamaMLP"], 14)]
 )
 def test_hooks_of_modules_inside_a_layer_run_where_they_are_needed(shard_modules, num_inner, ranks):
     for units, error in ranks(2).run(run_sharded, shard_modules):

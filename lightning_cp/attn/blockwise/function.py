@@ -47,7 +47,11 @@ from lightning_cp.attn.plan import Plan, Stage
 from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.guards import backward_of_step
+from lightning_cp.guards import (
+    backward_of_step,
+    enter_backward_of,
+    refuse_second_derivative,
+)
 from lightning_cp.memory.offload import Saved
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype, autocast_off
@@ -114,6 +118,11 @@ class BlockwiseCall:
             return None
         return _OnlyTile(kernel, TileMask(tile, block.bounds, None, device))
 
+    def _begin_backward(self, _: Tensor) -> None:
+        """Do what the guard of our own backward does, except for recomputed tensors."""
+        refuse_second_derivative()
+        enter_backward_of(self.uid)
+
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
     ) -> Tensor:
@@ -124,6 +133,8 @@ class BlockwiseCall:
             if only is not None:
                 with plain_functions():
                     native = only.kernel.differentiable(q, k, v, only.mask, self.scores)
+                    if native is not None and native.requires_grad:
+                        native.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
                 if native is not None:
                     return native
         values = None if bias is None else bias.values

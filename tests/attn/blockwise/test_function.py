@@ -1,12 +1,14 @@
 """Gather and ring on several ranks (threads of this process) against one device."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from lightning_cp import guards
 from lightning_cp.attn import accumulators
 from lightning_cp.attn.accumulators import merge_into
 from lightning_cp.attn.blockwise import function as attend_module
@@ -519,8 +521,19 @@ def test_second_derivatives_are_refused():
     with pytest.raises(RuntimeError, match="no second derivative.*without create_graph"):
         run_threads(1, run, case)
     case.inputs.v = case.inputs.k  # torch's own backward
-    with pytest.raises(RuntimeError, match="derivative for aten::.* is not implemented"):
+    with pytest.raises(RuntimeError, match="no second derivative.*without create_graph"):
         run_threads(1, run, case)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_backward_says_which_step_it_passes(native):
+    case = make_case("causal")
+    call = replace(build_call(case, LoneTransport()), uid=77)
+    q, k, v = case.inputs.q.requires_grad_(), case.inputs.k, case.inputs.v
+    guards.forget_backward()
+    call.run(q, k, k if native else v, None, None).sum().backward()
+    assert guards._backward_of == 77
+    guards.forget_backward()
 
 
 # A test that cannot fail proves nothing: each of these breaks one thing, and parity must notice.

@@ -221,7 +221,7 @@ class TiledKernel(ABC):
         """Return out of a tile with the op's own backward, the same kernel as in `tile_backward`.
 
         Backward then runs no Python code, which takes the host longer than the op. None where the
-        op needs help; nothing is computed then.
+        op needs help.
         """
         return None
 

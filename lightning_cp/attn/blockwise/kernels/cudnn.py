@@ -9,6 +9,7 @@ only, so out and dout must always have the same strides.
 import torch
 from torch import Tensor
 
+from lightning_cp.attn.accumulators import new_strides
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request
 from lightning_cp.attn.blockwise.kernels.dense import has_strides
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
@@ -104,12 +105,13 @@ class CudnnKernel(FlashKernel):
     def differentiable_rectangle(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> Tensor | None:
-        """Run the op if both passes are planned, and its output has the layout of our plans."""
-        kinds = ("forward", causal), ("backward", causal)
-        if not all(self._has_plan(q, k, kind) for kind in kinds):
+        """Run the op if both passes are planned, and its output will have the layout of q."""
+        kinds, strides = (("forward", causal), ("backward", causal)), q.stride()
+        is_planned = all(self._has_plan(q, k, kind) for kind in kinds)
+        if not is_planned or not has_strides(q, new_strides(q.shape, strides)):
             return None
         out, *_ = self._run(q, k, v, causal, scale)
-        return out if has_strides(out, q.stride()) else None
+        return out if has_strides(out, strides) else None
 
     def rectangle_backward(
         self, inputs: BackwardInputs, *, causal: bool, scale: float
@@ -184,7 +186,10 @@ class CudnnKernel(FlashKernel):
         if q.numel() * k.shape[2] >= self.large:
             return True
         shape = _shape(q, k, kind)
-        return shape in self._trusted or shape in self._planned
+        if shape in self._planned:  # used again: it is remembered longer
+            self._work[shape] = self._work.pop(shape, self.patience)
+            return True
+        return shape in self._trusted
 
 
 def _shape(q: Tensor, k: Tensor, kind: object) -> object:

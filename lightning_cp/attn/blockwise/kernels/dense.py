@@ -6,11 +6,12 @@ bias are computed by the reference kernel, in float32. Read next: `flash.py`, `c
 """
 
 from abc import abstractmethod
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attn.accumulators import new_strides
 from lightning_cp.attn.blockwise.kernels.base import (
     BackwardInputs,
     Request,
@@ -144,7 +145,8 @@ class DenseKernel(TiledKernel):
         causal, scale = mask.is_causal, scores.scale
         out = self.differentiable_rectangle(q, k, v, causal=causal, scale=scale)
         if out is not None and out.requires_grad:
-            out.register_hook(partial(_as_op_expects, q.stride()))  # type: ignore[no-untyped-call]
+            strides = new_strides(q.shape, q.stride())
+            out.register_hook(partial(_as_op_expects, strides))  # type: ignore[no-untyped-call]
         return out
 
     @abstractmethod
@@ -153,7 +155,7 @@ class DenseKernel(TiledKernel):
     ) -> Tensor | None:
         """Return out of a rectangle with the op's own backward, or None if not to be used.
 
-        The op's backward gets a gradient with the strides of ``q``.
+        The op's backward gets a gradient with the strides of ``torch.empty_like(q)``.
         """
 
 
@@ -179,11 +181,24 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return whether each token starts at a multiple of 16 bytes, and no token is shared."""
-    if x.data_ptr() % 16:
-        return False
-    batch, head, token, _ = x.stride()
-    if (batch | head | token) % 8 == 0 and min(batch, head, token) > 0:
-        return True
-    strides = zip(x.stride(), x.shape[:-1], strict=False)
-    return all((stride > 0 and stride % 8 == 0) or size == 1 for stride, size in strides)
+    """Return whether each token starts at a multiple of 16 bytes, in memory of its own."""
+    return x.data_ptr() % 16 == 0 and _are_apart(x.shape, x.stride())
+
+
+@lru_cache(maxsize=256)
+def _are_apart(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Return whether tokens are multiples of 8 elements apart, and share none of them.
+
+    Example:
+        >>> _are_apart(torch.Size([1, 2, 4, 8]), (0, 32, 8, 1))
+        True
+        >>> _are_apart(torch.Size([1, 2, 4, 8]), (0, 8, 8, 1))  # two heads in the same place
+        False
+    """
+    end = shape[-1]
+    for stride, size in sorted(zip(strides[:-1], shape[:-1], strict=True)):
+        if size > 1:
+            if stride % 8 or stride < end:
+                return False
+            end = stride * size
+    return True
