@@ -8,7 +8,7 @@ needs some microseconds less for each function.
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -38,18 +38,18 @@ class Layer:
         parts: its modules when they were last checked, itself included.
         code: theirs, then.
         is_known: the result.
-        unhooked: the context in which its other modules are called without hooks.
+        unhooked: the context in which its other modules are called without hooks, if they have any.
     """
 
     module: nn.Module
     parts: tuple[nn.Module, ...] = ()
     code: list[tuple[object, ...]] | None = None
     is_known: bool = False
-    unhooked: AbstractContextManager[None] = field(default_factory=nullcontext)
+    unhooked: AbstractContextManager[None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts with: it checks its own modules."""
-        return {"module": self.module, "unhooked": nullcontext()}
+        return {"module": self.module}
 
     def remove(self) -> None:
         """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
@@ -62,10 +62,15 @@ class Layer:
         module = self.module
         if torch.compiler.is_compiling() or not self.needs_no_routing():
             return type(module).forward(module, *args, **kwargs)
-        # The hooks of its parts gather the layer, for calls from outside of it.
-        is_gathered = all(type(x) is nn.Parameter for x in own_parameters(self.parts))
-        with self.unhooked if is_gathered else nullcontext(), unrouted():
+        with self._needed_hooks(), unrouted():
             return type(module).forward(module, *args, **kwargs)
+
+    def _needed_hooks(self) -> AbstractContextManager[None]:
+        """Return a context without hooks of its parts that gather the layer, if it is gathered."""
+        if self.unhooked is None:
+            return nullcontext()
+        is_gathered = all(type(x) is nn.Parameter for x in own_parameters(self.parts))
+        return self.unhooked if is_gathered else nullcontext()
 
     def needs_no_routing(self) -> bool:
         """Return whether only code of known libraries runs in the layer, as far as it shows."""
@@ -74,7 +79,8 @@ class Layer:
             self.code = code_of_calls(self.parts)
             layer, *others = self.parts
             self.is_known = _calls_known(layer) and all(map(_is_known, others))
-            self.unhooked = without_pre_hooks(others, partial(_gathers_layer, others))
+            unhooked = without_pre_hooks(others, partial(_gathers_layer, others))
+            self.unhooked = unhooked if unhooked.num_modules else None
         # Parameters that are gathered for this call only: the mode notes which of them are used.
         return self.is_known and not any(
             USE_CALLBACK in x.__dict__ for x in own_parameters(self.parts)

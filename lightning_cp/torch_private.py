@@ -484,6 +484,7 @@ class without_pre_hooks(AbstractContextManager[None]):
             and not module._forward_hooks
             and all(map(is_needless, hooks.values()))
         ]
+        self.num_modules = len(self._hooks)
 
     def __enter__(self) -> None:
         for attributes, _, none in self._hooks:

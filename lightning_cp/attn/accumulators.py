@@ -279,6 +279,15 @@ def new_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
+def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether x has the strides, except in dims of size 1, where they mean nothing."""
+    own = x.stride()
+    return own == strides or all(
+        size == 1 or stride == other
+        for size, stride, other in zip(x.shape, own, strides, strict=True)
+    )
+
+
 class GradAccumulator(PartialSums[Tensor]):
     """A gradient, accumulated in at least float32.
 

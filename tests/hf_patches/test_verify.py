@@ -404,7 +404,7 @@ def test_weights_are_loaded_where_there_are_some(command, tmp_path):
 
 
 def test_other_numbers_are_status_1(command, configs):
-    with mock.patch("hf_patches.attention.attention", lambda q, k, v, **_: q):
+    with mock.patch("hf_patches.attention.api.attend", lambda q, k, v, **_: q):
         status, said, _ = command("verify", "--model", configs / "llama", "--length", 40)
     assert status == 1
     assert "FAILED: different results" in said

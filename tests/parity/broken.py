@@ -34,9 +34,9 @@ def _moved_document():
 
 
 def _no_sinks():
-    attention = hf_patches.attention.attention
+    attention = hf_patches.attention.api.attend
     return mock.patch(
-        "hf_patches.attention.attention",
+        "hf_patches.attention.api.attend",
         lambda *args, **kwargs: attention(*args, **{**kwargs, "sinks": None}),
     )
 

@@ -25,6 +25,7 @@ from lightning_cp.attn.accumulators import (
     T,
     add_sinks_,
     empty_output,
+    has_strides,
     sink_gradient,
     with_layout_of,
 )
@@ -118,10 +119,16 @@ class BlockwiseCall:
             return None
         return _OnlyTile(kernel, TileMask(tile, block.bounds, None, device))
 
-    def _begin_backward(self, _: Tensor) -> None:
-        """Do what the guard of our own backward does, except for recomputed tensors."""
+    def _begin_backward(self, strides: tuple[int, ...] | None, dout: Tensor) -> Tensor | None:
+        """Do what our own backward does first; return the gradient if the op needs another layout.
+
+        The op loads 16 bytes at once. Nothing was recomputed: see `saves_through_hooks`.
+        """
         refuse_second_derivative()
         enter_backward_of(self.uid)
+        if strides is None or (has_strides(dout, strides) and dout.data_ptr() % 16 == 0):
+            return None
+        return dout.new_empty_strided(dout.shape, strides).copy_(dout)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
@@ -133,15 +140,17 @@ class BlockwiseCall:
             if only is not None:
                 with plain_functions():
                     native = only.kernel.differentiable(q, k, v, only.mask, self.scores)
-                    if native is not None and native.requires_grad:
-                        native.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
-                if native is not None:
-                    return native
+                    if native is not None:
+                        out, strides = native
+                        if out.requires_grad:
+                            begin = partial(self._begin_backward, strides)
+                            out.register_hook(begin)  # type: ignore[no-untyped-call]
+                        return out
         values = None if bias is None else bias.values
-        out: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, values, self, type(bias)
         )
-        return out
+        return result
 
 
 # As many ranks as one node has: its links are fast.

@@ -92,6 +92,18 @@ class BackwardPart(NamedTuple):
     dv: Tensor
 
 
+class Differentiable(NamedTuple):
+    """The output of a tile that autograd differentiates by the op's own backward.
+
+    Args:
+        out: the output.
+        strides: those that the gradient of ``out`` must have; None for any.
+    """
+
+    out: Tensor
+    strides: tuple[int, ...] | None = None
+
+
 class Kernel(Protocol):
     """Computes blocks. Shapes: q [B, H, Lq, D], k [B, K, Lk, D], v [B, K, Lk, Dv]; K divides H.
 
@@ -217,11 +229,11 @@ class TiledKernel(ABC):
 
     def differentiable(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
-    ) -> Tensor | None:
-        """Return out of a tile with the op's own backward, the same kernel as in `tile_backward`.
+    ) -> "Differentiable | None":
+        """Compute a tile with the op's own backward, the same kernel as in `tile_backward`.
 
-        Backward then runs no Python code, which takes the host longer than the op. None where the
-        op needs help.
+        Python code of our own backward takes the host longer than the op. None where the op needs
+        help.
         """
         return None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import (
     BackwardInputs,
+    Differentiable,
     Request,
     Scores,
     TiledKernel,
@@ -78,13 +79,12 @@ class CpuKernel(TiledKernel):
 
     def differentiable(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
-    ) -> Tensor | None:
+    ) -> Differentiable | None:
         """Run the op, except on tiles with a mask and on different head dims."""
         is_rectangle = mask.is_causal or mask.is_full
         if not is_rectangle or q.shape[-1] != v.shape[-1]:
             return None
-        out: Tensor = _forward(q, k, v, 0.0, mask.is_causal, scale=scores.scale)[0]
-        return out
+        return Differentiable(_forward(q, k, v, 0.0, mask.is_causal, scale=scores.scale)[0])
 
 
 def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -9,9 +9,8 @@ only, so out and dout must always have the same strides.
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import new_strides
+from lightning_cp.attn.accumulators import has_strides, new_strides
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request
-from lightning_cp.attn.blockwise.kernels.dense import has_strides
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default

@@ -6,7 +6,7 @@ bias are computed by the reference kernel, in float32. Read next: `flash.py`, `c
 """
 
 from abc import abstractmethod
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_cp.attn.accumulators import new_strides
 from lightning_cp.attn.blockwise.kernels.base import (
     BackwardInputs,
+    Differentiable,
     Request,
     Scores,
     TiledKernel,
@@ -132,7 +133,7 @@ class DenseKernel(TiledKernel):
 
     def differentiable(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
-    ) -> Tensor | None:
+    ) -> Differentiable | None:
         """Run the op on a rectangle whose inputs need neither padding nor a copy."""
         is_rectangle, dim = mask.is_full or mask.is_causal, q.shape[-1]
         if (
@@ -144,10 +145,7 @@ class DenseKernel(TiledKernel):
             return None
         causal, scale = mask.is_causal, scores.scale
         out = self.differentiable_rectangle(q, k, v, causal=causal, scale=scale)
-        if out is not None and out.requires_grad:
-            strides = new_strides(q.shape, q.stride())
-            out.register_hook(partial(_as_op_expects, strides))  # type: ignore[no-untyped-call]
-        return out
+        return None if out is None else Differentiable(out, new_strides(q.shape, q.stride()))
 
     @abstractmethod
     def differentiable_rectangle(
@@ -157,22 +155,6 @@ class DenseKernel(TiledKernel):
 
         The op's backward gets a gradient with the strides of ``torch.empty_like(q)``.
         """
-
-
-def _as_op_expects(strides: tuple[int, ...], dout: Tensor) -> Tensor | None:
-    """Return the gradient of an output with the given strides and aligned; None if it is so."""
-    if has_strides(dout, strides) and dout.data_ptr() % 16 == 0:
-        return None
-    return dout.new_empty_strided(dout.shape, strides).copy_(dout)
-
-
-def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether x has the strides, except in dims of size 1, where they mean nothing."""
-    own = x.stride()
-    return own == strides or all(
-        size == 1 or stride == other
-        for size, stride, other in zip(x.shape, own, strides, strict=True)
-    )
 
 
 def _aligned(x: Tensor) -> Tensor:
