@@ -130,22 +130,29 @@ class BlockwiseCall:
             return None
         return dout.new_empty_strided(dout.shape, strides).copy_(dout)
 
+    def _run_by_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Attend with a backward by torch, or return None where that needs help."""
+        only = self.only_tile(q, k)
+        if only is None:
+            return None
+        native = only.kernel.differentiable(q, k, v, only.mask, self.scores)
+        if native is None:
+            return None
+        if native.out.requires_grad:
+            begin = partial(self._begin_backward, native.strides)
+            native.out.register_hook(begin)  # type: ignore[no-untyped-call]
+        return native.out
+
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
     ) -> Tensor:
         """Attend with this rank's queries to the keys of all ranks; see `AttentionCall`."""
         q, k, v = with_unit_stride(q, k, v)
         if sinks is None and bias is None and not saves_through_hooks():
-            only = self.only_tile(q, k)
-            if only is not None:
-                with plain_functions():
-                    native = only.kernel.differentiable(q, k, v, only.mask, self.scores)
-                    if native is not None:
-                        out, strides = native
-                        if out.requires_grad:
-                            begin = partial(self._begin_backward, strides)
-                            out.register_hook(begin)  # type: ignore[no-untyped-call]
-                        return out
+            with plain_functions():
+                out = self._run_by_torch(q, k, v)
+            if out is not None:
+                return out
         values = None if bias is None else bias.values
         result: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, values, self, type(bias)

@@ -156,6 +156,11 @@ class TileMask:
         """Return whether every query sees every key, without a bias."""
         return self.tile.kind == "full" and self.bias is None
 
+    @property
+    def is_rectangle(self) -> bool:
+        """Return whether the mask is one of these two, which ops compute without a mask."""
+        return self.is_full or self.is_causal
+
     def visible(self) -> Tensor | None:
         """Return bool [R, 1, Lq, Lk], or None if all is visible; R is 1 or the tile's samples."""
         if self.tile.kind == "full":
@@ -229,7 +234,7 @@ class TiledKernel(ABC):
 
     def differentiable(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
-    ) -> "Differentiable | None":
+    ) -> Differentiable | None:
         """Compute a tile with the op's own backward, the same kernel as in `tile_backward`.
 
         Python code of our own backward takes the host longer than the op. None where the op needs

@@ -81,15 +81,14 @@ class CpuKernel(TiledKernel):
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
     ) -> Differentiable | None:
         """Run the op, except on tiles with a mask and on different head dims."""
-        is_rectangle = mask.is_causal or mask.is_full
-        if not is_rectangle or q.shape[-1] != v.shape[-1]:
+        if not mask.is_rectangle or q.shape[-1] != v.shape[-1]:
             return None
         return Differentiable(_forward(q, k, v, 0.0, mask.is_causal, scale=scores.scale)[0])
 
 
 def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the tile's mask as a float bias, and which queries see any key, [.., .., Lq]."""
-    if mask.is_causal or mask.is_full:
+    if mask.is_rectangle:
         return None, None
     dtype = accumulation_dtype(q.dtype)
     bias, visible = mask.bias, mask.visible()

@@ -109,7 +109,7 @@ class DenseKernel(TiledKernel):
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Compute a rectangle by the op, other tiles by the reference kernel."""
-        if not (mask.is_full or mask.is_causal):
+        if not mask.is_rectangle:
             return _reference.tile_forward(q, k, v, mask, scores)
         value_dim = v.shape[-1]
         q, k, v = (_aligned(x) for x in same_dim(q, k, v, multiple=8))
@@ -120,7 +120,7 @@ class DenseKernel(TiledKernel):
         self, inputs: BackwardInputs, mask: TileMask, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Differentiate a rectangle by the op, other tiles by the reference kernel."""
-        if not (mask.is_full or mask.is_causal):
+        if not mask.is_rectangle:
             return _reference.tile_backward(inputs, mask, scores)
         dout, q, k, v, out, lse = inputs
         dim, value_dim = q.shape[-1], v.shape[-1]
@@ -135,13 +135,10 @@ class DenseKernel(TiledKernel):
         self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scores: Scores
     ) -> Differentiable | None:
         """Run the op on a rectangle whose inputs need neither padding nor a copy."""
-        is_rectangle, dim = mask.is_full or mask.is_causal, q.shape[-1]
-        if (
-            not is_rectangle
-            or dim % 8
-            or v.shape[-1] != dim
-            or not all(map(_is_aligned, (q, k, v)))
-        ):
+        dim = q.shape[-1]
+        if not mask.is_rectangle or dim % 8 or v.shape[-1] != dim:
+            return None
+        if not all(map(_is_aligned, (q, k, v))):
             return None
         causal, scale = mask.is_causal, scores.scale
         out = self.differentiable_rectangle(q, k, v, causal=causal, scale=scale)
