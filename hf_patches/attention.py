@@ -153,8 +153,8 @@ def _check(
 ) -> None:
     unknown = [
         name
-        for name in others.keys() - _HARMLESS
-        if others[name] is not None and (isinstance(others[name], Tensor) or name in _SPARSE)
+        for name, x in others.items()
+        if x is not None and name not in _HARMLESS and (isinstance(x, Tensor) or name in _SPARSE)
     ]
     if unknown:
         names = ", ".join(sorted(unknown))

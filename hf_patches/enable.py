@@ -163,7 +163,7 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
         for name in known.mixers.split():
             yield from INSTALLERS[name](model)
     if known is not None and not _custom_modules(model):
-        yield from replace_forwards(model)
+        yield from replace_forwards(model, _base_of(model) if known.media is None else "")
 
 
 @dataclass(frozen=True)

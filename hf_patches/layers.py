@@ -1,55 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers of known models run without the torch function mode of a step.
+"""Stacks of decoder layers of known models run without the torch function mode of a step.
 
-The mode sees every torch function, in order to route attention that is called directly. The layers
-of known models call attention through transformers' interface only; without the mode, the host
-needs some microseconds less for each function.
+The mode sees every torch function, in order to route attention that is called directly. Known
+models call attention through transformers' interface only; without the mode, the host needs some
+microseconds less for each function. A layer is checked by itself where code of a user runs
+elsewhere in its stack, and when it is recomputed in backward.
 """
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
-from typing import Any
+from inspect import signature
+from types import FunctionType, MethodType
+from typing import Any, Final
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_patches.support import LIBRARIES
-from lightning_cp.fsdp.gathering import is_gathering_hook, unit_of_hook
+from lightning_cp.fsdp.gathering import unit_of_hook
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.routing import unrouted
-from lightning_cp.torch_private import (
-    code_of_calls,
-    module_hooks,
-    own_parameters,
-    without_pre_hooks,
-)
+from lightning_cp.torch_private import CallCode, module_hooks, without_pre_hooks
 
 
 @dataclass(eq=False)
-class Layer:
-    """A decoder layer whose forward is replaced, in the instance.
+class _Replaced:
+    """A module whose forward is replaced, in the instance.
 
     Args:
-        module: the layer.
-        parts: its modules when they were last checked, itself included.
-        code: theirs, then.
+        module: the module.
+        code: of its modules when they were last checked.
         is_known: the result.
-        unhooked: the context in which its other modules are called without hooks, if they have any.
     """
 
     module: nn.Module
-    parts: tuple[nn.Module, ...] = ()
-    code: list[tuple[object, ...]] | None = None
-    is_known: bool = False
-    unhooked: AbstractContextManager[None] | None = None
+    code: CallCode | None = field(default=None, init=False)
+    is_known: bool = field(default=False, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts with: it checks its own modules."""
-        return {"module": self.module}
+        return {key: x for key, x in vars(self).items() if key in ("module", "stack", "layers")}
+
+    def install(self) -> None:
+        """Replace the forward."""
+        forward = partial(type(self).forward, self)
+        # Some functions of transformers inspect the parameters of a model.
+        forward.__signature__ = signature(self.module.forward)  # type: ignore[attr-defined]
+        self.module.forward = forward
 
     def remove(self) -> None:
         """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
@@ -59,32 +60,125 @@ class Layer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the class, without the mode if nothing in it needs the mode."""
+        raise NotImplementedError
+
+    def checked_code(self) -> CallCode:
+        """Return the code of the modules, checked again if it has changed."""
+        code = self.code
+        if code is None or not code.is_current():
+            code = self.code = CallCode(self.module.modules())
+            self.is_known = self.check(code.modules)
+        return code
+
+    def check(self, parts: tuple[nn.Module, ...]) -> bool:
+        """Return whether only code of known libraries runs in the forward, as far as it shows."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Layer(_Replaced):
+    """A decoder layer whose forward is replaced.
+
+    Args:
+        stack: the stack that it is a layer of.
+        unhooked: the context in which its other modules are called without hooks, if they have any.
+    """
+
+    stack: "Stack | None" = None
+    unhooked: AbstractContextManager[None] | None = field(default=None, init=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the class, without the mode if nothing in it needs the mode."""
         module = self.module
-        if torch.compiler.is_compiling() or not self.needs_no_routing():
+        if torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
+        if self.stack is not None and self.stack.is_unrouted:
+            if self.unhooked is None:
+                return type(module).forward(module, *args, **kwargs)
+            with self._needed_hooks():
+                return type(module).forward(module, *args, **kwargs)
+        if not self.needs_no_routing():
             return type(module).forward(module, *args, **kwargs)
         with self._needed_hooks(), unrouted():
             return type(module).forward(module, *args, **kwargs)
 
     def _needed_hooks(self) -> AbstractContextManager[None]:
         """Return a context without hooks of its parts that gather the layer, if it is gathered."""
-        if self.unhooked is None:
+        if self.unhooked is None or self.code is None:
             return nullcontext()
-        is_gathered = all(type(x) is nn.Parameter for x in own_parameters(self.parts))
+        is_gathered = all(type(x) is nn.Parameter or x is None for x in self.code.parameters())
         return self.unhooked if is_gathered else nullcontext()
 
     def needs_no_routing(self) -> bool:
-        """Return whether only code of known libraries runs in the layer, as far as it shows."""
-        if code_of_calls(self.parts) != self.code:
-            self.parts = tuple(self.module.modules())
-            self.code = code_of_calls(self.parts)
-            layer, *others = self.parts
-            self.is_known = _calls_known(layer) and all(map(_is_known, others))
-            unhooked = without_pre_hooks(others, partial(_gathers_layer, others))
-            self.unhooked = unhooked if unhooked.num_modules else None
+        """Return whether no function in the layer needs the mode."""
+        code = self.checked_code()
         # Parameters that are gathered for this call only: the mode notes which of them are used.
         return self.is_known and not any(
-            USE_CALLBACK in x.__dict__ for x in own_parameters(self.parts)
+            x is not None and USE_CALLBACK in x.__dict__ for x in code.parameters()
         )
+
+    def check(self, parts: tuple[nn.Module, ...]) -> bool:
+        """Check the modules inside; the layer's own hooks run outside of its forward."""
+        layer, *others = parts
+        unhooked = without_pre_hooks(others, partial(_gathers_layer, others))
+        self.unhooked = unhooked if unhooked.num_modules else None
+        return _calls_known(layer) and all(map(_is_known, others))
+
+
+@dataclass(eq=False)
+class Stack(_Replaced):
+    """A model without its head, with embeddings and layers; its forward is replaced.
+
+    Args:
+        layers: its layers.
+        is_unrouted: whether it runs without the mode at the moment.
+    """
+
+    layers: list[Layer]
+    is_unrouted: bool = field(default=False, init=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the class, without the mode if nothing in it needs the mode."""
+        module = self.module
+        if torch.compiler.is_compiling() or self.is_unrouted:
+            return type(module).forward(module, *args, **kwargs)
+        code = self.checked_code()
+        if not self.is_known:
+            return type(module).forward(module, *args, **kwargs)
+        if torch.is_grad_enabled():
+            for x in code.parameters():  # as the mode would do
+                if x is not None and (used := x.__dict__.get(USE_CALLBACK)) is not None:
+                    used()
+        self.is_unrouted = True
+        try:
+            with unrouted():
+                return type(module).forward(module, *args, **kwargs)
+        finally:
+            self.is_unrouted = False
+
+    def check(self, parts: tuple[nn.Module, ...]) -> bool:
+        """Check the modules inside, with the hooks of layers, which run in the stack's forward."""
+        for layer in self.layers:
+            layer.checked_code()
+        stack, *others = parts
+        inside = {part for layer in self.layers for part in layer.module.modules()}
+        outside = (part for part in others if part not in inside)
+        return (
+            _calls_known(stack)
+            and all(layer.is_known for layer in self.layers)
+            and all(map(_is_known, others))
+            and all(map(_computes_tokens, outside))
+        )
+
+
+def _computes_tokens(part: nn.Module) -> bool:
+    """Return whether a module is one that cannot mix tokens, as far as it shows, or holds such."""
+    if isinstance(part, PreTrainedModel | nn.ModuleList | nn.ModuleDict):
+        return True
+    return not isinstance(part, _MIXING) and not any(True for _ in part.children())
+
+
+_MIXING: Final = (nn.Conv1d, nn.RNNBase, nn.BatchNorm1d, nn.MultiheadAttention)
 
 
 def _gathers_layer(parts: Collection[nn.Module], hook: object) -> bool:
@@ -104,21 +198,48 @@ def _is_known(part: nn.Module) -> bool:
     override = part.__dict__.get("forward")
     return (
         _calls_known(part)
-        and (override is None or _is_ours(override))
-        and all(is_gathering_hook(hook) for hook in module_hooks(part))
+        and (override is None or _is_our_forward(override, part))
+        and all(map(_is_ours, module_hooks(part)))
     )
 
 
-def _is_ours(forward: object) -> bool:
-    """Return whether a forward is one of `lightning_cp.memory` or `hf_patches.mixers`."""
-    first = forward.args[:1] if isinstance(forward, partial) else ()
-    return any(type(x).__module__.startswith(("lightning_cp.", "hf_patches.")) for x in first)
+def _is_our_forward(forward: object, part: nn.Module) -> bool:
+    """Return whether a forward is one of ours, and what it wraps is known."""
+    if isinstance(forward, MethodType):
+        return forward.__func__ is type(part).forward
+    return (
+        isinstance(forward, partial)
+        and _is_ours(forward)
+        and all(_is_our_forward(x, part) for x in forward.args if _is_function(x))
+    )
 
 
-def replace_forwards(model: nn.Module) -> Iterator[Layer]:
-    """Replace the forward of each decoder layer of a known model; yield the layers."""
-    for block in find_blocks(model):
-        if "forward" not in block.__dict__:
-            layer = Layer(block)
-            block.forward = partial(Layer.forward, layer)
-            yield layer
+def _is_function(x: object) -> bool:
+    return isinstance(x, partial | MethodType | FunctionType)
+
+
+def _is_ours(function: object) -> bool:
+    """Return whether a function is one of this package, possibly with some of its arguments."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__module__", "").startswith(("lightning_cp.", "hf_patches."))
+
+
+def replace_forwards(model: PreTrainedModel, stack: str) -> Iterator[Layer | Stack]:
+    """Replace the forward of each decoder layer of a known model; yield the layers.
+
+    Args:
+        model: the model.
+        stack: path of the stack of its layers, whose forward is replaced as well; empty for none.
+    """
+    layers = [Layer(block) for block in find_blocks(model) if "forward" not in block.__dict__]
+    for layer in layers:
+        layer.install()
+    yield from layers
+    module = model.get_submodule(stack)
+    if stack and "forward" not in module.__dict__:
+        inside = set(module.modules())
+        whole = Stack(module, [layer for layer in layers if layer.module in inside])
+        for layer in whole.layers:
+            layer.stack = whole
+        whole.install()
+        yield whole

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from inspect import signature
+from itertools import chain, repeat
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -446,23 +448,45 @@ def module_hooks(module: nn.Module) -> list[object]:
     return [hook for hooks in dicts for hook in hooks.values() if not _is_fsdp_hook(hook)]
 
 
-def code_of_calls(modules: Iterable[nn.Module]) -> list[tuple[object, ...]]:
-    """Return what decides which code runs when modules are called, to be compared with later.
+class CallCode:
+    """What decides which code runs when modules are called, to find out later if it has changed.
 
-    Their forward methods, the ids of their hooks, which are never used again, and the modules
-    inside them. `nn.Module.modules` and its like build names, which counts where each step looks at
-    each layer.
+    Their classes and forward methods, the ids of their hooks, which are never used again, and the
+    modules inside them. Each step looks at all layers: no loop in Python over modules.
+
+    Args:
+        modules: the modules.
     """
-    return [
-        (
-            type(module).forward,
-            module.__dict__.get("forward"),
-            tuple(module._forward_pre_hooks),
-            tuple(module._forward_hooks),
-            tuple(module._modules.values()),
-        )
-        for module in modules
-    ]
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self._attributes = [module.__dict__ for module in self.modules]
+        self._classes = {type(module) for module in self.modules}
+        self._code = self._read()
+
+    def is_current(self) -> bool:
+        """Return whether the same code runs as when this was created."""
+        return self._read() == self._code
+
+    def _read(self) -> list[object]:
+        attributes, flat = self._attributes, chain.from_iterable
+        return [
+            *map(type, self.modules),
+            *[cls.forward for cls in self._classes],
+            *map(dict.get, attributes, repeat("forward")),
+            *flat(map(_PRE_HOOKS, attributes)),
+            *flat(map(_HOOKS, attributes)),
+            *flat(map(dict.values, map(_CHILDREN, attributes))),
+        ]
+
+    def parameters(self) -> Iterator[nn.Parameter | None]:
+        """Yield the parameters of the modules without those inside them; None for empty ones."""
+        return chain.from_iterable(map(dict.values, map(_PARAMETERS, self._attributes)))
+
+
+_PRE_HOOKS, _HOOKS, _CHILDREN, _PARAMETERS = map(
+    itemgetter, ("_forward_pre_hooks", "_forward_hooks", "_modules", "_parameters")
+)
 
 
 class without_pre_hooks(AbstractContextManager[None]):
@@ -496,11 +520,6 @@ class without_pre_hooks(AbstractContextManager[None]):
                 hooks.update(added)
                 added.clear()
             attributes["_forward_pre_hooks"] = hooks
-
-
-def own_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of modules without those inside them (`nn.Module._parameters`)."""
-    return [x for module in modules for x in module._parameters.values() if x is not None]
 
 
 def base_of(x: Tensor) -> Tensor | None:

@@ -178,14 +178,14 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
-def with_unit_stride(*tensors: Tensor) -> tuple[Tensor, ...]:
+def with_unit_stride(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors, copied unless the head dim of all of them has stride 1.
 
     Kernels walk along the head dim: the CPU's op assumes stride 1 without a check.
     """
-    if all(x.stride(-1) == 1 for x in tensors):
-        return tensors
-    return tuple(x.contiguous() for x in tensors)
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return q, k, v
+    return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def split_query_heads(x: Tensor, k: Tensor) -> Tensor:

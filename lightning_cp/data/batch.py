@@ -8,6 +8,7 @@ that all ranks hold the same batch.
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -194,14 +195,20 @@ def _is_unsharded(
     return bool(paths) and all(path in named and known[path] is None for path in paths)
 
 
+@lru_cache(maxsize=16)
+def _priority(names: tuple[str, ...]) -> dict[str, int]:
+    """Return the order in which tensors are asked for the sequence length, by name."""
+    order = dict.fromkeys((*_TOKENS, *SEQUENCE_DIMS, *names))
+    return {name: index for index, name in enumerate(order)}
+
+
 def _sequence(
     leaves: Mapping[str, Leaf],
     known: Mapping[str, int | None],
     sequence_dims: SequenceDims,
 ) -> tuple[str, int]:
     """Return the path that determines the sequence length, and that length."""
-    order = list(dict.fromkeys((*_TOKENS, *SEQUENCE_DIMS, *sequence_dims)))
-    priority = {name: index for index, name in enumerate(order)}
+    priority = _priority(tuple(sequence_dims))
     last = len(priority)
     for path in sorted(known, key=lambda path: priority.get(str(leaves[path].name), last)):
         dim, leaf = known[path], leaves[path]

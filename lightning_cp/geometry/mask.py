@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Mask`: which query sees which key, as users write it; computes `Bounds` for one length."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -73,13 +74,10 @@ class Mask:
 
     def key(self) -> tuple[object, ...]:
         """Return a cache key: the settings, and the identity and version of the tensors."""
-        settings = (self.causal, self.window, self.chunk, self.cut_spans)
-        if not any(isinstance(x, Tensor) for x in self.tensors()):
-            return (*settings, *self.tensors())
-        tensors = (
+        tensors: Iterable[object] = [
             (id(x), tensor_version(x)) if isinstance(x, Tensor) else x for x in self.tensors()
-        )
-        return (*settings, *tensors)
+        ]
+        return (self.causal, self.window, self.chunk, self.cut_spans, *tensors)
 
     def is_windowed(self, seq_len: int) -> bool:
         """Return whether a window or chunks hide keys of sequences of that length.

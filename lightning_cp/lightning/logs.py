@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
+from lightning_cp.routing import unrouted
 from lightning_cp.step import LossMark, Step
 
 Sync = Literal["never", "epoch", "always"]
@@ -106,7 +107,8 @@ def recorded_logs(
             if not options["sync_dist"]:
                 ignore_sync_advice(options["name"])
         if sync is not None:
-            log(*call.args, **call.kwargs)
+            with unrouted():  # Lightning's code
+                log(*call.args, **call.kwargs)
 
     with _replaced_log(module, record):
         yield records

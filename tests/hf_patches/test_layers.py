@@ -1,4 +1,4 @@
-"""Decoder layers of known models run without the mode of a step; code of users inside does not."""
+"""Known models run without the mode of a step up to their head; code of users inside does not."""
 
 import copy
 import pickle
@@ -85,13 +85,67 @@ def patched_layer(model, monkeypatch):
     )
 
 
-def test_a_known_layer_runs_without_the_mode(seen):
+def hooked_layer(model, monkeypatch):
+    model.model.layers[1].register_forward_hook(lambda module, args, out: attend(out))
+
+
+def hooked_embedding(model, monkeypatch):
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: attend(out))
+
+
+def wrapped_layer(model, monkeypatch):
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda x, *args, **kwargs: attend(forward(x, *args, **kwargs))
+
+
+def replaced_norm(model, monkeypatch):
+    model.model.norm = OwnMLP()
+
+
+def patched_stack(model, monkeypatch):
+    plain = modeling_llama.LlamaModel.forward
+
+    def forward(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.last_hidden_state = attend(output.last_hidden_state)
+        return output
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+
+
+CHANGES = [
+    hook,
+    hooked_embedding,
+    hooked_layer,
+    override,
+    override_by_partial,
+    patched_class,
+    patched_layer,
+    patched_stack,
+    replaced,
+    replaced_norm,
+    wrapped_layer,
+]
+
+
+def test_a_known_stack_runs_without_the_mode(seen):
     model = zoo.build_model("llama")
     enable(model)
     step(model)
-    outside = len(seen)
-    assert "silu" not in seen
+    assert not {"embedding", "silu", "rsqrt", "cos", "cross_entropy"} & set(seen)
     assert seen.count("linear") == 1  # the head
+
+
+def test_a_known_layer_runs_without_the_mode(seen):
+    """Also where code of a user runs elsewhere in its stack."""
+    model = zoo.build_model("llama")
+    enable(model)
+    model.model.norm.register_forward_hook(lambda *_: None)
+    step(model)
+    outside = len(seen)
+    assert "rsqrt" in seen
+    assert "silu" not in seen
     seen.clear()
     four = zoo.build_model("llama")
     four.model.layers.extend(copy.deepcopy(four.model.layers))
@@ -99,13 +153,21 @@ def test_a_known_layer_runs_without_the_mode(seen):
     for layer in four.model.layers:
         layer.self_attn.config = four.config
     enable(four)
+    four.model.norm.register_forward_hook(lambda *_: None)
     step(four)
     assert 0 < len(seen) <= outside  # none in a layer
 
 
-@pytest.mark.parametrize(
-    "change", [hook, override, override_by_partial, replaced, patched_class, patched_layer]
-)
+def test_a_stack_with_a_convolution_is_routed(seen):
+    model = zoo.build_model("llama")
+    model.model.conv = nn.Conv1d(1, 1, 1)
+    enable(model)
+    step(model)
+    assert "embedding" in seen
+    assert "silu" not in seen
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("late", [False, True], ids=["before the first step", "later"])
 def test_code_of_users_is_routed(seen, monkeypatch, change, late):
     model = zoo.build_model("llama")
