@@ -59,7 +59,14 @@ def entry_points(group: str) -> tuple[EntryPoint, ...]:
 
 def load_adapters() -> list[Adapter]:
     """Return the adapters of the libraries that are in use."""
-    return [point.load() for point in entry_points(ADAPTERS) if point.name in sys.modules]
+    return [_load(point) for point in entry_points(ADAPTERS) if point.name in sys.modules]
+
+
+@lru_cache
+def _load(point: EntryPoint) -> Adapter:
+    """Import an adapter; once, because each step asks for it."""
+    adapter: Adapter = point.load()
+    return adapter
 
 
 @contextmanager

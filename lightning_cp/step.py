@@ -7,6 +7,7 @@ Attention, loss and unshard read it; they add cached values and the losses that 
 import itertools
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -163,7 +164,7 @@ class Step:
         """Return the number of context ranks."""
         return self.layout.cp_size
 
-    @property
+    @cached_property
     def tensor_len(self) -> int:
         """Return the number of tokens per sequence in this rank's tensors."""
         return self.layout.tensor_len(self.cp_rank)

@@ -88,12 +88,10 @@ def recorded_logs(
         sync: when a mean is reduced over the data axis too; None to record without logging.
     """
     log, records = module.log, list[Logged]()
-    signature = _signature(log)
+    parameters = _parameters(type(module))
 
     def record(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        options = call.arguments
+        options = parameters.read(args, kwargs)
         if isinstance(options["value"], DTensor):
             options["value"] = options["value"].full_tensor()
         loss = loss_of(options["value"], step)
@@ -108,22 +106,43 @@ def recorded_logs(
                 ignore_sync_advice(options["name"])
         if sync is not None:
             with unrouted():  # Lightning's code
-                log(*call.args, **call.kwargs)
+                log(options.pop("name"), options.pop("value"), **options)
 
     with _replaced_log(module, record):
         yield records
 
 
-def _signature(log: Any) -> inspect.Signature:
-    """Return the signature of a method; that of its function is read once."""
-    function = getattr(log, "__func__", None)
-    return inspect.signature(log) if function is None else _signature_of_method(function)
+class _Parameters:
+    """The parameters of the method `log` of a class, by which its calls are read.
+
+    Args:
+        owner: the class. Its method may pass what it gets on to that of Lightning.
+    """
+
+    def __init__(self, owner: type) -> None:
+        methods = [vars(cls)["log"] for cls in owner.__mro__ if "log" in vars(cls)]
+        signatures = [inspect.signature(MethodType(method, object())) for method in methods]
+        complete = next(x for x in signatures if x.parameters.keys() >= _READ)
+        self._signature = signatures[0]
+        self._defaults = {name: p.default for name, p in complete.parameters.items()}
+        self._valid: set[tuple[object, ...]] = set()
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, with defaults; raise for wrong ones."""
+        kind = (len(args), *kwargs)
+        if kind not in self._valid:  # binding arguments takes some microseconds
+            self._signature.bind(*args, **kwargs)
+            self._valid.add(kind)
+        return self._defaults | dict(zip(self._defaults, args, strict=False)) | kwargs
 
 
-@lru_cache(maxsize=16)
-def _signature_of_method(function: Any) -> inspect.Signature:
-    """Return the signature of a function as that of a method."""
-    return inspect.signature(MethodType(function, object()))
+# The arguments that are read here.
+_READ: Final = {
+    *("name", "value", "on_step", "reduce_fx", "batch_size"),
+    *("sync_dist", "sync_dist_group", "rank_zero_only"),
+}
+
+_parameters = lru_cache(maxsize=16)(_Parameters)
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:
