@@ -10,12 +10,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.multimodal import outer
@@ -82,6 +82,16 @@ def mask_of_step(mask_function: Callable[..., Any] | None = None, **options: Any
     if mask_function is None:
         raise _unknown("nothing", config)
     return build_mask(_read(mask_function, config), step, config)
+
+
+def find_packed(stock: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
+    """Find packed documents as transformers does, except in a step, which knows its documents.
+
+    transformers reads a result from the GPU, for which the host waits at the start of each forward.
+    """
+    if active() is None or torch.compiler.is_compiling():
+        return stock(position_ids)
+    return None
 
 
 def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepMask | _Nothing:
@@ -268,3 +278,8 @@ _LEAVES: Final[Mapping[str, Callable[[Mapping[str, Any]], _Visible]]] = {
         closure["sliding_window"][0] - 1, max(closure["sliding_window"][1] - 1, 0)
     ),
 }
+
+_FIND_PACKED: Final = "find_packed_sequence_indices"
+_stock: Any = getattr(masking_utils, _FIND_PACKED, None)
+if _stock is not None:
+    setattr(masking_utils, _FIND_PACKED, partial(find_packed, _stock))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.names import STOCK, active, implementations, stock_name, text_key
+from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
@@ -119,7 +120,7 @@ def real_tokens(step: Step, device: torch.device) -> Tensor:
     """Return which tokens of the full sequences are not padding, bool [B or 1, S]."""
     if step.padding is None:
         return torch.ones(1, step.layout.seq_len, dtype=torch.bool, device=device)
-    return ~torch.from_numpy(step.padding).to(device)
+    return ~to_device(torch.from_numpy(step.padding), device)
 
 
 def full_tokens(x: Tensor, step: Step, dim: int = 1) -> Tensor:
@@ -182,7 +183,7 @@ def visible_keys(mask: Mask, step: Step, device: torch.device) -> Tensor:
 def local_positions(step: Step, device: torch.device) -> Tensor:
     """Return the global positions of this rank's tokens, [L]; those of our padding are beyond S."""
     key = ("local positions", device)
-    return once(step, key, lambda: torch.from_numpy(_local_positions(step)).to(device))
+    return once(step, key, lambda: to_device(torch.from_numpy(_local_positions(step)), device))
 
 
 def once(step: Step, key: tuple[Any, ...], build: Callable[[], T]) -> T:
@@ -202,8 +203,11 @@ def _local_positions(step: Step) -> IntArray:
 
 def _table(mask: Mask, step: Step, device: torch.device) -> Tensor:
     bounds, layout, queries = step.bounds(mask), step.layout, _local_positions(step)
-    first, last = (torch.from_numpy(x[:, queries]).to(device) for x in (bounds.first, bounds.last))
-    real = torch.from_numpy(np.diff(bounds.real_before[:, : layout.seq_len + 1]) > 0).to(device)
+    is_real = np.diff(bounds.real_before[:, : layout.seq_len + 1]) > 0
+    first, last, real = (
+        to_device(torch.from_numpy(x), device)
+        for x in (bounds.first[:, queries], bounds.last[:, queries], is_real)
+    )
     keys = torch.arange(layout.seq_len, device=device)
     visible = (keys >= first[..., None]) & (keys < last[..., None]) & real[:, None]
     return visible.unsqueeze(1).expand(step.batch_size, -1, -1, -1)

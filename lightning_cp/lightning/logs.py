@@ -88,7 +88,8 @@ def recorded_logs(
         sync: when a mean is reduced over the data axis too; None to record without logging.
     """
     log, records = module.log, list[Logged]()
-    parameters = _parameters(type(module))
+    owner: type = type(module)
+    parameters = _parameters(owner)
 
     def record(*args: Any, **kwargs: Any) -> None:
         options = parameters.read(args, kwargs)
@@ -142,7 +143,11 @@ _READ: Final = {
     *("sync_dist", "sync_dist_group", "rank_zero_only"),
 }
 
-_parameters = lru_cache(maxsize=16)(_Parameters)
+
+@lru_cache(maxsize=16)
+def _parameters(owner: type) -> _Parameters:
+    """Return the parameters of the method `log` of a class, read once."""
+    return _Parameters(owner)
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:

@@ -513,3 +513,19 @@ def test_reentrant_checkpointing_that_hides_a_gradient_is_refused(cp, batch):
     model.enable_input_require_grads()
     with pytest.raises(ValueError, match=r"auxiliary loss of MixtralFor.*'use_reentrant': False"):
         loss_in_step(model, cp, batch)
+
+
+def test_packed_documents_are_not_searched_for_in_a_step(monkeypatch):
+    """transformers waits for the GPU to do so, and the step knows its documents."""
+    searched = []
+    stock = torch.diff
+    monkeypatch.setattr(torch, "diff", lambda *a, **k: searched.append(1) or stock(*a, **k))
+    model = zoo.build_model("llama")
+    enable(model)
+    batch = zoo.sample_batch("llama", rows=2, length=12)
+    batch = {name: batch[name] for name in ("input_ids", "labels")}
+    with ContextParallel(None).step(batch) as local:
+        model(**local)
+    assert not searched
+    model(**batch, use_cache=False)
+    assert searched

@@ -18,6 +18,7 @@ from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.call import AlibiSlopes, ScoreBias
 from lightning_cp.attn.flex.kernel import FlexFunctions, MaskMod, ScoreMod
 from lightning_cp.attn.plan import QueryShard
+from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
@@ -137,14 +138,16 @@ def mask_functions(
     visible_keys = _build_visible_keys(bounds, query_shard, keys, query_len)
     dtype = torch.int32 if fused else torch.int64
 
-    def to_device(x: Any) -> Tensor:
+    def copy_of(x: Any) -> Tensor:
         # Samples with equal masks are stored once; here each has a copy, so that shapes and strides
         # are those of every batch.
-        return torch.from_numpy(x).expand(batch, -1).contiguous().to(device)
+        host = torch.from_numpy(x)
+        host = host if host.dtype == torch.bool else host.to(dtype)
+        return to_device(host.expand(batch, -1).contiguous(), device)
 
     with torch.inference_mode(False):
-        first, last = (to_device(x).to(dtype) for x in (visible_keys.first, visible_keys.last))
-        real = to_device(visible_keys.real) if visible_keys.has_holes else None
+        first, last = copy_of(visible_keys.first), copy_of(visible_keys.last)
+        real = copy_of(visible_keys.real) if visible_keys.has_holes else None
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k >= first[b, q]) & (k < last[b, q])
@@ -161,7 +164,7 @@ def mask_functions(
         sizes = [part.size for part in layout.ranges(query_shard.rank)]
         sizes.append(query_len - layout.local_len)
         states = torch.from_numpy(_block_states(visible_keys, sizes))
-        states = states.expand(batch, -1, -1).unsqueeze(1).to(device)
+        states = to_device(states, device).expand(batch, -1, -1).unsqueeze(1)
         lengths = query_len, keys.buffer_len
         with torch.inference_mode(False):
             partial, full = _listed(states == 1), _listed(states == 2)
