@@ -11,25 +11,32 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_patches.support import LIBRARIES
-from lightning_cp.fsdp.gathering import unit_of_hook
+from lightning_cp.fsdp.gathering import must_note_use, unit_of_hook
 from lightning_cp.fsdp.scalars import USE_CALLBACK
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.routing import unrouted
-from lightning_cp.torch_private import CallCode, module_hooks, without_pre_hooks
+from lightning_cp.torch_private import (
+    CallCode,
+    call_methods,
+    global_module_hooks,
+    is_compiled,
+    module_hooks,
+    without_pre_hooks,
+)
 
 
 @dataclass(eq=False)
-class _Replaced:
-    """A module whose forward is replaced, in the instance.
+class _Checked:
+    """A module and the modules inside it, whose code is checked.
 
     Args:
         module: the module.
@@ -43,31 +50,14 @@ class _Replaced:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts with: it checks its own modules."""
-        return {key: x for key, x in vars(self).items() if key in ("module", "stack", "layers")}
-
-    def install(self) -> None:
-        """Replace the forward."""
-        forward = partial(type(self).forward, self)
-        # Some functions of transformers inspect the parameters of a model.
-        forward.__signature__ = signature(self.module.forward)  # type: ignore[attr-defined]
-        self.module.forward = forward
-
-    def remove(self) -> None:
-        """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
-        forward = self.module.__dict__.get("forward")
-        if isinstance(forward, partial) and self in forward.args:
-            del self.module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward of the class, without the mode if nothing in it needs the mode."""
-        raise NotImplementedError
+        return {"module": self.module}
 
     def checked_code(self) -> CallCode:
         """Return the code of the modules, checked again if it has changed."""
         code = self.code
         if code is None or not code.is_current():
             code = self.code = CallCode(self.module.modules())
-            self.is_known = self.check(code.modules)
+            self.is_known = self.check(code.modules) and not global_module_hooks()
         return code
 
     def check(self, parts: tuple[nn.Module, ...]) -> bool:
@@ -76,16 +66,22 @@ class _Replaced:
 
 
 @dataclass(eq=False)
-class Layer(_Replaced):
-    """A decoder layer whose forward is replaced.
+class Layer(_Checked):
+    """A decoder layer whose forward is replaced, in the instance.
 
     Args:
         stack: the stack that it is a layer of.
         unhooked: the context in which its other modules are called without hooks, if they have any.
     """
 
-    stack: "Stack | None" = None
+    stack: "Stack | None" = field(default=None, init=False)
     unhooked: AbstractContextManager[None] | None = field(default=None, init=False)
+
+    def remove(self) -> None:
+        """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
+        forward = self.module.__dict__.get("forward")
+        if isinstance(forward, partial) and self in forward.args:
+            del self.module.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the class, without the mode if nothing in it needs the mode."""
@@ -126,47 +122,88 @@ class Layer(_Replaced):
 
 
 @dataclass(eq=False)
-class Stack(_Replaced):
-    """A model without its head, with embeddings and layers; its forward is replaced.
+class Stack(_Checked):
+    """A model without its head, with embeddings and layers; hooks around its forward.
+
+    Hooks get the module that is called, which may be a shallow copy; a replaced forward does not.
 
     Args:
         layers: its layers.
         is_unrouted: whether it runs without the mode at the moment.
+        contexts: of its calls that have not returned; None for one that runs with the mode.
+        handles: of the hooks.
     """
 
     layers: list[Layer]
     is_unrouted: bool = field(default=False, init=False)
+    contexts: list[AbstractContextManager[None] | None] = field(default_factory=list, init=False)
+    handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward of the class, without the mode if nothing in it needs the mode."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy starts with; its hooks are those of the copied module."""
+        return {
+            **super().__getstate__(),
+            "layers": self.layers,
+            "contexts": [],
+            "handles": self.handles,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the layers know the copy; a layer that is copied alone belongs to no stack."""
+        self.__dict__.update(state)
+        for layer in self.layers:
+            layer.stack = self
+
+    def install(self) -> None:
+        """Register the hooks."""
         module = self.module
-        if torch.compiler.is_compiling() or self.is_unrouted:
-            return type(module).forward(module, *args, **kwargs)
-        code = self.checked_code()
-        if not self.is_known:
-            return type(module).forward(module, *args, **kwargs)
-        if torch.is_grad_enabled():
-            for x in code.parameters():  # as the mode would do
-                if x is not None and (used := x.__dict__.get(USE_CALLBACK)) is not None:
-                    used()
-        self.is_unrouted = True
-        try:
-            with unrouted():
-                return type(module).forward(module, *args, **kwargs)
-        finally:
+        self.handles = [
+            module.register_forward_pre_hook(self.enter),
+            module.register_forward_hook(self.leave, prepend=True, always_call=True),
+        ]
+        for layer in self.layers:
+            layer.stack = self
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def enter(self, module: nn.Module, *_: object) -> None:
+        """Leave the mode before a call, if nothing in it needs the mode."""
+        if torch.compiler.is_compiling() or module is not self.module:
+            return
+        context = unrouted() if not self.is_unrouted and self.needs_no_routing() else None
+        self.contexts.append(context)
+        if context is not None:
+            context.__enter__()
+            self.is_unrouted = True
+
+    def leave(self, module: nn.Module, *_: object) -> None:
+        """Enter the mode again after a call."""
+        if torch.compiler.is_compiling() or module is not self.module or not self.contexts:
+            return
+        context = self.contexts.pop()
+        if context is not None:
             self.is_unrouted = False
+            context.__exit__(None, None, None)
+
+    def needs_no_routing(self) -> bool:
+        """Return whether no function in the stack needs the mode."""
+        code = self.checked_code()
+        return self.is_known and not any(
+            x is not None and must_note_use(x) for x in code.parameters()
+        )
 
     def check(self, parts: tuple[nn.Module, ...]) -> bool:
-        """Check the modules inside, with the hooks of layers, which run in the stack's forward."""
+        """Check the modules with their hooks, and layers by themselves."""
         for layer in self.layers:
             layer.checked_code()
-        stack, *others = parts
         inside = {part for layer in self.layers for part in layer.module.modules()}
-        outside = (part for part in others if part not in inside)
+        outside = (part for part in parts if part not in inside)
         return (
-            _calls_known(stack)
-            and all(layer.is_known for layer in self.layers)
-            and all(map(_is_known, others))
+            all(layer.is_known for layer in self.layers)
+            and all(map(_is_known, parts))
             and all(map(_computes_tokens, outside))
         )
 
@@ -188,9 +225,11 @@ def _gathers_layer(parts: Collection[nn.Module], hook: object) -> bool:
 
 
 def _calls_known(part: nn.Module) -> bool:
-    """Return whether the forward of a class comes from a known library."""
-    fn = type(part).forward
-    return isinstance(fn, FunctionType) and fn.__module__.partition(".")[0] in LIBRARIES
+    """Return whether the methods of a class that a call runs come from known libraries."""
+    return all(
+        isinstance(fn, FunctionType) and fn.__module__.partition(".")[0] in LIBRARIES
+        for fn in call_methods(type(part))
+    )
 
 
 def _is_known(part: nn.Module) -> bool:
@@ -198,6 +237,7 @@ def _is_known(part: nn.Module) -> bool:
     override = part.__dict__.get("forward")
     return (
         _calls_known(part)
+        and not is_compiled(part)
         and (override is None or _is_our_forward(override, part))
         and all(map(_is_ours, module_hooks(part)))
     )
@@ -225,21 +265,19 @@ def _is_ours(function: object) -> bool:
 
 
 def replace_forwards(model: PreTrainedModel, stack: str) -> Iterator[Layer | Stack]:
-    """Replace the forward of each decoder layer of a known model; yield the layers.
+    """Replace the forward of each decoder layer of a known model, and hook the stack of them.
 
     Args:
         model: the model.
-        stack: path of the stack of its layers, whose forward is replaced as well; empty for none.
+        stack: path of the stack; empty for none.
     """
     layers = [Layer(block) for block in find_blocks(model) if "forward" not in block.__dict__]
     for layer in layers:
-        layer.install()
+        layer.module.forward = partial(Layer.forward, layer)
     yield from layers
-    module = model.get_submodule(stack)
-    if stack and "forward" not in module.__dict__:
+    if stack:
+        module = model.get_submodule(stack)
         inside = set(module.modules())
         whole = Stack(module, [layer for layer in layers if layer.module in inside])
-        for layer in whole.layers:
-            layer.stack = whole
         whole.install()
         yield whole

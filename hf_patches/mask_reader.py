@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.multimodal import outer
 from hf_patches.multimodal.seam import PREPARED
-from hf_patches.names import active, stock_name
+from hf_patches.names import active, is_ours, stock_name
 from lightning_cp.data.sharding import unshard
 from lightning_cp.step import Step, StepMask, StepReference
 
@@ -84,14 +84,19 @@ def mask_of_step(mask_function: Callable[..., Any] | None = None, **options: Any
     return build_mask(_read(mask_function, config), step, config)
 
 
-def find_packed(stock: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
-    """Find packed documents as transformers does, except in a step, which knows its documents.
+def without_search(
+    stock: Callable[..., Any], config: PreTrainedConfig, *args: Any, **kwargs: Any
+) -> Any:
+    """Prepare the arguments of a mask function without a search for packed documents in a step.
 
-    transformers reads a result from the GPU, for which the host waits at the start of each forward.
+    The step knows its documents. transformers searches for them in the position ids, and reads the
+    result from the GPU: the host would wait for it at the start of each forward.
     """
-    if active() is None or torch.compiler.is_compiling():
-        return stock(position_ids)
-    return None
+    is_read_by_us = is_ours(config._attn_implementation) and active() is not None
+    if not is_read_by_us or torch.compiler.is_compiling():
+        return stock(config, *args, **kwargs)
+    arguments = dict(zip(_ARGUMENTS[1:], args, strict=False)) | kwargs
+    return stock(config, **arguments | {"position_ids": None})
 
 
 def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepMask | _Nothing:
@@ -279,7 +284,8 @@ _LEAVES: Final[Mapping[str, Callable[[Mapping[str, Any]], _Visible]]] = {
     ),
 }
 
-_FIND_PACKED: Final = "find_packed_sequence_indices"
-_stock: Any = getattr(masking_utils, _FIND_PACKED, None)
-if _stock is not None:
-    setattr(masking_utils, _FIND_PACKED, partial(find_packed, _stock))
+_PREPARE: Final = "_preprocess_mask_arguments"
+_stock: Any = getattr(masking_utils, _PREPARE, None)
+_ARGUMENTS: Final = () if _stock is None else tuple(inspect.signature(_stock).parameters)
+if "position_ids" in _ARGUMENTS and _ARGUMENTS[0] == "config":
+    setattr(masking_utils, _PREPARE, partial(without_search, _stock))

@@ -29,7 +29,7 @@ from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import shard, shift_labels, unshard
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
-from lightning_cp.torch_private import in_backward, outside_graphs, plain_functions
+from lightning_cp.torch_private import in_backward, outside_graphs
 
 __all__ = [
     "MAX_CHUNK_LOGITS",
@@ -66,13 +66,12 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     check_label_shape("token_mean() needs logits [batch, tokens, classes]", logits, labels)
     step = current()
     check_recompute(step)
+    targets = scored_labels(labels, step, shift=shift)
     per_token = step is not None and bool(step.position_edges)
-    with plain_functions():  # none of them needs the mode of the step
-        targets = scored_labels(labels, step, shift=shift)
-        losses = cross_entropy(logits, targets, "none" if per_token else "sum")
-        by_position = _by_position(losses, targets, step)
-        total = losses.sum() if per_token else losses
-        return global_mean(total, _num_valid(targets), by_position=by_position)
+    losses = cross_entropy(logits, targets, "none" if per_token else "sum")
+    by_position = _by_position(losses, targets, step)
+    total = losses.sum() if per_token else losses
+    return global_mean(total, _num_valid(targets), by_position=by_position)
 
 
 @outside_graphs

@@ -451,8 +451,9 @@ def module_hooks(module: nn.Module) -> list[object]:
 class CallCode:
     """What decides which code runs when modules are called, to find out later if it has changed.
 
-    Their classes and forward methods, the ids of their hooks, which are never used again, and the
-    modules inside them. Each step looks at all layers: no loop in Python over modules.
+    Their classes with the methods that a call runs, their own forward methods, the ids of their
+    hooks, which are never used again, and the modules inside them. Each step looks at all layers:
+    no loop in Python over modules.
 
     Args:
         modules: the modules.
@@ -460,7 +461,6 @@ class CallCode:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = tuple(modules)
-        self._attributes = [module.__dict__ for module in self.modules]
         self._classes = {type(module) for module in self.modules}
         self._code = self._read()
 
@@ -469,24 +469,39 @@ class CallCode:
         return self._read() == self._code
 
     def _read(self) -> list[object]:
-        attributes, flat = self._attributes, chain.from_iterable
+        attributes, flat = list(map(vars, self.modules)), chain.from_iterable
         return [
             *map(type, self.modules),
-            *[cls.forward for cls in self._classes],
+            *flat(map(call_methods, self._classes)),
             *map(dict.get, attributes, repeat("forward")),
+            *map(dict.get, attributes, repeat("_compiled_call_impl")),
             *flat(map(_PRE_HOOKS, attributes)),
             *flat(map(_HOOKS, attributes)),
             *flat(map(dict.values, map(_CHILDREN, attributes))),
+            *global_module_hooks(),
         ]
 
     def parameters(self) -> Iterator[nn.Parameter | None]:
         """Yield the parameters of the modules without those inside them; None for empty ones."""
-        return chain.from_iterable(map(dict.values, map(_PARAMETERS, self._attributes)))
+        return chain.from_iterable(map(dict.values, map(_PARAMETERS, map(vars, self.modules))))
 
 
 _PRE_HOOKS, _HOOKS, _CHILDREN, _PARAMETERS = map(
     itemgetter, ("_forward_pre_hooks", "_forward_hooks", "_modules", "_parameters")
 )
+
+
+def call_methods(owner: type[nn.Module]) -> tuple[object, ...]:
+    """Return the methods of a class that a call of a module runs (`nn.Module._call_impl`)."""
+    return owner.__call__, owner._call_impl, owner.forward
+
+
+def global_module_hooks() -> list[object]:
+    """Return the hooks of all modules (`nn.modules.module.register_module_forward_hook`)."""
+    return [
+        *nn.modules.module._global_forward_pre_hooks.values(),
+        *nn.modules.module._global_forward_hooks.values(),
+    ]
 
 
 class without_pre_hooks(AbstractContextManager[None]):

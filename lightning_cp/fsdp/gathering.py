@@ -97,6 +97,12 @@ def _note_use(root: nn.Module) -> None:
     root.__dict__[_USED] = root.__dict__[_USED] or is_idle(root)
 
 
+def must_note_use(parameter: nn.Parameter) -> bool:
+    """Return whether a use of a parameter must be noted now: outside of the forward of its root."""
+    used = parameter.__dict__.get(USE_CALLBACK)
+    return used is not None and is_idle(used.args[0])
+
+
 def _check_use(root: nn.Module, *_: object) -> None:
     """Raise if a unit is called again after autograd used its parameters outside of its forward.
 

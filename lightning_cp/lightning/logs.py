@@ -7,8 +7,8 @@ arguments by name (Lightning 2.6); imports nothing from Lightning.
 
 import inspect
 import numbers
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
@@ -88,66 +88,122 @@ def recorded_logs(
         sync: when a mean is reduced over the data axis too; None to record without logging.
     """
     log, records = module.log, list[Logged]()
-    owner: type = type(module)
-    parameters = _parameters(owner)
+    is_method = hasattr(log, "__func__")
+    parameters = _parameters(log.__func__ if is_method else log, is_method=is_method)
 
     def record(*args: Any, **kwargs: Any) -> None:
         options = parameters.read(args, kwargs)
+        changes: dict[str, Any] = {}
         if isinstance(options["value"], DTensor):
-            options["value"] = options["value"].full_tensor()
+            changes["value"] = options["value"] = options["value"].full_tensor()
         loss = loss_of(options["value"], step)
         if not options["rank_zero_only"]:
             records.extend(_record(options, training=training, is_global=loss is not None))
         if loss is not None and _reduction(options) == "mean":
             if options["batch_size"] is None:
-                options["batch_size"] = loss.num_tokens.clamp(min=_NO_TOKENS)
+                changes["batch_size"] = loss.num_tokens.clamp(min=_NO_TOKENS)
             must_sync = sync == "always" or (sync == "epoch" and not options["on_step"])
-            options["sync_dist"] = options["sync_dist"] or must_sync
-            if not options["sync_dist"]:
+            if must_sync and not options["sync_dist"]:
+                changes["sync_dist"] = True
+            elif not options["sync_dist"]:
                 ignore_sync_advice(options["name"])
         if sync is not None:
-            with unrouted():  # Lightning's code
-                log(options.pop("name"), options.pop("value"), **options)
+            args, kwargs = parameters.replace(args, kwargs, changes)
+            with unrouted() if parameters.is_lightnings else nullcontext():
+                log(*args, **kwargs)
 
     with _replaced_log(module, record):
         yield records
 
 
+# The parameters of `LightningModule.log` in their order, with defaults of those that are read here.
+_ORDER: Final = (
+    *("name", "value", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
+    *("sync_dist", "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute"),
+    "rank_zero_only",
+)
+_DEFAULTS: Final[dict[str, Any]] = {
+    "on_step": None,
+    "reduce_fx": "mean",
+    "sync_dist": False,
+    "sync_dist_group": None,
+    "batch_size": None,
+    "rank_zero_only": False,
+}
+
+
 class _Parameters:
-    """The parameters of the method `log` of a class, by which its calls are read.
+    """The parameters of a function that replaces `LightningModule.log`, or of that method.
+
+    What a method of a user does not take by name, it is assumed to pass on.
 
     Args:
-        owner: the class. Its method may pass what it gets on to that of Lightning.
+        function: the function.
+        is_method: whether its first argument is the module.
     """
 
-    def __init__(self, owner: type) -> None:
-        methods = [vars(cls)["log"] for cls in owner.__mro__ if "log" in vars(cls)]
-        signatures = [inspect.signature(MethodType(method, object())) for method in methods]
-        complete = next(x for x in signatures if x.parameters.keys() >= _READ)
-        self._signature = signatures[0]
-        self._defaults = {name: p.default for name, p in complete.parameters.items()}
+    def __init__(self, function: Any, *, is_method: bool) -> None:
+        self.is_lightnings = getattr(function, "__module__", "").startswith(
+            ("lightning.", "pytorch_lightning.")
+        )
+        self._name = getattr(function, "__qualname__", "log")
+        self._signature = inspect.signature(
+            MethodType(function, object()) if is_method else function
+        )
+        kinds = {name: p.kind for name, p in self._signature.parameters.items()}
+        by_order = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        order = [name for name, kind in kinds.items() if kind in by_order]
+        if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+            order += _ORDER[len(order) :]
+        # The first two are the name and the value, whatever they are called.
+        self._own = dict(zip(_ORDER[:2], order[:2], strict=False))
+        self._order = [*_ORDER[: len(self._own)], *order[2:]]
+        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self._named = {name for name, kind in kinds.items() if kind is not by_order[0]}
+        self._defaults = _DEFAULTS | {
+            name: p.default
+            for name, p in self._signature.parameters.items()
+            if name in _DEFAULTS and p.default is not p.empty
+        }
         self._valid: set[tuple[object, ...]] = set()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name, with defaults; raise for wrong ones."""
+        """Return the arguments of a call by Lightning's names; raise for wrong ones."""
         kind = (len(args), *kwargs)
         if kind not in self._valid:  # binding arguments takes some microseconds
             self._signature.bind(*args, **kwargs)
             self._valid.add(kind)
-        return self._defaults | dict(zip(self._defaults, args, strict=False)) | kwargs
+        options = self._defaults | dict(zip(self._order, args, strict=False)) | kwargs
+        for name, own in self._own.items():
+            if name not in options:
+                options[name] = options[own]
+        return options
 
-
-# The arguments that are read here.
-_READ: Final = {
-    *("name", "value", "on_step", "reduce_fx", "batch_size"),
-    *("sync_dist", "sync_dist_group", "rank_zero_only"),
-}
+    def replace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with other values."""
+        given, named = list(args), dict(kwargs)
+        for name, value in changes.items():
+            index = self._order.index(name) if name in self._order else len(given)
+            own = self._own.get(name, name)
+            if index < len(given):
+                given[index] = value
+            elif self._takes_any or own in self._named:
+                named[own] = value
+            else:
+                raise TypeError(
+                    f"{self._name}() takes no `{name}`, by which the mean over an epoch is made "
+                    "the mean over the tokens of all ranks. Let it take **kwargs, and pass them "
+                    "on: super().log(name, value, **kwargs)."
+                )
+        return tuple(given), named
 
 
 @lru_cache(maxsize=16)
-def _parameters(owner: type) -> _Parameters:
-    """Return the parameters of the method `log` of a class, read once."""
-    return _Parameters(owner)
+def _parameters(function: Any, *, is_method: bool) -> _Parameters:
+    """Return the parameters of a function, read once."""
+    return _Parameters(function, is_method=is_method)
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:

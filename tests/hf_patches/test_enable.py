@@ -8,8 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AttentionMaskInterface, AutoModelForCausalLM, T5Config, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    T5Config,
+    masking_utils,
+)
 from transformers import T5ForConditionalGeneration as T5
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable, forward, guard
@@ -529,3 +536,19 @@ def test_packed_documents_are_not_searched_for_in_a_step(monkeypatch):
     assert not searched
     model(**batch, use_cache=False)
     assert searched
+
+
+def test_a_model_with_attention_of_its_own_keeps_its_documents():
+    """It is not ours: the packed documents that transformers finds are all that it knows."""
+    AttentionInterface.register("own", sdpa_attention_forward)
+    AttentionMaskInterface.register("own", masking_utils.sdpa_mask)
+    model = zoo.build_model("llama")
+    model.set_attn_implementation("own")
+    batch = {
+        "input_ids": zoo.sample_batch("llama", rows=1, length=12)["input_ids"],
+        "position_ids": torch.tensor([[*range(5), *range(7)]]),
+    }
+    expected = model(**batch, use_cache=False).logits
+    with ContextParallel(None).step(batch) as local:
+        found = model(**local, use_cache=False).logits
+    torch.testing.assert_close(found, expected)

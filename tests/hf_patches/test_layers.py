@@ -10,7 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama import modeling_llama
 
 from hf_patches import enable
@@ -114,7 +116,63 @@ def patched_stack(model, monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
 
 
+def attends_after(cls):
+    """Return a method `__call__` that attends after that of a class."""
+    plain = cls.__call__
+
+    def call(self, *args, **kwargs):
+        return attend(plain(self, *args, **kwargs))
+
+    return call
+
+
+def call_of_layers(model, monkeypatch):
+    cls = modeling_llama.LlamaDecoderLayer
+    monkeypatch.setattr(cls, "__call__", attends_after(cls))
+
+
+def call_of_norms(model, monkeypatch):
+    cls = modeling_llama.LlamaRMSNorm
+    monkeypatch.setattr(cls, "__call__", attends_after(cls))
+
+
+def call_of_a_subclass(model, monkeypatch):
+    cls = type(model.model.norm)
+    model.model.norm.__class__ = type("Norm", (cls,), {"__call__": attends_after(cls)})
+
+
+def compiled_call(model, monkeypatch):
+    norm = model.model.norm
+    norm._compiled_call_impl = lambda x: attend(norm._call_impl(x))
+
+
+def other_attributes(model, monkeypatch):
+    norm = model.model.norm
+    object.__setattr__(norm, "__dict__", {**norm.__dict__, "forward": attend})
+
+
+def hook_of_all_modules(kind):
+    """Return a change that attends after each module of a class."""
+
+    def change(model, monkeypatch):
+        handle = register_module_forward_hook(
+            lambda module, args, out: attend(out) if isinstance(module, kind) else None
+        )
+        model.__dict__["cleanup"] = handle.remove
+
+    change.__name__ = f"hook_of_all_modules_{kind.__name__}"
+    return change
+
+
 CHANGES = [
+    call_of_a_subclass,
+    call_of_layers,
+    call_of_norms,
+    compiled_call,
+    other_attributes,
+    hook_of_all_modules(modeling_llama.LlamaDecoderLayer),
+    hook_of_all_modules(modeling_llama.LlamaMLP),
+    hook_of_all_modules(nn.Embedding),
     hook,
     hooked_embedding,
     hooked_layer,
@@ -176,9 +234,11 @@ def test_code_of_users_is_routed(seen, monkeypatch, change, late):
         step(model)
         assert ATTENTION not in seen
     change(model, monkeypatch)
-    step(model)
+    try:
+        step(model)
+    finally:
+        model.__dict__.pop("cleanup", handle.undo)()
     assert ATTENTION in seen
-    handle.undo()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3_moe", "gemma2"])
@@ -213,6 +273,76 @@ def test_copies_are_independent(seen):
     seen.clear()
     step(model)
     assert ATTENTION not in seen
+
+
+def test_a_copy_of_a_layer_alone_holds_no_model():
+    model = zoo.build_model("llama")
+    enable(model)
+    layer = model.model.layers[0]
+    assert layer.forward.args[0].stack.module is model.model
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.forward.args[0].stack is None
+    whole = copy.deepcopy(model)
+    assert whole.model.layers[0].forward.args[0].stack.module is whole.model
+
+
+def test_a_shallow_copy_runs_its_own_layers(seen):
+    """A draft model of fewer layers, that shares its weights."""
+    model = zoo.build_model("llama")
+    enable(model)
+    draft = copy.copy(model.model)
+    draft._modules = dict(model.model._modules)
+    draft.layers = nn.ModuleList(list(model.model.layers)[:1])
+    ids = zoo.sample_batch("llama", rows=1, length=8)["input_ids"]
+    kept = model.model.layers
+    found = draft(ids).last_hidden_state
+    model.model.layers = nn.ModuleList(list(kept)[:1])
+    torch.testing.assert_close(found, model.model(ids).last_hidden_state, rtol=0, atol=0)
+    model.model.layers = kept
+    assert not torch.equal(found, model.model(ids).last_hidden_state)
+
+
+def test_an_error_in_a_layer_restores_the_mode(seen):
+    model = zoo.build_model("llama")
+    enable(model)
+    batch = zoo.sample_batch("llama", rows=2, length=12)
+    mlp = model.model.layers[1].mlp
+    weight, mlp.gate_proj.weight = mlp.gate_proj.weight, nn.Parameter(torch.zeros(1, 1))
+    with ContextParallel(None).step(batch) as local:
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model(**local)
+        assert not model.model.layers[0].forward.args[0].stack.is_unrouted
+        seen.clear()
+        attend(torch.randn(2, 12, 8))
+        assert ATTENTION in seen
+        mlp.gate_proj.weight = weight
+        model(**local).loss.backward()
+
+
+def run_roots():
+    """Run a model twice before a backward, whose layers are FSDP2 roots by themselves."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    model = zoo.build_model("llama")
+    alone = copy.deepcopy(model)
+    for one in (model, alone):
+        enable(one)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    gathering.gather_parts(nn.Sequential(model))
+    batch = zoo.sample_batch("llama", rows=2, length=12)
+    for one in (model, alone):
+        with ContextParallel(None).step(batch) as local:
+            (one(**local).loss + one(**local).loss).backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(
+        (getattr(p.grad, "full_tensor", lambda p=p: p.grad)() - q.grad).abs().max().item()
+        for p, q in pairs
+    )
+
+
+@pytest.mark.ranks
+def test_layers_that_are_roots_are_called_twice(ranks):
+    assert all(error < 1e-12 for error in ranks(2).run(run_roots))
 
 
 def run_sharded(shard_modules):

@@ -1,53 +1,154 @@
-"""How calls of `log` are read."""
+"""How calls of `log` are read; a method of a user gets what its caller gave."""
+
+from typing import ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch.overrides import TorchFunctionMode
 
+from lightning_cp import ContextParallel, routing
 from lightning_cp.lightning.logs import recorded_logs
+from lightning_cp.loss import global_mean
+
+VALUE = torch.tensor(2.0)
 
 
 class Base(LightningModule):
+    """Notes what reaches a method; stands for Lightning's."""
+
     def __init__(self):
         super().__init__()
         self.calls = []
 
-
-class Full(Base):
-    def log(self, name, value, *args, **kwargs):
-        self.calls.append((name, value, args, kwargs))
+    def note(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
 
 
-class Named(Base):
+class All(Base):
+    def log(self, *args, **kwargs):
+        self.note(*args, **kwargs)
+
+
+class Prefix(Base):
     def log(self, name, value, **kwargs):
-        self.calls.append((f"prefix/{name}", value, (), kwargs))
+        self.note(f"prefix/{name}", value, **kwargs)
 
 
-class Passed(Base):
-    def log(self, *args, prefix="", **kwargs):
-        name, value = args
-        self.calls.append((prefix + name, value, (), kwargs))
+class Stage(Base):
+    def log(self, name, value, stage="train", **kwargs):
+        self.note(f"{stage}/{name}", value, **kwargs)
 
 
-@pytest.mark.parametrize("owner", [Full, Named, Passed])
-def test_a_method_that_passes_its_arguments_on(owner):
-    module, value = owner(), torch.tensor(2.0)
+class OtherDefault(Base):
+    def log(self, name, value, *args, on_epoch=True, **kwargs):
+        kwargs.setdefault("sync_dist", True)
+        self.note(name, value, *args, on_epoch=on_epoch, **kwargs)
+
+
+class OtherNames(Base):
+    def log(self, key, tensor, **kwargs):
+        self.note(key, tensor, **kwargs)
+
+
+class Static(Base):
+    calls: ClassVar[list] = []
+
+    def __init__(self):
+        LightningModule.__init__(self)
+        self.calls.clear()
+
+    @staticmethod
+    def log(name, value, **kwargs):
+        Static.calls.append(((name, value), kwargs))
+
+
+class Whole(Base):
+    def log(
+        self,
+        name,
+        value,
+        prog_bar=False,
+        logger=None,
+        on_step=None,
+        on_epoch=None,
+        reduce_fx="mean",
+        enable_graph=False,
+        sync_dist=False,
+        sync_dist_group=None,
+        add_dataloader_idx=True,
+        batch_size=None,
+        metric_attribute=None,
+        rank_zero_only=False,
+        **others,
+    ):
+        self.note(name, value, on_epoch=on_epoch, batch_size=batch_size, **others)
+
+
+CALLS = [
+    (All, ("a", VALUE), {"on_epoch": True}, ("a", VALUE), {"on_epoch": True}),
+    (All, ("a", VALUE, True), {}, ("a", VALUE, True), {}),
+    (Prefix, ("a", VALUE), {"batch_size": 3}, ("prefix/a", VALUE), {"batch_size": 3}),
+    (Stage, ("a", VALUE, "val"), {}, ("val/a", VALUE), {}),
+    (Stage, ("a", VALUE), {"stage": "val"}, ("val/a", VALUE), {}),
+    (OtherDefault, ("a", VALUE), {}, ("a", VALUE), {"on_epoch": True, "sync_dist": True}),
+    (OtherNames, ("a", VALUE), {}, ("a", VALUE), {}),
+    (OtherNames, (), {"key": "a", "tensor": VALUE}, ("a", VALUE), {}),
+    (Static, ("a", VALUE), {"on_step": True}, ("a", VALUE), {"on_step": True}),
+    (Whole, ("a", VALUE), {}, ("a", VALUE), {"on_epoch": None, "batch_size": None}),
+]
+
+
+@pytest.mark.parametrize(("owner", "args", "kwargs", "expected", "expected_named"), CALLS)
+def test_a_method_of_a_user_gets_what_its_caller_gave(
+    owner, args, kwargs, expected, expected_named
+):
+    module = owner()
     with recorded_logs(module, None, training=True, sync="never") as records:
         for _ in range(2):
-            module.log("a", value, on_epoch=True, batch_size=3)
-    assert [(one.name, one.value) for one in records] == [("a", value)] * 2
-    (name, found, args, kwargs), _ = module.calls
-    assert name == ("prefix/a" if owner is Named else "a")
-    assert found is value
-    assert args == ()
-    assert (kwargs["on_epoch"], kwargs["batch_size"]) == (True, 3)
+            module.log(*args, **kwargs)
+    assert module.calls == [(expected, expected_named)] * 2
+    assert [(one.name, one.value) for one in records] == [("a", VALUE)] * 2
 
 
-def test_an_argument_of_the_method_alone():
-    module = Passed()
-    with recorded_logs(module, None, training=True, sync="never"):
-        module.log("a", torch.tensor(2.0), prefix="train/")
-    assert module.calls[0][0] == "train/a"
+def test_a_function_of_the_instance():
+    module, calls = Base(), []
+    module.log = lambda name, value, **kwargs: calls.append((name, value, kwargs))
+    with recorded_logs(module, None, training=True, sync="never") as records:
+        module.log("a", VALUE)
+    assert calls == [("a", VALUE, {})]
+    assert len(records) == 1
+
+
+def test_a_loss_gets_the_weight_of_its_tokens():
+    module = Prefix()
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    with ContextParallel(None).step(batch):
+        step = routing.active_step.current()
+        loss = global_mean(torch.tensor(6.0), torch.tensor(3))
+        with recorded_logs(module, step, training=True, sync="always"):
+            module.log("loss", loss)
+    ((_, kwargs),) = module.calls
+    assert kwargs["batch_size"].item() == 3
+    assert kwargs["sync_dist"] is True
+
+
+class Few(Base):
+    def log(self, name, value, prog_bar=False):
+        self.note(name, value, prog_bar)
+
+
+def test_a_method_that_cannot_pass_the_weight_on_raises():
+    module = Few()
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    with ContextParallel(None).step(batch):
+        step = routing.active_step.current()
+        loss = global_mean(torch.tensor(6.0), torch.tensor(3))
+        with (
+            recorded_logs(module, step, training=True, sync="never"),
+            pytest.raises(TypeError, match=r"Few.log\(\) takes no `batch_size`.*\*\*kwargs"),
+        ):
+            module.log("loss", loss)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +167,27 @@ def test_wrong_arguments_raise(args, kwargs, message):
     ):
         module.log(*args, **kwargs)
     assert records == []
+
+
+class Computes(Base):
+    def log(self, name, value, **kwargs):
+        self.note(name, value, isinstance(current_mode(), routing._Dispatch))
+
+
+def current_mode():
+    """Return the innermost torch function mode."""
+    depth = torch._C._len_torch_function_stack()
+    mode: TorchFunctionMode | None = torch._C._get_function_stack_at(depth - 1) if depth else None
+    return mode
+
+
+def test_a_method_of_a_user_runs_with_the_mode_of_the_step():
+    """It may compute scalars of sharded parameters."""
+    module = Computes()
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    with (
+        ContextParallel(None).step(batch),
+        recorded_logs(module, None, training=True, sync="never"),
+    ):
+        module.log("a", VALUE)
+    assert module.calls == [(("a", VALUE, True), {})]
