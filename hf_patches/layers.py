@@ -86,14 +86,8 @@ class Layer(_Checked):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the class, without the mode if nothing in it needs the mode."""
         module = self.module
-        if torch.compiler.is_compiling():
-            return type(module).forward(module, *args, **kwargs)
-        if self.stack is not None and self.stack.is_unrouted:
-            if self.unhooked is None:
-                return type(module).forward(module, *args, **kwargs)
-            with self._needed_hooks():
-                return type(module).forward(module, *args, **kwargs)
-        if not self.needs_no_routing():
+        is_checked = self.stack is not None and self.stack.is_unrouted
+        if torch.compiler.is_compiling() or not (is_checked or self.needs_no_routing()):
             return type(module).forward(module, *args, **kwargs)
         with self._needed_hooks(), unrouted():
             return type(module).forward(module, *args, **kwargs)
@@ -129,13 +123,11 @@ class Stack(_Checked):
 
     Args:
         layers: its layers.
-        is_unrouted: whether it runs without the mode at the moment.
         contexts: of its calls that have not returned; None for one that runs with the mode.
         handles: of the hooks.
     """
 
     layers: list[Layer]
-    is_unrouted: bool = field(default=False, init=False)
     contexts: list[AbstractContextManager[None] | None] = field(default_factory=list, init=False)
     handles: list[RemovableHandle] = field(default_factory=list, init=False)
 
@@ -169,6 +161,11 @@ class Stack(_Checked):
         for handle in self.handles:
             handle.remove()
 
+    @property
+    def is_unrouted(self) -> bool:
+        """Return whether it runs without the mode at the moment."""
+        return any(self.contexts)
+
     def enter(self, module: nn.Module, *_: object) -> None:
         """Leave the mode before a call, if nothing in it needs the mode."""
         if torch.compiler.is_compiling() or module is not self.module:
@@ -177,7 +174,6 @@ class Stack(_Checked):
         self.contexts.append(context)
         if context is not None:
             context.__enter__()
-            self.is_unrouted = True
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """Enter the mode again after a call."""
@@ -185,7 +181,6 @@ class Stack(_Checked):
             return
         context = self.contexts.pop()
         if context is not None:
-            self.is_unrouted = False
             context.__exit__(None, None, None)
 
     def needs_no_routing(self) -> bool:
@@ -196,16 +191,12 @@ class Stack(_Checked):
         )
 
     def check(self, parts: tuple[nn.Module, ...]) -> bool:
-        """Check the modules with their hooks, and layers by themselves."""
+        """Check all modules with their hooks."""
         for layer in self.layers:
-            layer.checked_code()
+            layer.checked_code()  # for its `unhooked`
         inside = {part for layer in self.layers for part in layer.module.modules()}
         outside = (part for part in parts if part not in inside)
-        return (
-            all(layer.is_known for layer in self.layers)
-            and all(map(_is_known, parts))
-            and all(map(_computes_tokens, outside))
-        )
+        return all(map(_is_known, parts)) and all(map(_computes_tokens, outside))
 
 
 def _computes_tokens(part: nn.Module) -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Mask`: which query sees which key, as users write it; computes `Bounds` for one length."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -74,7 +73,7 @@ class Mask:
 
     def key(self) -> tuple[object, ...]:
         """Return a cache key: the settings, and the identity and version of the tensors."""
-        tensors: Iterable[object] = [
+        tensors: list[object] = [
             (id(x), tensor_version(x)) if isinstance(x, Tensor) else x for x in self.tensors()
         ]
         return (self.causal, self.window, self.chunk, self.cut_spans, *tensors)

@@ -120,14 +120,21 @@ def test_a_function_of_the_instance():
     assert len(records) == 1
 
 
-def test_a_loss_gets_the_weight_of_its_tokens():
-    module = Prefix()
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    with ContextParallel(None).step(batch):
+BATCH = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+
+
+def log_loss(module, sync):
+    """Log the loss of a step, a mean over three tokens."""
+    with ContextParallel(None).step(BATCH):
         step = routing.active_step.current()
         loss = global_mean(torch.tensor(6.0), torch.tensor(3))
-        with recorded_logs(module, step, training=True, sync="always"):
+        with recorded_logs(module, step, training=True, sync=sync):
             module.log("loss", loss)
+
+
+def test_a_loss_gets_the_weight_of_its_tokens():
+    module = Prefix()
+    log_loss(module, "always")
     ((_, kwargs),) = module.calls
     assert kwargs["batch_size"].item() == 3
     assert kwargs["sync_dist"] is True
@@ -139,16 +146,8 @@ class Few(Base):
 
 
 def test_a_method_that_cannot_pass_the_weight_on_raises():
-    module = Few()
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    with ContextParallel(None).step(batch):
-        step = routing.active_step.current()
-        loss = global_mean(torch.tensor(6.0), torch.tensor(3))
-        with (
-            recorded_logs(module, step, training=True, sync="never"),
-            pytest.raises(TypeError, match=r"Few.log\(\) takes no `batch_size`.*\*\*kwargs"),
-        ):
-            module.log("loss", loss)
+    with pytest.raises(TypeError, match=r"Few.log\(\) takes no `batch_size`.*\*\*kwargs"):
+        log_loss(Few(), "never")
 
 
 @pytest.mark.parametrize(
@@ -184,9 +183,8 @@ def current_mode():
 def test_a_method_of_a_user_runs_with_the_mode_of_the_step():
     """It may compute scalars of sharded parameters."""
     module = Computes()
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
     with (
-        ContextParallel(None).step(batch),
+        ContextParallel(None).step(BATCH),
         recorded_logs(module, None, training=True, sync="never"),
     ):
         module.log("a", VALUE)
