@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_patches.trainer_checks import check_accelerator, check_size, check_trainer
+from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, whole_rows
 from lightning_cp.data.sharding import shift_labels
@@ -75,7 +76,9 @@ class TrainerHandle:
         setattr(owner, name, value)
 
 
-def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any) -> TrainerHandle:
+def context_parallel(
+    target: Any, *models: nn.Module, size: int, verify_steps: bool = True, **options: Any
+) -> TrainerHandle:
     """Shard every sequence of a training run over ``size`` processes.
 
     ``context_parallel(trainer, size=8)`` for a built `transformers.Trainer`, or a trainer of TRL
@@ -92,6 +95,9 @@ def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any)
         target: the trainer or the accelerator.
         models: of an accelerate loop; a trainer has its own.
         size: the number of processes that share each sequence; a divisor of their number.
+        verify_steps: run the first training step and the first evaluation step of a trainer on
+            short sequences, sharded and as one device would, and raise if the loss, a gradient, an
+            output or a logged value differs.
         options: of `lightning_cp.ContextParallel`, such as ``layout`` and ``algorithm``.
 
     Returns:
@@ -122,6 +128,10 @@ def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any)
                 _count_once(trainer, handle)
         if trainer is not None:
             _adapt_trainer(trainer, handle)
+            if size > 1 and verify_steps:
+                data = mesh["dp_replicate"] if mesh is not None and size < mesh.size() else None
+                group = None if data is None else data.get_group()
+                verify_first_steps(trainer, handle.models, handle.cp, group, handle.replace)
     except Exception:
         handle.undo()
         raise

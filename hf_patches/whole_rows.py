@@ -9,7 +9,8 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final, Literal, cast, get_args
@@ -55,15 +56,21 @@ class Rows:
         logits: whether an output has logits where labels are given.
         forward: the instance's ``forward`` before `whole_rows`.
         generate: the instance's own ``generate`` before it, if it had one.
+        is_alone: whether each rank runs full sequences by itself, as one device.
     """
 
     cp: ContextParallel
     logits: Logits
     forward: Callable[..., Any]
     generate: Callable[..., Any] | None
+    is_alone: bool = False
 
     def __deepcopy__(self, _: object) -> "Rows":
         return self  # groups cannot be copied; a copy of the model has the same ranks
+
+    def step(self, batch: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Open the step of a call."""
+        return self.cp.alone(batch, routed=True) if self.is_alone else self.cp.step(batch)
 
 
 @dataclass(eq=False)
@@ -89,6 +96,16 @@ class RowsHandle:
             self.model.generate = rows.generate  # type: ignore[assignment]
         if self.enabled is not None:
             self.enabled.undo()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run full sequences on each rank by itself, as one device, inside a ``with`` block."""
+        rows: Rows = self.model.__dict__[_MARK]
+        rows.is_alone = True
+        try:
+            yield
+        finally:
+            rows.is_alone = False
 
     @property
     def logits(self) -> Logits:
@@ -218,7 +235,7 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     elif enabled.head == "next token" and not arguments.get("token_logp"):
         batch["shift_labels"] = _targets(batch)
         del batch["labels"]
-    with rows.cp.step(batch) as local:
+    with rows.step(batch) as local:
         step = active_step.current()
         assert step is not None  # noqa: S101
         call = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | local
@@ -342,7 +359,7 @@ def _run_fused(
     batch = _tensors(arguments)
     targets = batch["shift_labels"] = _targets(batch)
     del batch["labels"]
-    with rows.cp.step(batch) as local:
+    with rows.step(batch) as local:
         step = active_step.current()
         assert step is not None  # noqa: S101
         others = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}

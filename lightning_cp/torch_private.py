@@ -501,6 +501,8 @@ def global_module_hooks() -> list[object]:
     return [
         *nn.modules.module._global_forward_pre_hooks.values(),
         *nn.modules.module._global_forward_hooks.values(),
+        *nn.modules.module._global_backward_pre_hooks.values(),
+        *nn.modules.module._global_backward_hooks.values(),
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.collective_errors import any_rank
+from lightning_cp.comm.transport import Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data.media import media_names
 from lightning_cp.data.structure import rebuild
@@ -369,26 +370,52 @@ def _precision(model: nn.Module) -> torch.dtype:
     return max(dtypes & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float32)
 
 
+def relative_errors(
+    computed: Mapping[str, Tensor], exact: Mapping[str, Tensor], context: Transport
+) -> tuple[dict[str, float], float]:
+    """Return the error of each gradient relative to its norm, and that of all of them together.
+
+    Over the parts of gradients that the context ranks hold.
+
+    Norms are at least 1e-2 of the typical norm: gradients that are zero in exact arithmetic are
+    noise. All errors are 0 where exact gradients are not finite.
+    """
+    squares = _squares(computed, exact)
+    context.all_reduce(squares)
+    differences, norms = squares.sqrt().unbind(1)
+    if not bool(norms.isfinite().all()):
+        return dict.fromkeys(exact, 0.0), 0.0
+    errors = (differences / _scales(norms, floor=1e-2)).tolist()
+    total = differences.norm() / norms.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return dict(zip(exact, errors, strict=True)), float(total)
+
+
+def _squares(computed: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Tensor:
+    """Return the squared distance and norm of each gradient, of the parts that this rank holds."""
+
+    def of(name: str) -> Tensor:  # one at a time: gradients may be as large as the model
+        c, e = computed[name].double(), exact[name].double()
+        return torch.stack([(c - e).square().sum(), e.square().sum()])
+
+    return torch.stack([of(name) for name in exact])
+
+
 def _distances(
-    computed: dict[str, Tensor], exact: dict[str, Tensor], cp: ContextParallel
+    computed: Mapping[str, Tensor], exact: Mapping[str, Tensor], cp: ContextParallel
 ) -> tuple[Tensor, Tensor]:
     """Return the distance of each gradient from the exact one, and the norm of the exact one."""
-    pairs = [(computed[name].double(), exact[name].double()) for name in exact]
-    squares = torch.stack(
-        [torch.stack([(c - e).square().sum(), e.square().sum()]) for c, e in pairs]
-    )
-    differences, norms = cp.groups.sum(squares).sqrt().unbind(1)
+    differences, norms = cp.groups.sum(_squares(computed, exact)).sqrt().unbind(1)
     return differences, norms
 
 
-def _scales(norms: Tensor) -> Tensor:
+def _scales(norms: Tensor, floor: float = 1e-4) -> Tensor:
     """Return the norms that errors are relative to.
 
-    Some gradients are zero in exact arithmetic, and only noise: the norm is at least 1e-4 of the
-    typical norm.
+    Some gradients are zero in exact arithmetic, and only noise: the norm is at least a small part
+    of the typical norm.
     """
-    floor = 1e-4 * norms.square().mean().sqrt()
-    return norms.clamp(min=max(float(floor), torch.finfo(torch.float64).tiny))
+    smallest = floor * norms.square().mean().sqrt()
+    return norms.clamp(min=max(float(smallest), torch.finfo(torch.float64).tiny))
 
 
 def _relative(differences: Tensor, norms: Tensor) -> Tensor:

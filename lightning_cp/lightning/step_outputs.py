@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from lightning_cp.compare import Finding, Kind, TrialRuns, returned_leaves
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE, compare_values, find_differing
 from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.lightning.logs import Logged, loss_of
-from lightning_cp.lightning.trial_run import Finding, Kind, StepCall, TrialRuns, returned_leaves
+from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import Step, UnshardedStep
 
@@ -96,7 +97,7 @@ class StepOutputs:
     ) -> None:
         self._cp = cp
         self._verify = verify
-        self._trials = TrialRuns(cp, max_len=max_len, lockstep=lockstep)
+        self._trials = TrialRuns(cp, max_len=max_len, data=[cp.groups.data] if lockstep else [])
         self._evidence: dict[_Key, _Evidence] = {}
         self._verified: set[tuple[str, _Padding, object]] = set()
 
@@ -122,7 +123,7 @@ class StepOutputs:
         """Return whether a flag is set on any data rank that takes part in this rank's runs."""
         return self._trials.any_data_rank(flag)
 
-    def verify(self, call: StepCall, batch: Any, step: Step, loader: object = 0) -> None:
+    def verify(self, call: ModuleCall, batch: Any, step: Step, loader: object = 0) -> None:
         """Make a trial run; raise if sharding changes a value. Collective.
 
         Args:
@@ -142,7 +143,7 @@ class StepOutputs:
 
     def release(
         self,
-        call: StepCall,
+        call: ModuleCall,
         output: Any,
         logs: list[Logged],
         step: Step,
@@ -196,7 +197,7 @@ class StepOutputs:
         return outputs.rebuild(output, full)
 
     def _sort(
-        self, call: StepCall, output: Any, logs: list[Logged], step: Step
+        self, call: ModuleCall, output: Any, logs: list[Logged], step: Step
     ) -> tuple[dict[str, tuple[int, Any]], list[_Output]]:
         """Return the values per token, by path, with their dim; and those that ranks must share."""
         tokens, others = {}, []

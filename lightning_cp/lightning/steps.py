@@ -20,7 +20,7 @@ from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss
 from lightning_cp.lightning.memory_plan import MemoryCheck
 from lightning_cp.lightning.module_state import restored_metrics
 from lightning_cp.lightning.step_outputs import StepOutputs
-from lightning_cp.lightning.trial_run import StepCall
+from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import Step
 from lightning_cp.verification import TOLERANCES, Report, verify
@@ -91,7 +91,7 @@ class StepRunner:
                 self._make_trial(call, batch, step)
                 self._begin(local)
             with recorded_logs(self._module, step, training=True, sync="never") as logs:
-                output = call.run(local)
+                output = call.step_fn(local)
             if automatic:
                 output = self.check_loss(output)
         return self.outputs.release(
@@ -114,7 +114,7 @@ class StepRunner:
                 outputs.verify(call, batch, step, loader)
             sync: Sync = "always" if self._lockstep else "epoch"
             with recorded_logs(self._module, step, training=False, sync=sync) as logs:
-                output = call.run(local)
+                output = call.step_fn(local)
         return outputs.release(call, output, logs, step, batch=batch)
 
     def check_loss(self, output: Any) -> Any:
@@ -201,7 +201,7 @@ class StepRunner:
             return self.outputs.is_on and not self.outputs.is_verified("training_step")
         return self.outputs.is_due("training_step", step)
 
-    def _make_trial(self, call: StepCall, batch: Any, step: Step) -> None:
+    def _make_trial(self, call: ModuleCall, batch: Any, step: Step) -> None:
         """Compare what a training step logs, and the gradients of a declared local mean."""
         try:
             self.outputs.verify(call, batch, step)
@@ -212,11 +212,11 @@ class StepRunner:
 
     def _call(
         self, stage: str, step_fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-    ) -> StepCall:
+    ) -> ModuleCall:
         def run(local: Mapping[str, Any]) -> Any:
             return step_fn(local, *args, **kwargs)
 
-        return StepCall(stage, self._module, run, self._lowest_precision)
+        return ModuleCall(stage, self._module, run, self._lowest_precision, self._cp)
 
     def _lowest_precision(self) -> torch.dtype:
         dtypes = {p.dtype for p in self._module.parameters() if p.is_floating_point()}

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trial runs: a step runs sharded and as one device would, and what it yields is compared.
+
+A trial run classifies every value that a step returns, logs or adds to a metric: one value per
+token along a dim, or the same value on all context ranks. A value that is neither raises on all
+ranks. How a step runs is up to its `StepCall`: a LightningModule's and a Trainer's have their own.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_cp import active_step
+from lightning_cp.adapters import output_dims
+from lightning_cp.comm.collective_errors import any_rank, gather_texts
+from lightning_cp.comm.transport import Transport
+from lightning_cp.data import batch as batches
+from lightning_cp.data import outputs
+from lightning_cp.data.consistency import find_differing
+from lightning_cp.data.media import media_names
+from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.sharding import token_dim, unshard_value
+from lightning_cp.data.structure import flatten
+from lightning_cp.fsdp.replication import set_averaging
+from lightning_cp.fsdp.sharding import reshard
+from lightning_cp.parallel import ContextParallel
+from lightning_cp.step import Step, UnshardedStep
+from lightning_cp.torch_private import drop_unreduced_gradients, take_used
+from lightning_cp.verification import MIXING, relative_errors, truncate_batch
+
+Kind = int | Literal["same"]
+"""The dim along which a value holds tokens, or ``same`` for one value on all context ranks."""
+
+LONGEST_MEDIA = 16384
+"""Tokens of a batch with media that each rank runs in full, where it cannot be truncated."""
+
+# Largest relative error of gradients that rounding explains: of each one, and in low precision,
+# where few elements and the choices of a router differ much, of all of them together.
+_GRADIENT, _LOW_GRADIENTS = 3e-2, 0.3
+
+
+class Finding(NamedTuple):
+    """The result of a trial run for one value.
+
+    Args:
+        kind: what the value is.
+        is_uniform: whether it was 0 or all its elements were equal, as many computations give.
+    """
+
+    kind: Kind
+    is_uniform: bool
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a run.
+
+    Args:
+        leaf: the value, and its sequence dim if that is known.
+        source: where it comes from, for errors: ``logged 'val_loss'``.
+        reduction: how ranks combine their parts of it; empty if it is not in parts.
+        is_global: whether it is known to be a mean over the tokens of all ranks.
+    """
+
+    leaf: Leaf
+    source: str
+    reduction: str = ""
+    is_global: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step that has run.
+
+    Args:
+        values: what it has returned, logged and added to metrics, by name.
+        step: the step that was open; None if models open their own steps inside.
+        gradients: of all parameters by name, averaged over the context ranks; empty if unknown.
+    """
+
+    values: dict[str, Value]
+    step: Step | None = None
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Return where the values come from, for errors."""
+        return ", ".join(value.source for value in self.values.values()) or "nothing"
+
+
+class StepCall(Protocol):
+    """A step that can run on any batch, and leaves nothing changed."""
+
+    @property
+    def stage(self) -> str:
+        """Return the name of the step, such as ``validation_step``."""
+
+    @property
+    def skip(self) -> str:
+        """Return the argument that omits trial runs, for errors."""
+
+    def precision(self) -> torch.dtype:
+        """Return the lowest precision in which the step computes."""
+
+    def run(self, batch: Any, *, alone: bool) -> Run:
+        """Run the step on a full batch: sharded, or ``alone``, as one device would."""
+
+    def cure(self, value: Value) -> str:
+        """Return how to make a value that differs, for errors."""
+
+
+class TrialRuns:
+    """Runs steps sharded and on full sequences, and classifies their values.
+
+    Args:
+        cp: how sequences are sharded.
+        max_len: the length to which sequences are truncated.
+        data: the data ranks that take part in each other's runs, since they hold shards of the
+            same parameters or would wait for a rank that raises.
+    """
+
+    def __init__(
+        self, cp: ContextParallel, *, max_len: int, data: Sequence[Transport] = ()
+    ) -> None:
+        self._cp = cp
+        self._max_len = max_len
+        self._data = list(data)
+        self.is_running = False
+
+    def run(self, call: StepCall, batch: Any, step: Step) -> list[dict[str, Finding]]:
+        """Run a step on parts of a batch, and compare. Collective.
+
+        Args:
+            call: the step.
+            batch: the full batch.
+            step: the step that is open for the batch.
+
+        Returns:
+            For each part that the step accepts, the finding for each value by name.
+        """
+        parts, problem = list[Any](), None
+        try:
+            parts = self._trial_batches(batch, step)
+        except Exception as error:  # noqa: BLE001  raised below, on all ranks
+            problem = error
+        with active_step.outside():
+            self._cp.checks.check_batch(batch, problem, training=False, values=True)
+            results, failure = self.compare_runs(call, self.equal_number(parts))
+            # Truncation may cut off placeholders of media.
+            is_cut = failure is not None and not results and bool(media_names(batch))
+            if self._any_rank(is_cut)[0] and not self._any_rank(self._is_too_long(step))[0]:
+                results, failure = self.compare_runs(call, [batch])
+            if failure is not None and not results:
+                raise failure
+            return results
+
+    def any_data_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any data rank that takes part in this rank's runs."""
+        return any_rank([flag], *self._data)[0]
+
+    def _any_rank(self, *flags: bool) -> list[bool]:
+        """Return which flags are set on any rank that takes part in this rank's runs."""
+        return any_rank(flags, self._cp.groups.context, *self._data)
+
+    def _everywhere(self, flags: Iterable[bool]) -> list[bool]:
+        """Return which flags are set on all context ranks."""
+        missing = [not flag for flag in flags]
+        return [not x for x in any_rank(missing, self._cp.groups.context)] if missing else []
+
+    # ---------------------------------------------------------------- batches to run on
+
+    def _trial_batches(self, batch: Any, step: Step) -> list[Any]:
+        """Return short batches like this one.
+
+        They are padded by sharding if the batch is. Two of them, and one with padding of its own if
+        the batch has some. None for a long batch that is handed over, which cannot be truncated.
+        One with media stays as it is where data ranks take part: a model may refuse what is left
+        of one data rank's batch, amid a run in which the others wait for it. None if it is long.
+        """
+        if any(group.size > 1 for group in self._data) and media_names(batch):
+            return [] if self._is_too_long(step) else [batch] * 2
+        if isinstance(step, UnshardedStep):
+            tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
+            longest = max((max(x.shape, default=0) for x in tensors), default=0)
+            return [batch] * 2 if longest <= self._max_len else []
+        cp, layout = self._cp, step.layout
+        max_len = min(self._max_len, layout.seq_len)
+        # Short: errors at the boundaries of shards show most.
+        short_len = min(max_len, 16 * cp.cp_size)
+        num_chunks = 2 * cp.cp_size
+        rest = 1 if layout.padded_len > layout.seq_len else 0
+        lengths = [
+            max(n - (n - rest) % num_chunks, min(n, num_chunks)) for n in (short_len, max_len)
+        ]
+        short, long = (truncate_batch(batch, cp=cp, max_len=n) for n in lengths)
+        padded = [] if step.padding is None else [batches.pad_samples(short)]
+        return [*padded, long, short]
+
+    def _is_too_long(self, step: Step) -> bool:
+        """Return whether the batch is too long for each rank to run all of it."""
+        return step.layout.seq_len > max(self._max_len, LONGEST_MEDIA)
+
+    def equal_number(self, parts: list[Any]) -> list[Any]:
+        """Return equally many parts on all data ranks; none if one rank has none. Collective."""
+        is_none, is_three = self._any_rank(not parts, len(parts) > 2)
+        return [] if is_none else [*parts, *parts[:1]][: 3 if is_three else 2]
+
+    # ---------------------------------------------------------------- comparing two runs
+
+    def compare_runs(
+        self, call: StepCall, parts: Sequence[Any]
+    ) -> tuple[list[dict[str, Finding]], Exception | None]:
+        """Return the findings of each part that the step accepts, and the last error of others.
+
+        Collective: all ranks have equally many parts.
+        """
+        failure: Exception | None = None
+        results: list[dict[str, Finding]] = []
+        for part in parts:
+            # Full sequences first: all ranks compute the same there, so that an error is raised by
+            # all of them. A step that does not accept shorter sequences is run on the next part.
+            problem = None
+            try:
+                full = self._run(call, part, alone=True)
+            except Exception as error:  # noqa: BLE001  raised by the caller if no part is accepted
+                failure = problem = error
+            if self._any_rank(problem is not None)[0]:
+                continue
+            results.append(self._compare(call, self._run(call, part, alone=False), full))
+        return results, failure
+
+    def _run(self, call: StepCall, part: Any, *, alone: bool) -> Run:
+        self.is_running = True
+        try:
+            return call.run(part, alone=alone)
+        except Exception as error:
+            error.add_note(
+                f"This error was raised by the trial run of {call.stage}(), which compares it with "
+                f"a run on full sequences. {call.skip} skips it."
+            )
+            raise
+        finally:
+            self.is_running = False
+
+    def _compare(self, call: StepCall, sharded: Run, full: Run) -> dict[str, Finding]:
+        """Classify each value; raise for those that one device would not compute."""
+        names, group = list(sharded.values), self._cp.groups.context
+        message = ""
+        if find_differing(names, group) or names != list(full.values):
+            message = (
+                f"{call.stage}() returns and logs other values on full sequences "
+                f"({full.describe()}) than on the tokens of this rank ({sharded.describe()}), or "
+                "the ranks differ. Return and log the same values for all batches."
+            )
+            kinds = dict[str, Kind]()
+        else:
+            kinds = self._find_kinds(call, sharded, full)
+            wrong = [name for name in names if name not in kinds]
+            if wrong:
+                message = self._explain(call, sharded, full, wrong)
+            else:
+                message = self._explain_gradients(call, sharded, full)
+        # Data ranks that take part would wait for this one.
+        if self.any_data_rank(bool(message)):
+            raise ValueError(
+                message
+                or f"The trial run of {call.stage}() failed on another data rank; see its error."
+            )
+        return {
+            name: Finding(kind, outputs.is_uniform(full.values[name].leaf.value))
+            for name, kind in kinds.items()
+        }
+
+    def _find_kinds(self, call: StepCall, sharded: Run, full: Run) -> dict[str, Kind]:
+        """Return the kind of each value that is right; the same on all ranks."""
+        kinds: dict[str, Kind] = {}
+        step, precision = sharded.step, call.precision()
+        pairs = {name: (value, full.values[name]) for name, value in sharded.values.items()}
+        dims = {
+            name: None if step is None else token_dim(value.leaf, step)
+            for name, (value, _) in pairs.items()
+        }
+        same = self._everywhere(
+            dims[name] is None
+            and outputs.is_close(self._combine(value), other.leaf.value, precision)
+            for name, (value, other) in pairs.items()
+        )
+        forms = [outputs.digest(outputs.form(value.leaf)) for value, _ in pairs.values()]
+        alike = self._everywhere(distance == 0 for distance in self._distances(forms))
+        for (name, (value, other)), is_same, is_alike in zip(
+            pairs.items(), same, alike, strict=True
+        ):
+            if is_same:
+                kinds[name] = "same"
+            elif is_alike and not value.reduction and step is not None:
+                local, expected = value.leaf.value, other.leaf.value
+                for dim in _candidate_dims(local, expected, dims[name], step):
+                    unsharded = unshard_value(local, dim, step)
+                    if self._everywhere([outputs.is_close(unsharded, expected, precision)])[0]:
+                        kinds[name] = dim
+                        break
+        return kinds
+
+    def _combine(self, value: Value) -> Any:
+        """Return a value after its reduction over the context ranks."""
+        x = outputs.as_tensor(value.leaf.value)
+        if not value.reduction or x is None:
+            return value.leaf.value
+        group = self._cp.groups.context
+        mine = x.double().to(group.device).contiguous()
+        gathered = mine.new_empty(group.size, *mine.shape)
+        group.all_gather(gathered, mine)()
+        if value.reduction == "sum":
+            return gathered.sum(0)
+        return gathered.amin(0) if value.reduction == "min" else gathered.amax(0)
+
+    def _distances(self, numbers: list[int]) -> list[int]:
+        """Return the largest distance of each number to that of the first context rank."""
+        if not numbers:
+            return []
+        group = self._cp.groups.context
+        mine = torch.tensor(numbers, dtype=torch.int64, device=group.device)
+        gathered = mine.new_empty(group.size, len(numbers))
+        group.all_gather(gathered, mine)()
+        return [int(x) for x in (gathered - gathered[0]).abs().amax(0)]
+
+    def _explain(self, call: StepCall, sharded: Run, full: Run, wrong: list[str]) -> str:
+        value, other = sharded.values[wrong[0]], full.values[wrong[0]]
+        step = sharded.step
+        mine = outputs.describe(self._combine(value))
+        texts = gather_texts(mine, self._cp.groups.context)[:4]
+        by_rank = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
+        more = f" ({len(wrong) - 1} more values differ.)" if len(wrong) > 1 else ""
+        has_len = step is not None and not isinstance(step, UnshardedStep)
+        length = f" of {step.layout.seq_len} tokens" if has_len and step is not None else ""
+        fix = call.cure(value)
+        if value.is_global:
+            fix = f"Context parallelism changes the results of this model. {MIXING}"
+        return (
+            f"{call.stage}() {value.source}: {by_rank} of the {self._cp.cp_size} context ranks, "
+            f"but {outputs.describe(other.leaf.value)} on full sequences{length}.{more} {fix} If "
+            f"both are right and differ for another reason: {call.skip}."
+        )
+
+    def _explain_gradients(self, call: StepCall, sharded: Run, full: Run) -> str:
+        """Return what is wrong with the gradients; empty if nothing is. Collective."""
+        if not full.gradients:
+            return ""
+        context = self._cp.groups.context
+        errors, total = relative_errors(sharded.gradients, full.gradients, context)
+        name, worst = max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
+        is_low = call.precision() in (torch.float16, torch.bfloat16)
+        if total <= _LOW_GRADIENTS if is_low else worst <= _GRADIENT:
+            return ""
+        return (
+            f"{call.stage}() has the loss of one device, but other gradients: that of `{name}` "
+            f"differs by {worst:.1e} of its norm, all of them by {total:.1e}. Code that runs in "
+            "backward sees this rank's tokens: a hook on a module, tensor or parameter that "
+            "changes gradients by their norm or mean, or an autograd function. Change gradients "
+            "by constants, or those of parameters after backward, where they are averaged. If "
+            f"both are right and differ for another reason: {call.skip}."
+        )
+
+
+@contextmanager
+def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None]:
+    """Give a model gradients of its own inside a ``with`` block, and put the former ones back.
+
+    FSDP2 reduces them in each backward; those of replicated parameters are not averaged.
+
+    Args:
+        model: the model.
+        is_reduced: whether FSDP2 reduces gradients in the run; else it accumulates them.
+    """
+    former = [(parameter, parameter.grad) for parameter in model.parameters()]
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for parameter, _ in former:
+        parameter.grad = None
+    for unit in units:
+        unit.set_requires_gradient_sync(True, recurse=False)
+    set_averaging(model, enabled=False)
+    try:
+        yield
+    finally:
+        reshard(model)
+        for unit in units:
+            drop_unreduced_gradients(unit)
+            unit.set_requires_gradient_sync(is_reduced, recurse=False)
+            for _ in take_used(unit):
+                pass
+        set_averaging(model, enabled=True)
+        for parameter, gradient in former:
+            parameter.grad = gradient
+
+
+def take_gradients(model: nn.Module, context: Transport | None) -> dict[str, Tensor]:
+    """Return the gradients of all trained parameters; zeros where there is none.
+
+    Args:
+        model: the model.
+        context: the ranks over which those of replicated parameters are averaged; None for none.
+    """
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(gradient, DTensor):  # FSDP2 has averaged it
+            gradient = gradient.to_local()
+        elif context is not None:
+            context.all_reduce(gradient)
+            gradient.div_(context.size)
+        gradients[name] = gradient.detach()
+    return gradients
+
+
+def returned_leaves(output: Any, *, training: bool) -> Iterator[Leaf]:
+    """Yield the values that a step returned, without the loss of training (see loss_policy)."""
+    for leaf in outputs.leaves(output, output_dims):
+        if not (training and leaf.path in ("", "['loss']")):
+            yield leaf
+
+
+def _candidate_dims(local: Any, full: Any, known: int | None, step: Step) -> list[int]:
+    """Return the dims along which a value may hold tokens: those that only sharding shortens."""
+    a, b = outputs.as_tensor(local), outputs.as_tensor(full)
+    if a is None or b is None or a.dim() != b.dim() or isinstance(step, UnshardedStep):
+        return []
+    dims = range(a.dim()) if known is None else [known % a.dim()]
+    return [
+        dim
+        for dim in dims
+        if a.shape[dim] == step.tensor_len
+        and b.shape[dim] == step.layout.seq_len
+        and a.shape[:dim] == b.shape[:dim]
+        and a.shape[dim + 1 :] == b.shape[dim + 1 :]
+    ]
