@@ -301,10 +301,15 @@ def _detached(result: Any) -> Any:
 
 
 @contextmanager
-def _recorded_logs(trainer: Any) -> Iterator[list[Any]]:
+def _recorded_logs(trainer: Any) -> Iterator[dict[str, list[Any]]]:
     """Record what is logged in a step, without logging it."""
-    logs: list[Any] = []
-    with _set(trainer, "log", lambda values, *_, **__: logs.append(dict(values))):
+    logs: dict[str, list[Any]] = {}
+
+    def log(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        for name, value in values.items():
+            logs.setdefault(name, []).append(value)
+
+    with _set(trainer, "log", log):
         yield logs
 
 
