@@ -27,7 +27,7 @@ from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
 from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.restore import restored_state
+from lightning_cp.restore import kept_numbers, restored_state, user_hooks
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import truncate_batch
 
@@ -202,7 +202,7 @@ class _TrainerCall:
         }
         return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
-    def cure(self, _: Value) -> str:
+    def cure(self, _: Value | None) -> str:
         """Return how to make a value that differs, for errors."""
         return (
             "Inside of the model each rank holds its own tokens: what a hook on a layer sees there "
@@ -215,13 +215,26 @@ class _TrainerCall:
     def run(self, batch: Any, *, alone: bool) -> Run:
         """Run the step, collect its values, and undo what it changes."""
         if not alone:
-            return self._without_random(self._run_once(batch, alone=False))
+            return self._without_random(self._run_sharded(batch))
         self._evaluates, self._random = False, set()
         run = self._run_twice(batch)
         if self._random and self.stage != "prediction_step":  # dropout by a function
             self._evaluates = True
             run = self._run_twice(batch)
         return self._without_random(run)
+
+    def _run_sharded(self, batch: Any) -> Run:
+        """Run on the ranks; say so if that raises where full sequences did not."""
+        try:
+            return self._run_once(batch, alone=False)
+        except Exception as error:
+            if _raised_in(error) in ("hf_patches", "lightning_cp"):
+                raise
+            raise ValueError(
+                f"{self.stage}() runs on full sequences, and raises on {self.cp.cp_size} ranks: "
+                f"{type(error).__name__}: {error} {self.cure(None)} To skip this comparison: "
+                f"{self.skip}."
+            ) from error
 
     def _run_twice(self, batch: Any) -> Run:
         """Run as one device with two seeds; note values that depend on them."""
@@ -267,15 +280,21 @@ class _TrainerCall:
             if self._evaluates:
                 model.eval()
             torch.manual_seed(seed)
+            if user_hooks(model):  # what they keep may be used by the next step
+                self._call(model, batch)
+                model.zero_grad(set_to_none=True)
+                logs.clear()
             result = self._call(model, batch)
             values = {
-                f"output{leaf.path}": Value(leaf, f"returned output{leaf.path}")
+                f"output{leaf.path}": Value(leaf, f"returned output{leaf.path}", is_loss=True)
                 for leaf in outputs.leaves(_detached(result))
             }
             metrics = {"metrics": getattr(trainer, "_metrics", {}), "log": logs}
             for kind, numbers in metrics.items():
                 for path, number in _numbers(numbers):
                     values[f"{kind} {path}"] = Value(Leaf("", number), f"logged {path}")
+            for name, number in kept_numbers(trainer, leave=("_metrics", *_DATA)):
+                values[f"kept {name}"] = Value(Leaf("", number), f"kept self.{name}", is_kept=True)
             context = None if alone else self.cp.groups.context
             return Run(values, gradients=take_gradients(model, context))
 
@@ -359,6 +378,14 @@ def _as_one_device(trainer: Any, models: list[RowsHandle], size: int) -> Iterato
 def _frame_root(depth: int) -> str:
     """Return the package of a function that called."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the package in which an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _root(function: Any) -> str:

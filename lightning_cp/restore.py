@@ -49,8 +49,7 @@ def restored_state(
             model are among them.
         leave: names of attributes of ``objects`` that are left as they are: large data.
     """
-    hooks = [hook for part in model.modules() for hook in module_hooks(part)]
-    users = [f for f in [*hooks, *global_module_hooks(), *functions] if _is_of_user(f)]
+    users = [*user_hooks(model), *(f for f in functions if _is_of_user(f))]
     numbers = [
         (vars(part), name, value)
         for part in model.modules()
@@ -68,6 +67,37 @@ def restored_state(
         finally:
             for attributes, name, value in numbers:
                 attributes[name] = value
+
+
+def kept_numbers(owner: Any, leave: Iterable[str] = ()) -> Iterator[tuple[str, float]]:
+    """Yield the fractions in the plain attributes of an object, with their paths: what it measures.
+
+    Counts are not among them: of local tokens, for example.
+    """
+    skipped = frozenset(leave)
+    for name, value in vars(owner).items():
+        if name not in skipped and name not in _MODULE_ATTRIBUTES:
+            yield from _fractions(value, name)
+
+
+def _fractions(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, Tensor):
+        if value.dim() == 0 and value.is_floating_point() and not value.is_meta:
+            yield path, float(value)
+    elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
+        for key, part in value.items():
+            yield from _fractions(part, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple | deque) and len(value) <= _MAX_ITEMS:
+        for index, part in enumerate(value):
+            yield from _fractions(part, f"{path}[{index}]")
+
+
+def user_hooks(model: nn.Module) -> list[Any]:
+    """Return the hooks on the modules of a model that are of no library that we know."""
+    hooks = [hook for part in model.modules() for hook in module_hooks(part)]
+    return [hook for hook in [*hooks, *global_module_hooks()] if _is_of_user(hook)]
 
 
 @contextmanager

@@ -19,11 +19,12 @@ from lightning_cp.compare import Run, Value, own_gradients, returned_leaves, tak
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
 from lightning_cp.data.outputs import Leaf
-from lightning_cp.lightning.logs import loss_of, recorded_logs
+from lightning_cp.lightning.logs import Logged, loss_of, recorded_logs
 from lightning_cp.lightning.loss_policy import take_loss
 from lightning_cp.lightning.module_state import metrics_of, restored_metrics
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.restore import restored_state
+from lightning_cp.restore import kept_numbers, restored_state, user_hooks
+from lightning_cp.step import Step
 
 _METRIC_FIX: Final = (
     "The states of a metric are reduced over all ranks: update it with the tokens of this rank "
@@ -64,12 +65,7 @@ class ModuleCall:
 
     def run(self, batch: Any, *, alone: bool) -> Run:
         """Run the step, collect its values, and undo what it changes."""
-        cp, module = self.cp, self.module
-        opened = (
-            cp.alone(batch, training=False, routed=True)
-            if alone
-            else cp.step(batch, training=False)
-        )
+        module = self.module
         with (
             restored_metrics(module),
             restored_state(module),
@@ -80,16 +76,11 @@ class ModuleCall:
             metrics = metrics_of(module)
             for metric in metrics.values():
                 metric.reset()
-            with opened as local:
-                step = active_step.opened()
-                assert step is not None  # noqa: S101
-                with recorded_logs(module, step, training=self.is_training, sync=None) as logs:
-                    output = self.step_fn(local)
-                loss = take_loss(output)
-                is_checked = self.is_training and step.losses  # others are refused, or declared
-                if is_checked and isinstance(loss, Tensor) and loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            gradients = take_gradients(module, None if alone else step.groups.context)
+            if user_hooks(module):  # what they keep may be used by the next step
+                self._run_once(batch, alone=alone)
+            step, output, logs = self._run_once(batch, alone=alone)
+            context = None if alone else step.groups.context
+            gradients = take_gradients(module, context) if self.is_training else {}
             values = {}
             for leaf in returned_leaves(output, training=self.is_training):
                 _check_comparable(leaf, self.stage)
@@ -101,7 +92,29 @@ class ModuleCall:
                 values[f"log {log.name}"] = Value(leaf, source, log.reduction, log.is_global)
             for name, metric_value in _metric_values(metrics, step.groups.context).items():
                 values[f"metric {name}"] = Value(Leaf("", metric_value), f"updated self.{name}")
-            return Run(values, step, gradients if self.is_training else {})
+            for name, number in kept_numbers(module):
+                values[f"kept {name}"] = Value(Leaf("", number), f"kept self.{name}", is_kept=True)
+            return Run(values, step, gradients)
+
+    def _run_once(self, batch: Any, *, alone: bool) -> tuple[Step, Any, list[Logged]]:
+        """Run the step, and backward if it trains, on gradients of its own."""
+        cp, module = self.cp, self.module
+        module.zero_grad(set_to_none=True)
+        opened = (
+            cp.alone(batch, training=False, routed=True)
+            if alone
+            else cp.step(batch, training=False)
+        )
+        with opened as local:
+            step = active_step.opened()
+            assert step is not None  # noqa: S101
+            with recorded_logs(module, step, training=self.is_training, sync=None) as logs:
+                output = self.step_fn(local)
+            loss = take_loss(output)
+            is_checked = self.is_training and step.losses  # others are refused, or declared
+            if is_checked and isinstance(loss, Tensor) and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return step, output, logs
 
 
 def _check_comparable(leaf: Leaf, stage: str) -> None:
