@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Script:
         name = model.partition("+")[0]
         others = [p for p in known if p.is_harmless and p is not main and name in p.models]
         more = rng.sample(others, rng.choice((0, 0, 1, 2)))
-        return cls(
+        drawn = cls(
             number=number,
             door=door,
             parts=(main, *more),
@@ -68,6 +68,7 @@ class Script:
             clip=rng.choice((0.0, 0.5)),
             is_sharded=rng.random() < (0.7 if door == "lightning" else 0.2),
         )
+        return replace(drawn, is_sharded=False) if main.is_replicated else drawn
 
     def __str__(self) -> str:
         parts = " + ".join(part.name for part in self.parts)

@@ -98,6 +98,7 @@ class Part:
     doors: str
     models: tuple[str, ...]
     is_harmless: bool
+    is_replicated: bool
 
     @property
     def name(self) -> str:
@@ -112,12 +113,23 @@ PARTS: list[Part] = []
 
 
 def part(
-    doors: str = "LT", models: tuple[str, ...] = CAUSAL, *, harmless: bool = False
+    doors: str = "LT",
+    models: tuple[str, ...] = CAUSAL,
+    *,
+    harmless: bool = False,
+    replicated: bool = False,
 ) -> Callable[[Callable[[Use], None]], Callable[[Use], None]]:
-    """Register a part; a harmless one is added to scripts of other parts too."""
+    """Register a part.
+
+    Args:
+        doors: first letters of the doors that it is for.
+        models: that it is for.
+        harmless: whether it is added to scripts of other parts too.
+        replicated: whether its scripts never shard parameters.
+    """
 
     def register(attach: Callable[[Use], None]) -> Callable[[Use], None]:
-        PARTS.append(Part(attach, doors, models, harmless))
+        PARTS.append(Part(attach, doors, models, harmless, replicated))
         return attach
 
     return register
@@ -726,7 +738,7 @@ def frozen_layer(use: Use) -> None:
             module.requires_grad_(False)
 
 
-@part(models=ANY)
+@part(models=ANY, replicated=True)
 def unfreezing(use: Use) -> None:
     """Layer 0 is frozen, and a callback unfreezes it after the first step."""
     use.layer(0).requires_grad_(False)
