@@ -21,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -139,10 +140,16 @@ def compare(stock: Found, ranks: list[Found]) -> dict[str, Any]:
         return {"result": result, "detail": "; ".join(wrong), **numbers}
     if not all(x.error and x.is_ours for x in ranks):
         told = sum(bool(x) for x in errors)
-        detail = f"{told} of {len(ranks)} ranks: {first.error[:300]} at {first.place}"
+        detail = (
+            f"{told} of {len(ranks)} ranks: {textwrap.shorten(first.error, 300)} at {first.place}"
+        )
         return {"result": "broken", "detail": detail, **numbers}
     result = "different" if wrong else "refused"
-    return {"result": result, "detail": "; ".join([*wrong, first.error])[:400], **numbers}
+    return {
+        "result": result,
+        "detail": textwrap.shorten("; ".join([*wrong, first.error]), 300),
+        **numbers,
+    }
 
 
 def weight_differences(stock: Found, found: Found) -> list[tuple[str, float]]:
@@ -213,7 +220,7 @@ def _section(known: Known, commit: str, result: str) -> Iterator[str]:
         text = Script.draw(found[0][0]["number"]).parts[0].text
         where = ", ".join(f"{entry['number']:03d} ({'/'.join(sizes)})" for entry, sizes in found)
         entry, sizes = found[0]
-        detail = " ".join(entry["results"][sizes[-1]]["detail"].split())[:200]
+        detail = textwrap.shorten(entry["results"][sizes[-1]]["detail"], 200)
         yield f"- **{name}**, {door}, {where}: {text} `{detail.replace('`', ' ')}`"
 
 

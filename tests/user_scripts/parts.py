@@ -567,7 +567,7 @@ def soft_targets(use: Use, teacher: Any, temperature: float = 2.0) -> Tensor:
 
 @part(models=(*CAUSAL, *LORA[:2]))
 def distillation(use: Use) -> None:
-    """KL from the logits of a frozen teacher, meaned over all tokens."""
+    """KL from the logits of a frozen teacher, averaged over all tokens."""
     use.base = "logits"
     teacher = use.teacher = frozen(use)
     use.add(lambda: 0.5 * soft_targets(use, teacher).mean())
@@ -575,7 +575,7 @@ def distillation(use: Use) -> None:
 
 @part()
 def distillation_of_labels(use: Use) -> None:
-    """KL from the logits of a frozen teacher (held in a list), meaned over tokens with labels."""
+    """KL from the logits of a frozen teacher (held in a list), averaged over tokens with labels."""
     use.base = "logits"
     teacher = [frozen(use)]
 
@@ -588,7 +588,7 @@ def distillation_of_labels(use: Use) -> None:
 
 @part()
 def hidden_distillation(use: Use) -> None:
-    """1 - cosine of hidden states of model and frozen teacher, meaned over all tokens."""
+    """1 - cosine of hidden states of model and frozen teacher, averaged over all tokens."""
     use.arguments["output_hidden_states"] = True
     teacher = use.teacher = frozen(use)
 
@@ -776,7 +776,7 @@ def lora_merged(use: Use) -> None:
 
 @in_step(models=LORA, base="logits")
 def lora_off(use: Use, loss: Tensor) -> Tensor:
-    """KL from the same model with its adapters disabled, meaned over all tokens."""
+    """KL from the same model with its adapters disabled, averaged over all tokens."""
     with torch.no_grad(), use.model.disable_adapter():
         target = use.call(**use.inputs()).logits
     return loss + 0.5 * divergence(use.logits, target).mean()
