@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
@@ -47,6 +46,7 @@ import recipes.data  # makes short class names known to the parser
 import recipes.preference
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
+from lightning_cp.error_report import report_error
 from recipes.data.module import PackedData, PackingOptions
 from recipes.module import CausalLMModule
 from recipes.preference.module import PreferenceModule
@@ -248,11 +248,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") 
     except ArgumentError as error:
         if debug:
             raise
-        return _stop(explain(str(error), ", ".join(_configs(args))))
+        return report_error(explain(str(error), ", ".join(_configs(args))))
     except Exception as error:
         if debug or not _is_for_user(error):
             raise
-        return _stop(str(error))
+        return report_error(error)
     return 0
 
 
@@ -362,17 +362,6 @@ def _configs(args: Sequence[str]) -> Iterator[str]:
             yield value
         elif flag.startswith("--config="):
             yield flag.removeprefix("--config=")
-
-
-def _stop(message: str) -> int:
-    """Print an error in one line; return the exit status."""
-    rank = _rank()
-    if rank:
-        # Usually rank 0 reports the same error, and its launcher then ends this process.
-        time.sleep(3)
-    where = f" (process {rank})" if rank else ""
-    sys.stderr.write(f"error{where}: {' '.join(message.split())}\n")
-    return 2
 
 
 def _is_for_user(error: Exception) -> bool:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from lightning_cp.error_report import end_process, quote_uncaught_errors, report_error
+
 PROG: Final = "lightning-cp"
 
 
@@ -21,12 +23,12 @@ def run_recipes(args: Sequence[str], prog: str) -> int:
     Returns:
         The exit status.
     """
+    quote_uncaught_errors()
     try:
         from recipes.cli import main
     except ImportError as error:
         fix = "" if "pip install" in str(error) else ": pip install 'lightning-cp[recipes]'"
-        sys.stderr.write(f"error: {error}{fix}\n")
-        return 2
+        return report_error(f"{error}{fix}")
     return main(args, prog=prog)
 
 
@@ -105,9 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(args[0])
     if command is None:
-        sys.stderr.write(
-            f"error: there is no command {args[0]!r}. Choose one of {', '.join(COMMANDS)}; "
-            f"{PROG} --help describes them.\n"
+        return report_error(
+            f"there is no command {args[0]!r}. Choose one of {', '.join(COMMANDS)}; "
+            f"{PROG} --help describes them."
         )
-        return 2
     return command.run(args, PROG)
+
+
+def run() -> None:
+    """Run the command of this process, as `lightning-cp`."""
+    end_process(main())
