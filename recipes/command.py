@@ -14,7 +14,9 @@ PROG: Final = "lightning-cp"
 
 
 def run_recipes(args: Sequence[str], prog: str) -> int:
-    """Run a command of `recipes.cli`; without the packages that it needs, name the extra.
+    """Run a command of `recipes.cli`; first look for the files that the arguments name.
+
+    Without the packages that it needs, name the extra.
 
     Args:
         args: as on a command line, the command first.
@@ -25,7 +27,12 @@ def run_recipes(args: Sequence[str], prog: str) -> int:
     """
     quote_uncaught_errors()
     try:
-        from recipes.cli import main
+        from recipes.files import find_files
+
+        args = find_files(args)
+        from recipes.cli import main  # takes seconds
+    except FileNotFoundError as error:
+        return report_error(error)
     except ImportError as error:
         fix = "" if "pip install" in str(error) else ": pip install 'lightning-cp[recipes]'"
         return report_error(f"{error}{fix}")
