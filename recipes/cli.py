@@ -45,7 +45,7 @@ import recipes.preference
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
-from recipes.data.module import PackedData, PackingOptions
+from recipes.data.module import PackedData, PackingOptions, SampleData
 from recipes.files import configs, data_class
 from recipes.module import CausalLMModule
 from recipes.preference.module import PreferenceModule
@@ -131,6 +131,21 @@ class RecipesCLI(LightningCLI):
                 setattr(self.datamodule, name, self.datamodule.val_dataloader)
         for saver in self.trainer.checkpoint_callbacks:
             _restore_last(getattr(saver, "dirpath", None))
+        is_first = _launcher(self.trainer) is not None and self.trainer.num_nodes == 1
+        if is_first and isinstance(self.datamodule, SampleData):
+            # Not only in `fit`: bad data is found before other processes are started.
+            self.datamodule.prepare_data()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run a command; a user error also ends the processes that this one has started."""
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception as error:
+            launcher = _launcher(self.trainer)
+            if launcher and _is_for_user(error):
+                launcher.kill(signal.SIGKILL)
+                launcher.procs.clear()  # else Lightning would kill this one, too
+            raise
 
     def predict(self, **options: Any) -> None:
         """Predict, and write a file per data rank."""
@@ -218,6 +233,11 @@ class Requeue(Callback):
         if self._former_handler is not None:
             signal.signal(signal.SIGUSR1, self._former_handler)
             self._former_handler = None
+
+
+def _launcher(trainer: Trainer) -> Any:
+    """Return what starts the other processes of this node; None if they are started already."""
+    return trainer.strategy.launcher
 
 
 def _environment(trainer: Trainer) -> Any:

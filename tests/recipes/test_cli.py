@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from hf_patches.__main__ import main as hf_main
 from lightning_cp.comm.transport import gather
@@ -222,7 +223,39 @@ def missing_config(folder):
     return ["--config", "none.yaml"], "--config none.yaml: there is no such file"
 
 
-@pytest.mark.parametrize("case", [missing_config])
+def bad_lines(folder):
+    file = folder / "bad.jsonl"
+    file.write_text('{"text": "words"}\n{"text": words}\n')
+    return ["--data.source", str(file)], f"source='{file}' cannot be read as json"
+
+
+def test_bad_data_is_found_before_other_processes_are_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", pytest.fail)
+    args, message = bad_lines(tmp_path)
+    assert main([*FIT_ON_TWO, *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_user_error_ends_the_processes_that_were_started(tmp_path, monkeypatch):
+    launchers, started = [], []
+
+    def launch(self, *_, **__):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]))
+        self.procs = [*started]
+        launchers.append(self)
+        raise FileNotFoundError("only now")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", launch)
+    monkeypatch.setattr("recipes.data.TextData.prepare_data", lambda self: None)
+    assert main(FIT_ON_TWO) == 2
+    assert started[0].wait(10) == -signal.SIGKILL
+    # Lightning looks at these every 5 s, and kills this process if one has failed.
+    assert launchers[0].procs == []
+
+
+@pytest.mark.parametrize("case", [missing_config, pytest.param(bad_lines, marks=pytest.mark.slow)])
 def test_torchrun_quotes_a_user_error_once(case, job, tmp_path):
     args, message = case(tmp_path)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
