@@ -22,6 +22,7 @@ from typing_extensions import override
 
 STATUS: Final = 2
 """The exit status after a user error. torchrun itself then exits with 1."""
+_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 _PATIENCE: Final = 3.0
 """Seconds that a process waits for the first one of its node, which usually reports the same error,
 and for its own exit functions."""
@@ -72,7 +73,7 @@ def tell_torchrun(text: str) -> bool:
 
     The format is that of torch's `ErrorHandler`, of which torchrun shows the message.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    file = os.environ.get(_FILE)
     if not file:
         return False
     content = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -87,6 +88,8 @@ def tell_torchrun(text: str) -> bool:
 @lru_cache(maxsize=1)
 def quote_uncaught_errors() -> None:
     """Let torchrun quote the traceback of an error that ends this process."""
+    if _FILE not in os.environ:
+        return
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
