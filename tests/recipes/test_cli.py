@@ -258,6 +258,7 @@ def test_a_user_error_ends_the_processes_that_were_started(tmp_path, monkeypatch
 @pytest.mark.parametrize("case", [missing_config, pytest.param(bad_lines, marks=pytest.mark.slow)])
 def test_torchrun_quotes_a_user_error_once(case, job, tmp_path):
     args, message = case(tmp_path)
+    args += [f"--data.cache_dir={tmp_path}", f"--trainer.default_root_dir={tmp_path}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job.start([sys.executable, *launcher, "-m", "recipes", *FIT_ON_TWO, *args])
     outcome = job.wait()
