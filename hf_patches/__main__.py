@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `torchrun ... -m hf_patches verify` and `python -m hf_patches export`.
 
-Exit status: 0 for success, 1 if `verify` found different numbers, 2 for a user error (torchrun
-turns it into 1).
+Exit status: 0 for success, 1 if `verify` found different numbers, 2 for a user error. Under
+torchrun the message is in its report, and its own exit status is 1.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,12 @@ from hf_patches.export import export, read_config
 from hf_patches.positions import position_rule
 from hf_patches.verify import verify
 from hf_patches.verify_inputs import HEADS, build_batch, build_model, resolve_head
+from lightning_cp.error_report import (
+    Parser,
+    end_process,
+    quote_uncaught_errors,
+    report_error,
+)
 from lightning_cp.options import AlgorithmName, LayoutName
 from lightning_cp.parallel import ContextParallel
 
@@ -33,9 +38,9 @@ _DTYPES: Final = {
 }
 
 
-def build_parser(prog: str = "python -m hf_patches") -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m hf_patches") -> Parser:
     """Build the parser; each command sets ``run``, which returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Tools for Hugging Face models under context parallelism.",
     )
@@ -207,6 +212,7 @@ def join_ranks(name: str) -> Iterator[torch.device]:
     if not launched:
         yield device
         return
+    quote_uncaught_errors()
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     try:
         yield device
@@ -248,16 +254,5 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m hf_patches
     return status
 
 
-def report_error(error: Exception) -> int:
-    """Print a user error in one line, and return the exit status."""
-    rank = _local_rank()
-    if rank > 0:
-        # torchrun ends all processes when one fails; usually rank 0 reports the same error.
-        time.sleep(2)
-    where = f" (process {rank})" if rank > 0 else ""
-    sys.stderr.write(f"error{where}: {' '.join(str(error).split())}\n")
-    return 2
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

@@ -2,14 +2,15 @@
 """The command line: `python -m lightning_cp consolidate DIR OUT`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_cp.error_report import Parser, end_process, report_error
 
-def build_parser(prog: str = "python -m lightning_cp") -> argparse.ArgumentParser:
+
+def build_parser(prog: str = "python -m lightning_cp") -> Parser:
     """Build the parser; each command sets ``run``, which is called with the arguments."""
-    parser = argparse.ArgumentParser(prog=prog, description="Tools for context-parallel training.")
+    parser = Parser(prog=prog, description="Tools for context-parallel training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     consolidate = commands.add_parser(
         "consolidate",
@@ -42,10 +43,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m lightning_
     try:
         args.run(args)
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return report_error(error)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

@@ -3,7 +3,8 @@
 
 import sys
 
+from lightning_cp.error_report import end_process
 from recipes.command import run_recipes
 
 if __name__ == "__main__":
-    raise SystemExit(run_recipes(sys.argv[1:], "python -m recipes"))
+    end_process(run_recipes(sys.argv[1:], "python -m recipes"))

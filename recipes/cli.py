@@ -16,12 +16,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -35,7 +33,6 @@ except ModuleNotFoundError as missing:
 
 import torch
 import transformers
-import yaml  # type: ignore[import-untyped]
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -47,7 +44,9 @@ import recipes.data  # makes short class names known to the parser
 import recipes.preference
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
-from recipes.data.module import PackedData, PackingOptions
+from lightning_cp.error_report import report_error
+from recipes.data.module import PackedData, PackingOptions, SampleData
+from recipes.files import configs, data_class
 from recipes.module import CausalLMModule
 from recipes.preference.module import PreferenceModule
 
@@ -74,7 +73,6 @@ _COMMANDS: Final = {
     "test": "Compute the same on the test data, or on the validation data if there is none.",
     "predict": "Write the most likely next token of each token.",
 }
-CONFIGS: Final = Path(__file__).parent / "configs"
 _RENAMED: Final = {"figures": "monitor"}
 """Former names of config keys."""
 
@@ -133,6 +131,21 @@ class RecipesCLI(LightningCLI):
                 setattr(self.datamodule, name, self.datamodule.val_dataloader)
         for saver in self.trainer.checkpoint_callbacks:
             _restore_last(getattr(saver, "dirpath", None))
+        is_first = _launcher(self.trainer) is not None and self.trainer.num_nodes == 1
+        if is_first and isinstance(self.datamodule, SampleData):
+            # Not only in `fit`: bad data is found before other processes are started.
+            self.datamodule.prepare_data()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run a command; a user error also ends the processes that this one has started."""
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception as error:
+            launcher = _launcher(self.trainer)
+            if launcher and _is_for_user(error):
+                launcher.kill(signal.SIGKILL)
+                launcher.procs.clear()  # else Lightning would kill this one, too
+            raise
 
     def predict(self, **options: Any) -> None:
         """Predict, and write a file per data rank."""
@@ -222,6 +235,11 @@ class Requeue(Callback):
             self._former_handler = None
 
 
+def _launcher(trainer: Trainer) -> Any:
+    """Return what starts the other processes of this node; None if they are started already."""
+    return trainer.strategy.launcher
+
+
 def _environment(trainer: Trainer) -> Any:
     strategy: Any = trainer.strategy
     return strategy.cluster_environment
@@ -239,8 +257,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") 
         print(HELP.format(prog=prog), end="")
         return 0
     debug = "--debug" in args
-    args = _find_packaged([arg for arg in args if arg != "--debug"])
-    if not _names_data(args):
+    args = [arg for arg in args if arg != "--debug"]
+    if not data_class(args):
         args.insert(1, "--data=recipes.data.TextData")
     try:
         with _shown_logs():
@@ -248,26 +266,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") 
     except ArgumentError as error:
         if debug:
             raise
-        return _stop(explain(str(error), ", ".join(_configs(args))))
+        return report_error(explain(str(error), ", ".join(configs(args))))
     except Exception as error:
         if debug or not _is_for_user(error):
             raise
-        return _stop(str(error))
+        return report_error(error)
     return 0
-
-
-def _find_packaged(args: Sequence[str]) -> list[str]:
-    """Replace names of configs that this package holds by their paths, where there is no file.
-
-    ``laptop.yaml`` and ``recipes/configs/laptop.yaml`` then work outside of a checkout.
-    """
-    packaged: dict[str, str] = {}
-    for name in _configs(args):
-        file = CONFIGS / Path(name).name
-        inside = Path(name).parent in (Path(), Path("recipes/configs"))
-        if inside and not Path(name).exists() and file.is_file():
-            packaged |= {name: str(file), f"--config={name}": f"--config={file}"}
-    return [packaged.get(arg, arg) for arg in args]
 
 
 def _parse_int_before_float(fn: Any) -> None:
@@ -288,7 +292,7 @@ def _parse_int_before_float(fn: Any) -> None:
 def _run(args: Sequence[str], prog: str) -> None:
     _parse_int_before_float(Trainer.__init__)
     RecipesCLI(
-        PreferenceModule if _data_class(args) == "PairData" else CausalLMModule,
+        PreferenceModule if data_class(args) == "PairData" else CausalLMModule,
         LightningDataModule,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
@@ -332,47 +336,6 @@ def _shown_logs() -> Iterator[None]:
 
 def _rank() -> int:
     return int(getattr(rank_zero_only, "rank", 0) or 0)
-
-
-def _names_data(args: Sequence[str]) -> bool:
-    """Return whether the command line or a config names a data module."""
-    return bool(_data_class(args))
-
-
-def _data_class(args: Sequence[str]) -> str:
-    """Return the name of the data module's class, without its path; empty if there is none."""
-    found = ""
-    for file in _configs(args):
-        try:
-            found = yaml.safe_load(Path(file).read_text())["data"]["class_path"] or found
-        except (OSError, yaml.YAMLError, KeyError, TypeError):
-            continue  # it names none; the parser reports errors
-    for flag, value in pairwise([*args, ""]):
-        if flag == "--data":
-            found = value
-        elif flag.startswith("--data="):
-            found = flag.removeprefix("--data=")
-    return str(found).rpartition(".")[2]
-
-
-def _configs(args: Sequence[str]) -> Iterator[str]:
-    """Yield the config files among arguments."""
-    for flag, value in pairwise([*args, ""]):
-        if flag in ("-c", "--config"):
-            yield value
-        elif flag.startswith("--config="):
-            yield flag.removeprefix("--config=")
-
-
-def _stop(message: str) -> int:
-    """Print an error in one line; return the exit status."""
-    rank = _rank()
-    if rank:
-        # Usually rank 0 reports the same error, and its launcher then ends this process.
-        time.sleep(3)
-    where = f" (process {rank})" if rank else ""
-    sys.stderr.write(f"error{where}: {' '.join(message.split())}\n")
-    return 2
 
 
 def _is_for_user(error: Exception) -> bool:
@@ -423,13 +386,6 @@ def explain(message: str, configs: str = "") -> str:
     wrong = re.search(r"Expected a dot import path string: (\S+)", message)
     if wrong:
         return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], list(_classes()))}"
-    missing = re.search(r"File does not exist: '?([^']+)'?", message)
-    if missing:
-        packaged = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-        return (
-            f"--config {missing[1]}: there is no such file (in {Path.cwd()}). Packaged configs are "
-            f"{', '.join(packaged)}."
-        )
     required = re.search(r"the following arguments are required: (\S+)", message)
     if required:
         return f"{key}.{required[1]} is missing: give --{key}.{required[1]} VALUE."

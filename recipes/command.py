@@ -8,11 +8,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from lightning_cp.error_report import end_process, quote_uncaught_errors, report_error
+
 PROG: Final = "lightning-cp"
 
 
 def run_recipes(args: Sequence[str], prog: str) -> int:
-    """Run a command of `recipes.cli`; without the packages that it needs, name the extra.
+    """Run a command of `recipes.cli`; first look for the files that the arguments name.
+
+    Without the packages that it needs, name the extra.
 
     Args:
         args: as on a command line, the command first.
@@ -21,12 +25,17 @@ def run_recipes(args: Sequence[str], prog: str) -> int:
     Returns:
         The exit status.
     """
+    quote_uncaught_errors()
     try:
-        from recipes.cli import main
+        from recipes.files import find_files
+
+        args = find_files(args)
+        from recipes.cli import main  # takes seconds
+    except FileNotFoundError as error:
+        return report_error(error)
     except ImportError as error:
         fix = "" if "pip install" in str(error) else ": pip install 'lightning-cp[recipes]'"
-        sys.stderr.write(f"error: {error}{fix}\n")
-        return 2
+        return report_error(f"{error}{fix}")
     return main(args, prog=prog)
 
 
@@ -105,9 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(args[0])
     if command is None:
-        sys.stderr.write(
-            f"error: there is no command {args[0]!r}. Choose one of {', '.join(COMMANDS)}; "
-            f"{PROG} --help describes them.\n"
+        return report_error(
+            f"there is no command {args[0]!r}. Choose one of {', '.join(COMMANDS)}; "
+            f"{PROG} --help describes them."
         )
-        return 2
     return command.run(args, PROG)
+
+
+def run() -> None:
+    """Run the command of this process, as `lightning-cp`."""
+    end_process(main())

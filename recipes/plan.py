@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from lightning_cp.error_report import Parser, report_error
 from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.planner.meshes import MESH_OPTIONS, plan_meshes
 from lightning_cp.planner.plan import CHIPS, plan_run
@@ -15,9 +16,9 @@ from lightning_cp.planner.setup import Checkpointing, Offload, Precision, Setup
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 
 
-def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
+def build_parser(prog: str = "lightning-cp") -> Parser:
     """Build the parser of ``lightning-cp plan``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Plan a training run.",
     )
@@ -161,6 +162,5 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
         if args.plot is not None:
             draw_plan(plan, args.plot)
     except (OSError, ValueError, ImportError) as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2
+        return report_error(error)
     return 0 if plan.fits else 1

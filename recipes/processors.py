@@ -5,7 +5,8 @@ from typing import Any, Final
 
 from transformers import AutoProcessor, CLIPImageProcessorPil, LlavaProcessor, ProcessorMixin
 
-from recipes.tokens import byte_tokenizer, check_folder, from_folder_or_hub
+from recipes.files import check_folder
+from recipes.tokens import byte_tokenizer, from_folder_or_hub
 
 TINY_IMAGE: Final = "tiny-image"
 """The name of the embedded model with images."""
@@ -56,7 +57,7 @@ def load_processor(name_or_path: str | None) -> Any:
     """Load a processor from a folder or by its hub name; None is `tiny_processor`."""
     if name_or_path is None or name_or_path == TINY_IMAGE:
         return tiny_processor()
-    check_folder("processor", name_or_path, embedded="the embedded processor")
+    check_folder("processor", name_or_path, "the embedded processor")
     loaded = from_folder_or_hub(
         AutoProcessor,
         "processor",

@@ -13,6 +13,8 @@ from huggingface_hub.constants import ENDPOINT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from recipes.files import check_folder
+
 ROLES: Final = ("system", "user", "assistant")
 
 # The end of a turn is the end-of-text token, so every answer teaches where generation stops.
@@ -77,21 +79,11 @@ def _byte_chars() -> list[str]:
     return [chars.get(byte, chr(byte)) for byte in range(256)]
 
 
-def looks_local(name: str) -> bool:
-    """Return whether a name is a path, not a name on the hub.
-
-    Example:
-        >>> looks_local("./model"), looks_local("Qwen/Qwen3-8B")
-        (True, False)
-    """
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by its hub name; None is the byte tokenizer."""
     if name_or_path is None:
         return byte_tokenizer()
-    check_folder("tokenizer", name_or_path, embedded="the byte tokenizer")
+    check_folder("tokenizer", name_or_path, "the byte tokenizer")
     loaded: PreTrainedTokenizerBase = from_folder_or_hub(
         AutoTokenizer,
         "tokenizer",
@@ -99,21 +91,6 @@ def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:
         cure="Check the name and the connection, or use None for the byte tokenizer.",
     )
     return loaded
-
-
-def check_folder(what: str, name_or_path: str, *, embedded: str) -> None:
-    """Raise for a path that does not exist.
-
-    Args:
-        what: the name of the option.
-        name_or_path: its value.
-        embedded: what None stands for.
-    """
-    if looks_local(name_or_path) and not Path(name_or_path).expanduser().exists():
-        raise FileNotFoundError(
-            f"{what}={name_or_path!r}: there is no such folder. Give a folder that "
-            f"save_pretrained() wrote, a name on the hub, or None for {embedded}."
-        )
 
 
 def from_folder_or_hub(

@@ -34,12 +34,12 @@ from hf_patches.multimodal.table import find_decoder, is_multimodal
 from hf_patches.support import architecture_of
 from lightning_cp.checkpoint import load_weights
 from lightning_cp.comm.collective_errors import together
+from recipes.files import check_model
 from recipes.processors import IMAGE_SIDE, PATCH_SIDE, TINY_IMAGE, tiny_processor
 from recipes.tokens import (
     byte_tokenizer,
     first_line,
     from_folder_or_hub,
-    looks_local,
     reaches_hub,
     unreachable,
 )
@@ -120,13 +120,7 @@ def load_config(model: str | None) -> PreTrainedConfig:
         return tiny_config()
     if model == TINY_IMAGE:
         return tiny_image_config()
-    folder = Path(model).expanduser()
-    if (folder.exists() or looks_local(model)) and not (folder / "config.json").is_file():
-        what = "holds no config.json" if folder.is_dir() else "is not a folder"
-        raise FileNotFoundError(
-            f"model={model!r} {what}. Give a folder that save_pretrained() wrote, or a name on the "
-            "hub."
-        )
+    check_model(model)
     config = from_folder_or_hub(
         AutoConfig,
         "model",

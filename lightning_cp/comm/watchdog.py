@@ -24,6 +24,7 @@ from typing import Any, Final, Self
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from lightning_cp.error_report import tell_torchrun
 from lightning_cp.torch_private import default_store
 
 HEARTBEAT_TIMEOUT: Final = timedelta(seconds=60)
@@ -243,7 +244,9 @@ class Watchdog:
 
     def _end(self) -> None:
         place = where(sys._current_frames().get(self._training_thread))
-        _logger.error("Rank %d ends at %s. Cause: %s", self._rank, place, self._cause)
+        message = f"Rank {self._rank} ends at {place}. Cause: {self._cause}"
+        _logger.error("%s", message)
+        tell_torchrun(message)
         if not self._is_cut_off:
             with suppress(RuntimeError):
                 self._store.add("ended", 1)

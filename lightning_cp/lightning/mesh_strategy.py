@@ -32,6 +32,7 @@ from lightning_cp.comm.mesh import (
 )
 from lightning_cp.comm.rendezvous import agent_store
 from lightning_cp.comm.watchdog import Watchdog
+from lightning_cp.error_report import quote_uncaught_errors
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import interruption
 from lightning_cp.lightning.launch import (
@@ -180,6 +181,7 @@ class MeshStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
+        quote_uncaught_errors()
         assert self.accelerator is not None  # noqa: S101
         self.accelerator.setup_device(self.root_device)
         expected = self.num_nodes * self.num_processes

@@ -109,17 +109,22 @@ class SampleData(LightningDataModule):
                 self._train_loader.load_state_dict(self._position)
         return self._train_loader
 
-    def _build_train_loader(self) -> ResumableLoader:
+    def _count_batches(self) -> int:
+        """Return the number of batches of an epoch; raise if there is none."""
         samples = self.train_samples()
-        rank, size = find_data_rank(self.trainer)
-        global_batch_size = size * self.batch_size
-        num_batches = len(samples) // global_batch_size
+        _, size = find_data_rank(self.trainer)
+        num_batches = len(samples) // (size * self.batch_size)
         if not num_batches:
             raise ValueError(
                 f"There are {len(samples)} samples of {self.seq_len} tokens to train on, but a "
-                f"global batch takes {global_batch_size}: {size} data ranks x batch_size="
+                f"global batch takes {size * self.batch_size}: {size} data ranks x batch_size="
                 f"{self.batch_size}. Use a smaller batch_size or seq_len, or more data."
             )
+        return num_batches
+
+    def _build_train_loader(self) -> ResumableLoader:
+        samples, num_batches = self.train_samples(), self._count_batches()
+        rank, size = find_data_rank(self.trainer)
         limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         seed = None if overfit else self.seed
@@ -128,7 +133,7 @@ class SampleData(LightningDataModule):
             lambda epoch: plan_training(
                 len(samples), self.batch_size, rank=rank, size=size, seed=seed, epoch=epoch
             ),
-            identity=self._identity(global_batch_size, num_rows=len(samples)),
+            identity=self._identity(size * self.batch_size, num_rows=len(samples)),
             epoch_len=limit if isinstance(limit, int) else int(num_batches * limit),
             num_pending=partial(count_pending, self.trainer),
             num_workers=self.num_workers,
@@ -307,7 +312,9 @@ class PackedData(SampleData):
     # ---------------------------------------------------------------- samples on disk
 
     def prepare_data(self) -> None:
-        """Tokenize and pack what is not on disk yet."""
+        """Tokenize and pack what is not on disk yet; of a stream, try the first sample."""
+        if self.options.streaming and next(self._pack("train"), None) is None:
+            raise self._nothing_in("train")
         for split, file in self._files().items():
             if not file.exists():
                 self._pack_to(file, split)
@@ -322,6 +329,8 @@ class PackedData(SampleData):
                     "before setup(); a Trainer does so, on each node."
                 )
             self._tables[split] = PackedSamples(file)
+        if stage == "fit" and not self.options.streaming:
+            self._count_batches()  # now: afterwards the model is built
 
     def train_samples(self) -> Samples:
         """Return the packed samples to train on."""
@@ -391,16 +400,19 @@ class PackedData(SampleData):
         num_samples, num_tokens = write_samples(
             file, self._pack(split), self.seq_len, self.columns, self.lists
         )
-        name = self._sources[split].name
         if not num_samples:
             file.unlink()
-            raise ValueError(
-                f"source={name!r} has no tokens for {split}. Check that the column is not empty."
-            )
-        seconds = time.monotonic() - start
+            raise self._nothing_in(split)
+        name, seconds = self._sources[split].name, time.monotonic() - start
         print(
             f"packed {split}: source={name}, tokens={num_tokens}, samples={num_samples}, "
             f"seq_len={self.seq_len}, seconds={seconds:.1f}, file={file}"
+        )
+
+    def _nothing_in(self, split: Split) -> ValueError:
+        return ValueError(
+            f"source={self._sources[split].name!r} has no tokens for {split}. Check that the "
+            "column is not empty."
         )
 
     def _pack(self, split: Split) -> Iterator[Sample]:

@@ -105,7 +105,7 @@ class PasskeyData(SampleData):
         return load_tokenizer(self._tokenizer_name)
 
     def setup(self, stage: str) -> None:
-        """Check that the shortest text holds key and question."""
+        """Check that the shortest text holds key and question, and that there is a batch."""
         super().setup(stage)
         needed = self.train_samples().min_len
         for name, lengths in self._all_lengths():
@@ -114,6 +114,8 @@ class PasskeyData(SampleData):
                     f"{name}={lengths}: key and question alone take {needed} tokens of this "
                     f"tokenizer. Use lengths (or a seq_len) of at least {needed}."
                 )
+        if stage == "fit":
+            self._count_batches()  # now: afterwards the model is built
 
     def _all_lengths(self) -> Iterator[tuple[str, list[int]]]:
         yield "lengths", self.lengths

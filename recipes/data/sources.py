@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes.data.pictures import Pictures
-from recipes.tokens import first_line, looks_local, reaches_hub, unreachable
+from recipes.files import BUILDERS, FORMATS, check_source, suffix_of
+from recipes.tokens import first_line, reaches_hub, unreachable
 
-_BUILDERS: Final = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".jsonl.gz": "json",
-    ".json.gz": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".txt": "text",
-}
 _SAVED: Final = ("dataset_dict.json", "dataset_info.json")
 """Files of `datasets.save_to_disk()` besides Arrow files, for several splits and for one."""
 PICTURES: Final = "pictures"
@@ -181,26 +173,17 @@ def find_source(
         return Source(name, "saved", tuple(files), None, split)
     if path.is_dir():
         return _checked(_find_folder(name, path))
-    if _suffix(path) in _BUILDERS or looks_local(name):
-        raise FileNotFoundError(
-            f"source={name!r}: there is no such file or folder (in {Path.cwd()}). Give a "
-            f"{_formats()} file, a folder of them, a name on the hub, or None for the embedded "
-            "corpus."
-        )
+    check_source(name)
     return Source(name, "hub", (), config_name, split)
 
 
 def _builder(path: Path) -> str:
-    if _suffix(path) not in _BUILDERS:
+    if suffix_of(path) not in BUILDERS:
         raise ValueError(
             f"source={str(path)!r}: the format {path.suffix or 'without suffix'!r} is not "
-            f"supported. Give a {_formats()} file."
+            f"supported. Give a {FORMATS} file."
         )
-    return _BUILDERS[_suffix(path)]
-
-
-def _suffix(path: Path) -> str:
-    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    return BUILDERS[suffix_of(path)]
 
 
 def _checked(source: Source) -> Source:
@@ -218,15 +201,11 @@ def _is_blank(file: Path) -> bool:
     return not file.read_bytes().strip()
 
 
-def _formats() -> str:
-    return " / ".join(_BUILDERS)
-
-
 def _find_folder(name: str, path: Path) -> Source:
-    files = sorted(f.resolve() for f in path.rglob("*") if f.is_file() and _suffix(f) in _BUILDERS)
-    builders = sorted({_BUILDERS[_suffix(f)] for f in files})
+    files = sorted(f.resolve() for f in path.rglob("*") if f.is_file() and suffix_of(f) in BUILDERS)
+    builders = sorted({BUILDERS[suffix_of(f)] for f in files})
     if not files:
-        raise FileNotFoundError(f"source={name!r}: the folder holds no {_formats()} file.")
+        raise FileNotFoundError(f"source={name!r}: the folder holds no {FORMATS} file.")
     if len(builders) > 1:
         raise ValueError(
             f"source={name!r}: the folder holds files of several formats ({', '.join(builders)}). "

@@ -30,7 +30,7 @@ def train(job: dict[str, Any]) -> None:
     import ray.train
     import torch.distributed as dist
 
-    from recipes.cli import main as recipe
+    from recipes.command import run_recipes
 
     os.chdir(job["folder"])
     context = ray.train.get_context()
@@ -46,7 +46,8 @@ def train(job: dict[str, Any]) -> None:
             )
     places = [f"--trainer.num_nodes={size // local_size}", f"--trainer.devices={local_size}"]
     # Ray has connected the processes; the environment tells Lightning their ranks.
-    if recipe([*job["args"], *places, f"--trainer.plugins={ENVIRONMENT}"]):
+    options = [*job["args"], *places, f"--trainer.plugins={ENVIRONMENT}"]
+    if run_recipes(options, "python -m recipes"):
         raise RuntimeError("The recipe did not run: see the line that begins with `error:`.")
 
 
@@ -66,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     import yaml  # type: ignore[import-untyped]
 
-    from recipes.cli import main as recipe
+    from recipes.command import run_recipes
 
     args = ["fit", "--config", given.config, "--ckpt_path=last", *options]
     # Check the options first: an error is then printed in one line, once.
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            status = recipe([*args, "--print_config"])
+            status = run_recipes([*args, "--print_config"], "python -m recipes")
     except SystemExit as stopped:
         status = int(stopped.code or 0)
     if status:

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches import enable
-from hf_patches.__main__ import join_ranks, report_error
+from hf_patches.__main__ import join_ranks
 from lightning_cp import ContextParallel, sequence_logp
+from lightning_cp.error_report import Parser, report_error
 from recipes.preference.data import STORED, PairData
 from recipes.preference.pairs import Pair, lay_out
 from recipes.weights import find_weights, load_config, load_full, pop_quantization
@@ -31,9 +32,9 @@ _LONGEST: Final = 2**31 - 1
 """Pairs are not packed here: the limit of a sample does not matter."""
 
 
-def build_parser(prog: str = "lightning-cp") -> argparse.ArgumentParser:
+def build_parser(prog: str = "lightning-cp") -> Parser:
     """Build the parser of ``lightning-cp reference``."""
-    parser = argparse.ArgumentParser(prog=prog, description="Store a reference.")
+    parser = Parser(prog=prog, description="Store a reference.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "reference",

@@ -216,8 +216,11 @@ def test_a_store_that_does_not_answer_ends_the_rank():
     wait_until(lambda: not [t for t in threading.enumerate() if "watchdog" in t.name])
 
 
-def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(monkeypatch, caplog):
+def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(
+    monkeypatch, caplog, tmp_path
+):
     monkeypatch.setattr(module.os, "_exit", lambda code: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     made, trained = [], []
 
     def training_loop():
@@ -232,6 +235,7 @@ def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(monkeypat
     trained.append(True)
     thread.join(10)
     assert "in training_loop. Cause" in caplog.text
+    assert "in training_loop. Cause" in (tmp_path / "error.json").read_text()  # torchrun quotes it
 
 
 def test_a_request_to_stop_reaches_all():

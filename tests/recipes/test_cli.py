@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -15,17 +16,20 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from hf_patches.__main__ import main as hf_main
 from lightning_cp.comm.transport import gather
 from recipes import cli, tokens
-from recipes.cli import main
+from recipes.command import run_recipes
 from tests.lightning.jobs import elastic_environment
 from tests.lightning.scripts.start import Job, free_port
 
+main = partial(run_recipes, prog="python -m recipes")
 ROOT = Path(__file__).parents[2]
 LAPTOP = ROOT / "recipes" / "configs" / "laptop.yaml"
 LAUNCH = ROOT / "recipes" / "launch"
+FIT_ON_TWO = ["fit", "--trainer.accelerator=cpu", "--trainer.devices=2", "--data.cache_dir=cache"]
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +136,7 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--trainer.precision", "64-true"], "64-true.* is not supported by ContextParal"),
         (["fit", "--trainer.strategy", "no.Klass"], "trainer: You selected an invalid strategy"),
         (["fit", "--trainer.strategy.context_parallel_size", "3"], "=3 does not divide the 1 proc"),
-        (["validate", "--ckpt_path", "no.ckpt"], "no.ckpt"),
+        (["validate", "--ckpt_path", "no.ckpt"], "ckpt_path='no.ckpt': there is no such checkpoi"),
     ],
 )
 def test_a_mistake_is_one_line(args, message, tmp_path, ranks):
@@ -209,6 +213,61 @@ def test_what_is_not_installed_is_named():
     assert "pip install 'lightning-cp[recipes]'" in line
 
 
+@pytest.fixture
+def job(tmp_path):
+    with Job(tmp_path) as job:
+        yield job
+
+
+def missing_config(folder):
+    return ["--config", "none.yaml"], "--config none.yaml: there is no such file"
+
+
+def bad_lines(folder):
+    file = folder / "bad.jsonl"
+    file.write_text('{"text": "words"}\n{"text": words}\n')
+    return ["--data.source", str(file)], f"source='{file}' cannot be read as json"
+
+
+def test_bad_data_is_found_before_other_processes_are_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", pytest.fail)
+    args, message = bad_lines(tmp_path)
+    assert main([*FIT_ON_TWO, *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_user_error_ends_the_processes_that_were_started(tmp_path, monkeypatch):
+    launchers, started = [], []
+
+    def launch(self, *_, **__):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]))
+        self.procs = [*started]
+        launchers.append(self)
+        raise FileNotFoundError("only now")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", launch)
+    monkeypatch.setattr("recipes.data.TextData.prepare_data", lambda self: None)
+    assert main(FIT_ON_TWO) == 2
+    assert started[0].wait(10) == -signal.SIGKILL
+    # Lightning looks at these every 5 s, and kills this process if one has failed.
+    assert launchers[0].procs == []
+
+
+@pytest.mark.parametrize("case", [missing_config, pytest.param(bad_lines, marks=pytest.mark.slow)])
+def test_torchrun_quotes_a_user_error_once(case, job, tmp_path):
+    args, message = case(tmp_path)
+    args += [f"--data.cache_dir={tmp_path}", f"--trainer.default_root_dir={tmp_path}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job.start([sys.executable, *launcher, "-m", "recipes", *FIT_ON_TWO, *args])
+    outcome = job.wait()
+    assert outcome.codes == [1]  # torchrun's own
+    above, _, cause = outcome.text.partition("Root Cause")
+    assert re.search(r"exitcode  : 2 .*\n.*\n  traceback : error: " + re.escape(message), cause)
+    assert message not in above
+
+
 # ---------------------------------------------------------------- running
 
 
@@ -265,12 +324,6 @@ def test_every_command_runs(ranks, tmp_path):
     assert hf_main(["export", last, str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert (tmp_path / "model" / "tokenizer.json").is_file()
-
-
-@pytest.fixture
-def job(tmp_path):
-    with Job(tmp_path) as job:
-        yield job
 
 
 def steps_of(folder):

@@ -1,13 +1,17 @@
 """`lightning-cp`: subcommands reach their packages, and nothing else is imported for them."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from recipes import command
 from recipes.command import COMMANDS, main
+from recipes.files import find_files
 
 TARGETS = {
     "fit": "recipes.cli.main",
@@ -61,6 +65,87 @@ def test_a_missing_package_names_the_extra(capsys):
     with patch.dict(sys.modules, {"recipes.cli": None}):
         assert main(["fit"]) == 2
     assert "pip install 'lightning-cp[recipes]'" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_found_before_anything_is_imported(tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {class_path: ChatData, init_args: {source: ./no}}")
+    missing = [
+        ["--config", "none.yaml"],
+        ["--config=run.yaml"],
+        ["--data.source", "no.jsonl"],
+        ["--model.model", "./no"],
+    ]
+    code = (
+        "import json, sys; from recipes.command import main\n"
+        "found = [main(['fit', *args]) for args in json.loads(sys.argv[1])]\n"
+        "print(found, [m for m in ('torch', 'lightning', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(missing)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(command.__file__).parents[1])},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout == "[2, 2, 2, 2] []\n"
+    errors = done.stderr.splitlines()
+    assert [line.partition(":")[0] for line in errors] == ["error"] * 4
+    for line, name in zip(errors, ("none.yaml", "./no", "no.jsonl", "./no"), strict=True):
+        assert name in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--config none.yaml", r"--config none.yaml: .*Packaged configs are .*laptop.yaml"),
+        ("--config=configs/none.yaml", r"--config configs/none.yaml: there is no such file"),
+        ("--config named.yaml", "source='./no.jsonl': there is no such file or folder"),
+        ("--data.val_source no/data.csv", "source='no/data.csv': there is no such file or folder"),
+        ("--data.init_args.source=/no", "source='/no': there is no such file or folder"),
+        ("--data ChatData --data.tokenizer ./no", "tokenizer='./no': there is no such folder"),
+        ("--data MediaChatData --data.processor ~/no", "processor='~/no': there is no such folder"),
+        ("--model.model ./no", "model='./no' is not a folder"),
+        ("--ckpt_path no.ckpt", r"ckpt_path='no.ckpt': there is no such checkpoint \(in "),
+    ],
+)
+def test_files_that_are_missing_are_named(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "named.yaml").write_text(
+        "data:\n  init_args: {source: ./no.jsonl}\n  class_path: recipes.data.TextData\n"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        find_files(["fit", *args.split()])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--data.source ./no.jsonl --print_config",
+        "--config named.yaml --data.source there.txt",
+        "--config named.yaml --data.source null",
+        "--config named.yaml --data PasskeyData",
+        "--config named.yaml --data other.Data --data.source ./no.jsonl",
+        "--config broken.yaml",
+        "--data.source some/name --model.model other/name --data.tokenizer third/name",
+        "--ckpt_path last",
+        "--ckpt_path s3://bucket/no.ckpt",
+        "--ckpt_path replaced.ckpt",
+    ],
+)
+def test_what_may_be_there_is_not_refused(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = "data: {class_path: TextData, init_args: {source: ./no.jsonl}}"
+    files = {
+        "named.yaml": config,
+        "broken.yaml": "[1",
+        "there.txt": "",
+        ".replaced.ckpt.replaced": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert find_files(["fit", *args.split()]) == ["fit", *args.split()]
 
 
 def test_help_imports_neither_torch_nor_transformers():

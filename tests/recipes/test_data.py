@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_cp import ContextParallelStrategy
-from recipes.data import ChatData, TextData
+from recipes.data import ChatData, PasskeyData, TextData
 from recipes.data.loader import SampleLoader, plan_evaluation, plan_training
 from recipes.data.module import SampleData
 from recipes.data.packing import OPEN_SAMPLES, document, pack
@@ -314,9 +314,13 @@ def test_a_document_longer_than_a_row_is_refused_by_name_of_the_option(jsonl, tm
 def test_too_few_rows_and_rows_that_were_not_packed_are_refused(jsonl, tmp_path):
     with pytest.raises(RuntimeError, match="TextData has not packed its samples yet"):
         small(jsonl, tmp_path).setup("fit")
-    data = prepared(small(jsonl, tmp_path, batch_size=100))
+    data = small(jsonl, tmp_path, batch_size=100)
+    data.prepare_data()
     with pytest.raises(ValueError, match="samples of 64 tokens to train on, but a"):
-        data.train_dataloader()
+        data.setup("fit")  # before a model is built
+    data.setup("validate")
+    with pytest.raises(ValueError, match="There are 2 samples of 1024 tokens"):
+        PasskeyData(num_train_rows=2, batch_size=3).setup("fit")
 
 
 # ---------------------------------------------------------------- on disk
@@ -382,9 +386,12 @@ def test_a_stream_gives_the_rows_of_the_file_to_any_number_of_data_ranks(jsonl, 
 
 
 def test_a_stream_without_the_column_is_refused(jsonl, tmp_path):
-    data = prepared(small(jsonl, tmp_path, streaming=True, text_column="body"))
+    data = small(jsonl, tmp_path, streaming=True, text_column="body")
     with pytest.raises(ValueError, match="has no column 'body'; it has text, id"):
-        next(iter(data.train_dataloader()))
+        data.prepare_data()  # before a model is built
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(ValueError, match="blank.jsonl' has no tokens for train"):
+        small(tmp_path / "blank.jsonl", tmp_path, streaming=True).prepare_data()
 
 
 def test_a_stream_can_be_validated_with_a_source_of_its_own(jsonl, tmp_path):

@@ -12,7 +12,7 @@ import sys
 import pytest
 import yaml
 
-from recipes.cli import CONFIGS
+from recipes.files import CONFIGS
 from tests.lightning.scripts.start import ROOT, Job, free_port
 from tests.recipes.test_cli import print_config, small_config, steps_of
 
