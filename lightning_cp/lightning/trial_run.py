@@ -255,6 +255,10 @@ class TrialRuns:
         for log in logs:
             leaf, source = Leaf("", log.value), f"logged {log.name!r}"
             values[f"log {log.name}"] = _Value(leaf, source, log.reduction, log.is_global)
+        # A loss that training returns may not be logged.
+        for index, mark in enumerate(step.losses):
+            leaf = Leaf("", mark.value)
+            values[f"loss {index}"] = _Value(leaf, "computed a loss", is_global=True)
         for name, metric_value in _metric_values(metrics, step.groups.context).items():
             values[f"metric {name}"] = _Value(Leaf("", metric_value), f"updated self.{name}")
         return _Run(step, values)
@@ -339,7 +343,8 @@ class TrialRuns:
         length = "" if isinstance(step, UnshardedStep) else f" of {step.layout.seq_len} tokens"
         fix = CURE
         if value.is_global:
-            fix = f"Context parallelism changes the results of this model. {MIXING}"
+            padding = batches.describe_filled(step)
+            fix = f"Context parallelism changes the results of this model. {padding}{MIXING}"
         elif value.source.startswith("updated "):
             fix = _METRIC_FIX
         return (
