@@ -257,8 +257,11 @@ class TrialRuns:
             values[f"log {log.name}"] = _Value(leaf, source, log.reduction, log.is_global)
         # A loss that training returns may not be logged.
         for index, mark in enumerate(step.losses):
-            leaf = Leaf("", mark.value)
-            values[f"loss {index}"] = _Value(leaf, "computed a loss", is_global=True)
+            source = "computed a loss"
+            if mark.is_replicated:
+                source = "gave sample_mean() losses of mean"
+            is_global = not mark.is_replicated
+            values[f"loss {index}"] = _Value(Leaf("", mark.value), source, is_global=is_global)
         for name, metric_value in _metric_values(metrics, step.groups.context).items():
             values[f"metric {name}"] = _Value(Leaf("", metric_value), f"updated self.{name}")
         return _Run(step, values)
