@@ -47,11 +47,11 @@ class Handle:
     """
 
     model: PreTrainedModel
-    outer: nn.Module | None = None
+    outer: nn.Module
 
     def undo(self) -> None:
         """Restore the model; one that is sharded can still be saved."""
-        remove_saving(self.outer or self.model)
+        remove_saving(self.outer)
         enabled: Enabled | None = self.model.__dict__.pop(forward.MARK, None)
         if enabled is None:
             return
@@ -103,7 +103,7 @@ def enable(
     check_choice("chunked_loss", chunked_loss, get_args(ChunkedLoss))
     inner = inner_model(model)
     if is_enabled(inner):
-        return Handle(inner)
+        return Handle(inner, model)
     known = _check_known(inner, allow_unknown=allow_unknown)
     if known is not None and known.media is not None:
         known = _with_decoder(inner, known, allow_unknown=allow_unknown)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_cp.lightning.callback import ContextParallelCallback
     from lightning_cp.lightning.strategy import ContextParallelStrategy
     from lightning_cp.logp import sequence_logp, token_logp
-    from lightning_cp.loss import token_mean
+    from lightning_cp.loss import sample_mean, token_mean
     from lightning_cp.parallel import ContextParallel
     from lightning_cp.torch_prototype import (
         context_parallel,
@@ -36,6 +36,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_unshard",
     "flex_attention",
+    "sample_mean",
     "sequence_logp",
     "set_rotate_method",
     "token_logp",
@@ -54,6 +55,7 @@ _MODULES = {
     "context_parallel": "lightning_cp.torch_prototype",
     "context_parallel_unshard": "lightning_cp.torch_prototype",
     "flex_attention": "lightning_cp.attn.flex.api",
+    "sample_mean": "lightning_cp.loss",
     "sequence_logp": "lightning_cp.logp",
     "set_rotate_method": "lightning_cp.torch_prototype",
     "token_logp": "lightning_cp.logp",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: the gradient of the mean over the tokens of all microbatches.
 
+Or over their samples, for a `sample_mean`. What is said of tokens here holds for both.
+
 With L_i the mean over the n_i tokens of microbatch i, one process that holds all of them has the
 loss
 
@@ -32,6 +34,7 @@ class GradientWindow:
 
     def _reset(self) -> None:
         self._first: Tensor | None = None
+        self._counts: list[Tensor] = []  # of the means of the first microbatch
         self._total: Tensor | None = None
         self._num_microbatches = 0
         self._disagreements: list[Tensor] = []
@@ -45,15 +48,21 @@ class GradientWindow:
         step = opened() if step is None else step
         if step is None or not step.losses:
             raise RuntimeError(
-                "GradientWindow.weigh() needs a step in which token_mean() or global_mean() has "
-                "been called: call it inside `with cp.step(batch):`, after the loss."
+                "GradientWindow.weigh() needs a step in which token_mean(), global_mean() or "
+                "sample_mean() has been called: call it inside `with cp.step(batch):`, after the "
+                "loss."
             )
-        first, *others = step.losses
-        # Two means over different tokens in one step have no common weight: see `finish`.
-        self._disagreements += [other.num_tokens != first.num_tokens for other in others]
-        count = first.num_tokens
+        counts = [loss.num_tokens for loss in step.losses]
+        count = counts[0]
         if self._first is None or self._total is None:
             self._first, self._total = count.clamp(min=1), torch.zeros_like(count)
+            self._counts = counts
+        # Several means of a step have a common weight if their counts grow alike: see `finish`.
+        former = [*self._counts, *[self._counts[0]] * len(counts)]
+        self._disagreements += [
+            (other * former[0] != count * before) | ((other == 0) != (count == 0))
+            for other, before in zip(counts[1:], former[1:], strict=False)
+        ]
         self._total = self._total + count
         self._num_microbatches += 1
         return count / self._first
@@ -70,10 +79,10 @@ class GradientWindow:
             return
         if disagreements and bool(torch.stack(disagreements).any()):
             raise RuntimeError(
-                "A training step computed two token means over different numbers of tokens, and "
-                f"{num_microbatches} steps were accumulated: their gradients have no common "
-                "weight. Use accumulate_grad_batches=1 with larger batches, or compute both "
-                "losses over the same tokens."
+                "A training step computed two means over different numbers of tokens or samples, "
+                f"and {num_microbatches} steps were accumulated: their gradients have no common "
+                "weight. Use accumulate_grad_batches=1 with larger batches, compute both losses "
+                "over the same tokens, or give all steps equally many tokens and samples."
             )
         factor = first / total.clamp(min=1)
         for parameter in parameters:

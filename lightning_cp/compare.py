@@ -400,7 +400,8 @@ class TrialRuns:
         length = f" of {step.layout.seq_len} tokens" if has_len and step is not None else ""
         fix = call.cure(value)
         if value.is_global:
-            fix = f"Context parallelism changes the results of this model. {MIXING}"
+            padding = "" if step is None else batches.describe_filled(step)
+            fix = f"Context parallelism changes the results of this model. {padding}{MIXING}"
         return (
             f"{call.stage}() {value.source}: {by_rank} of the {self._cp.cp_size} context ranks, "
             f"but {outputs.describe(other.leaf.value)} on full sequences{length}.{more} {fix} If "

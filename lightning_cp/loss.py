@@ -8,6 +8,9 @@ With s_r the sum over the valid tokens of rank r, R ranks and N valid tokens on 
 
 DDP and FSDP2 average gradients over the ranks: mean_r (R / N) ds_r/dw = sum_r ds_r/dw / N, which is
 the gradient of one process that holds the global batch.
+
+A `sample_mean` is over the data ranks alone, since each context rank computes all of it; backward
+of what unshards its inputs has summed over the context ranks what is then averaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.active_step import current
+from lightning_cp.active_step import current, opened
 from lightning_cp.chunked_loss import (
     MAX_CHUNK_LOGITS,
     Problem,
@@ -25,7 +28,10 @@ from lightning_cp.chunked_loss import (
     cross_entropy,
     unique_leaves,
 )
-from lightning_cp.comm.transport import to_device
+from lightning_cp.comm.collective_errors import any_rank
+from lightning_cp.comm.transport import Transport, to_device
+from lightning_cp.data import outputs
+from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.sharding import shard, shift_labels, unshard
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
@@ -39,6 +45,7 @@ __all__ = [
     "chunked_token_mean",
     "global_mean",
     "local_targets",
+    "sample_mean",
     "scored_labels",
     "token_mean",
 ]
@@ -209,11 +216,74 @@ def global_mean(
         )
     step = current()
     check_recompute(step)
-    mean, num_tokens = _GlobalMean.apply(total, count, step)  # type: ignore[no-untyped-call]
+    groups = () if step is None else step.loss_groups
+    mean, num_tokens = _mean_over(groups, total, count, step)
     if step is not None and not in_backward():
         step.note_loss(LossMark(mean.detach(), num_tokens, by_position, unit))
-    result: Tensor = mean
-    return result
+    return mean
+
+
+@outside_graphs
+def sample_mean(losses: Tensor) -> Tensor:
+    """Return the mean over the samples of all data ranks of losses of full sequences.
+
+    For losses that every context rank computes alike, from what `cp.pool`, `cp.unshard` or
+    `token_logp` returns: contrastive losses, classifiers, preferences, means of sample means.
+    Gradients averaged over the ranks are exact. Ranks compare the losses, and raise if they differ:
+    for the batches whose contents they compare at once, later together with the next batch.
+
+    Args:
+        losses: one per sample, [samples]; or their mean, a scalar, which has the weight of the
+            samples of the batch. Outside a step, a mean is returned unchanged.
+
+    Example:
+        >>> sample_mean(torch.tensor([1.0, 2.0]))
+        tensor(1.5000)
+    """
+    if losses.dim() > 1:
+        raise ValueError(
+            "sample_mean() needs one loss per sample, [samples], or their mean, a scalar; it got "
+            f"{tuple(losses.shape)}. For losses of tokens use token_mean(), or "
+            "global_mean(total, count) from lightning_cp.loss."
+        )
+    step = opened()  # also one whose batch is full: losses of the parts of a batch
+    check_recompute(step)
+    number = len(losses) if losses.dim() else 1
+    weight = number if losses.dim() or step is None else max(step.num_samples, 1)
+    # Each context rank has the same losses of the same samples: the sum is over the data ranks.
+    groups = () if step is None else step.loss_groups[1:]
+    total = losses.double().sum() * (weight / max(number, 1))
+    count = total.new_full((), weight)
+    mean, num_samples = _mean_over(groups, total, count, step, dtype=losses.dtype)
+    if step is not None and not in_backward():
+        _check_alike(losses.detach(), step)
+        step.note_loss(LossMark(mean.detach(), num_samples, unit="samples", is_replicated=True))
+    return mean
+
+
+def _check_alike(losses: Tensor, step: Step) -> None:
+    """Raise on all ranks if context ranks have computed different losses. Collective."""
+    context, *others = step.loss_groups
+    if context.size == 1:
+        return
+    if not step.is_checked:  # with the next batch: nothing waits for it
+        step.uncompared.append(losses)
+        return
+    differs = bool(find_differing([losses], context))
+    failed = any_rank([differs], *others)[0]
+    if differs:
+        raise ValueError(
+            f"sample_mean() got {outputs.describe(losses)} on rank {context.rank} of the "
+            f"{context.size} context ranks, and other losses on another rank: they are computed "
+            "from the tokens of one rank. Compute them from full sequences, which are the same on "
+            "every rank: cp.pool(x, 'mean'), cp.unshard(x, 1) or token_logp(). For losses of "
+            "tokens use token_mean(), or global_mean(total, count) from lightning_cp.loss."
+        )
+    if failed:
+        raise ValueError(
+            "Another context-parallel group of this job (other samples of the data axis) gave "
+            "sample_mean() losses that its ranks do not share; see the errors of its ranks."
+        )
 
 
 def scored_labels(labels: Tensor, step: Step | None, *, shift: bool = True) -> Tensor:
@@ -249,12 +319,35 @@ def local_targets(labels: Tensor, step: Step) -> Tensor:
     return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
 
 
+def _mean_over(
+    groups: Sequence[Transport],
+    total: Tensor,
+    count: Tensor,
+    step: Step | None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the mean over the ranks of groups, one after the other, and the count of all."""
+    uid = 0 if step is None else step.uid
+    mean, number = _GlobalMean.apply(  # type: ignore[no-untyped-call]
+        total, count, tuple(groups), uid, dtype or total.dtype
+    )
+    return mean, number
+
+
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, step: Step | None) -> tuple[Tensor, Tensor]:
-        dtype, num_ranks = total.dtype, 1
+    def forward(
+        ctx: Any,
+        total: Tensor,
+        count: Tensor,
+        groups: tuple[Transport, ...],
+        uid: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        num_ranks = 1
         total, count = total.double(), count.to(torch.float64, copy=True)  # it counts exactly
-        groups = () if step is None else [group for group in step.loss_groups if group.size > 1]
+        groups = tuple(group for group in groups if group.size > 1)
         if groups:  # one message for both
             sums = torch.stack([total, count])
             for transport in groups:
@@ -262,7 +355,7 @@ class _GlobalMean(torch.autograd.Function):
                 num_ranks *= transport.size
             total, count = sums[0], sums[1].clone()
         num_tokens = count.clamp(min=1)
-        ctx.uid = 0 if step is None else step.uid
+        ctx.uid = uid
         ctx.save_for_backward(num_ranks / num_tokens, torch.tensor(ctx.uid))
         ctx.mark_non_differentiable(count)
         return (total / num_tokens).to(dtype), count
@@ -272,4 +365,4 @@ class _GlobalMean(torch.autograd.Function):
         factor, mark = ctx.saved_tensors
         check_mark(mark, ctx.uid)
         enter_backward_of(ctx.uid)
-        return grad * factor.to(grad.dtype), None, None
+        return grad * factor.to(grad.dtype), None, None, None, None

@@ -319,6 +319,10 @@ class ContextParallel:
         opened, local = self._open(batch, training, outer, sequence_dims)
         with run_step(opened):
             yield local
+        for losses in opened.uncompared:
+            self.checks.released.add(
+                "a loss given to sample_mean()", losses, self._groups.context.device
+            )
 
     @contextmanager
     def alone(

@@ -30,7 +30,7 @@ _uids = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossMark:
-    """A loss of a step that is a token mean.
+    """A loss of a step that is a mean over all ranks.
 
     Args:
         value: the loss, detached.
@@ -38,12 +38,14 @@ class LossMark:
         by_position: [2, buckets], sums and numbers of this rank's tokens by global position; None
             unless the step has ``position_edges``.
         unit: what it is a mean of: ``tokens``, or a name of the caller.
+        is_replicated: whether each context rank has computed all of it, from full sequences.
     """
 
     value: Tensor
     num_tokens: Tensor
     by_position: Tensor | None = None
     unit: str = "tokens"
+    is_replicated: bool = False
 
 
 class StepCache(MutableMapping[object, Any]):
@@ -139,10 +141,13 @@ class Step:
     yielded: dict[str | None, list[Any]] = field(default_factory=dict, repr=False)
     # Those of them that are shards.
     shards: list[Shard] = field(default_factory=list, repr=False)
-    # Token means that were computed in this step. A step without any has a loss of unknown kind.
+    # Means over the tokens, or the samples, of all ranks that were computed in this step. A step
+    # without any has a loss of unknown kind.
     losses: list[LossMark] = field(default_factory=list, repr=False)
     # The losses of the step that yielded its batch unsharded, if this one works on a part of it.
     outer_losses: list[LossMark] | None = field(default=None, repr=False)
+    # Losses that must be the same on all context ranks, which have not compared them yet.
+    uncompared: list[Tensor] = field(default_factory=list, repr=False)
 
     @property
     def position_edges(self) -> tuple[int, ...]:
@@ -216,6 +221,11 @@ class Step:
         return self.cache.bounds[key][0]
 
     @property
+    def num_samples(self) -> int:
+        """Return the number of samples of the full batch."""
+        return self.batch_size
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of tokens of the full batch, without padding."""
         padding = 0 if self.padding is None else int(self.padding.sum())
@@ -252,6 +262,11 @@ class UnshardedStep(Step):
     def cp_size(self) -> int:
         """Return the number of context ranks."""
         return self.groups.context.size
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples of its parts that have been opened."""
+        return sum(part.num_samples for part in self.parts)
 
     @property
     def num_tokens(self) -> int:

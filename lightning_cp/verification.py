@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp import active_step
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data import batch as batches
@@ -168,7 +169,7 @@ def verify(
         worst = ", ".join(f"{name} ({error:.1e})" for name, error in report.worst())
         raise RuntimeError(
             f"Context parallelism changes the results of this model: {report.summary()}. Worst "
-            f"gradients: {worst}. {MIXING}"
+            f"gradients: {worst}. {report.hint}{MIXING}"
         )
     return report
 
@@ -203,12 +204,19 @@ def compare(
     """
     compute = loss_fn or (lambda local: model(**local).loss)
     part = truncate_batch(cp.groups.data.first(batch), cp=cp, max_len=max_len)
+    filled = []
+
+    def compute_sharded(local: dict[str, Any]) -> Tensor:
+        step = active_step.opened()
+        filled.append("" if step is None else batches.describe_filled(step))
+        return compute(local)
+
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with _evaluating(model):
         step = nullcontext(part) if takes_full else cp.step(part, training=True)
         try:
-            loss, sharded = gradients(model, compute, step)
+            loss, sharded = gradients(model, compute_sharded, step)
         except Exception as error:
             if part is not batch and media_names(part):
                 error.add_note(
@@ -243,7 +251,7 @@ def compare(
         cp_size=cp.cp_size,
         earned=earned,
         precision=str(dtype).removeprefix("torch."),
-        hint=hint,
+        hint=filled[0] + hint,
     )
 
 

@@ -5,7 +5,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, active_step, chunked_loss, token_mean
+from lightning_cp import ContextParallel, active_step, chunked_loss, sample_mean, token_mean
+from lightning_cp.accumulate import GradientWindow
 from lightning_cp.loss import chunked_token_mean, global_mean
 from tests.oracle import errors
 
@@ -493,3 +494,46 @@ def test_a_global_mean_of_vectors_is_refused(shapes):
     total, count = (torch.ones(shape) for shape in shapes)
     with pytest.raises(ValueError, match=r"needs two scalars.*got shapes .*Sum them up"):
         global_mean(total, count)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4)])
+def test_a_sample_mean_of_tokens_is_refused(shape):
+    with pytest.raises(ValueError, match=r"one loss per sample.*global_mean\(total, count\)"):
+        sample_mean(torch.ones(shape))
+
+
+def test_a_sample_mean_outside_of_a_step_is_the_mean():
+    losses = torch.tensor([1.0, 4.0, 1.0], requires_grad=True)
+    sample_mean(losses).backward()
+    torch.testing.assert_close(losses.grad, torch.full((3,), 1 / 3))
+    assert sample_mean(torch.tensor(0.1)) == torch.tensor(0.1)
+    assert sample_mean(torch.zeros(0)) == 0
+    assert sample_mean(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def run_samples(batches):
+    """Accumulate a token mean and a sample mean of w; return the gradient of w."""
+    w, window, cp = nn.Parameter(torch.ones((), dtype=torch.float64)), GradientWindow(), None
+    for num_tokens, losses in batches:
+        cp = cp or ContextParallel(None)
+        with cp.step({"input_ids": torch.zeros(3, 4).long()}):
+            loss = global_mean(w * num_tokens, torch.tensor(num_tokens))
+            loss = loss + sample_mean(w * torch.tensor(losses))
+            (loss * window.weigh()).backward()
+    window.finish([w])
+    return w.grad.item()
+
+
+def test_token_and_sample_means_that_grow_alike_have_a_common_weight():
+    assert run_samples([(5, [1.0]), (10, [4.0, 7.0])]) == pytest.approx(1 + 12 / 3)
+    # A scalar has the weight of the three samples of the batch.
+    assert run_samples([(5, 2.0), (5, [1.0, 3.0, 5.0])]) == pytest.approx(1 + (6 + 9) / 6)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [[(5, [1.0]), (10, [4.0])], [(0, [1.0]), (10, [4.0])], [(0, [1.0]), (0, [4.0])]],
+)
+def test_token_and_sample_means_that_do_not_grow_alike_are_not_accumulated(batches):
+    with pytest.raises(RuntimeError, match="two means over different numbers of tokens or samp"):
+        run_samples(batches)

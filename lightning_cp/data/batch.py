@@ -24,7 +24,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.options import SequenceDims
-from lightning_cp.step import IGNORED_LABEL
+from lightning_cp.step import IGNORED_LABEL, Step, UnshardedStep
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,
@@ -655,6 +655,34 @@ def shard_batch(full: FullBatch, *, layout: Layout, rank: int) -> dict[str, Any]
 
 def _fill(full: FullBatch, path: str) -> int:
     return _FILL.get(full.names[path] or "", 0)
+
+
+def describe_filled(step: Step) -> str:
+    """Return a hint on integers of unknown names that sharding has padded with 0; else nothing.
+
+    Labels among them are not ignored there by a loss that does not ask for padding.
+    """
+    for part in step.parts if isinstance(step, UnshardedStep) else [step]:
+        layout, shards = part.layout, [id(known.local) for known in part.shards]
+        names = [
+            name
+            for name, values in part.yielded.items()
+            if name not in SEQUENCE_DIMS
+            and any(id(x) in shards and _holds_integers(x) for x in values)
+        ]
+        if names and layout.shows_padding and layout.padded_len > layout.seq_len:
+            return (
+                f"Sequences of {layout.seq_len} tokens are padded to {layout.padded_len}, so that "
+                f"{layout.cp_size} ranks share them evenly, and `{names[0]}` is padded with 0: its "
+                "name does not say what a loss ignores. Call it `labels`, which is padded with "
+                "-100; or leave out tokens where cp.token_mask() is false; or pad sequences to a "
+                f"multiple of {2 * layout.cp_size} tokens yourself. "
+            )
+    return ""
+
+
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def named_values(batch: Any, name: str) -> list[Any]:

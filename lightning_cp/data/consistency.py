@@ -154,7 +154,8 @@ class BatchChecks:
             raise ValueError(
                 f"The loss is not the same on all ranks, but between {lowest} and {highest}: a "
                 "part of it is computed from this rank's tokens only. Use token_mean() for cross "
-                "entropy, and global_mean(total, count) from lightning_cp.loss for other terms."
+                "entropy, global_mean(total, count) from lightning_cp.loss for other terms, and "
+                "sample_mean(losses) for losses of samples."
             )
 
     def check_released(self) -> None:
@@ -243,12 +244,12 @@ def compare_values(
 
 
 def _differing(names: Sequence[str]) -> ValueError:
-    """Return the error for values that left former steps and differ between ranks."""
+    """Return the error for values of former steps that differ between ranks."""
     listed = ", ".join(dict.fromkeys(names)) or "nothing on this rank"
     return ValueError(
-        "The ranks of a context-parallel group logged different values since the last comparison; "
-        f"one of: {listed}. A value that is computed from the tokens of one rank is not what one "
-        f"device would log. {CURE}"
+        "The ranks of a context-parallel group computed different values since the last "
+        f"comparison; one of: {listed}. A value that is computed from the tokens of one rank is "
+        f"not what one device would compute. {CURE}"
     )
 
 
@@ -256,10 +257,10 @@ CURE: Final = (
     "Compute it from full sequences, which are the same on every rank:\n"
     "    cp = self.trainer.strategy.context_parallel\n"
     "    x = cp.unshard(x, 1)  # [batch, tokens, ...]; one token or the mean: cp.pool(x, 'last')\n"
-    "or over the tokens of all ranks: token_mean(logits, labels) or global_mean(total, count) from "
-    "lightning_cp. For a metric, update it with this rank's tokens and log the object with "
-    "on_step=False, on_epoch=True (or build it with dist_sync_on_step=True); targets of the next "
-    "token are cp.shift_labels(labels), with the logits unchanged. Log a measurement of one "
-    "process (time, memory) with rank_zero_only=True."
+    "or over the tokens of all ranks: token_mean(logits, labels) from lightning_cp or "
+    "global_mean(total, count) from lightning_cp.loss. For a metric, update it with this rank's "
+    "tokens and log the object with on_step=False, on_epoch=True (or build it with "
+    "dist_sync_on_step=True); targets of the next token are cp.shift_labels(labels), with the "
+    "logits unchanged. Log a measurement of one process (time, memory) with rank_zero_only=True."
 )
 """How to make a value that may leave a step."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss policy: which losses of a training step may go backward under context parallelism.
 
-Gradients are exact only for a mean over the tokens of all ranks. Such losses come from
-`token_mean`, `global_mean` or an enabled model; a local mean becomes one if the user declares it.
+Gradients are exact only for a mean over the tokens or the samples of all ranks. Such losses come
+from `token_mean`, `global_mean`, `sample_mean` or an enabled model; a local mean becomes one if the
+user declares it.
 """
 
 from collections.abc import Mapping
@@ -75,9 +76,11 @@ def to_global_loss(
         raise ValueError(
             "training_step() returned a loss that is not known to be a mean over the tokens of "
             "all ranks; gradients would be wrong wherever ranks hold different numbers of "
-            "labels. Use token_mean(logits, batch['labels']) from lightning_cp, "
-            "lightning_cp.loss.global_mean for another loss, or, if it is the mean over this "
-            "rank's labels that are not -100, each scored at its own token (no shift), "
+            "labels. Use token_mean(logits, batch['labels']) from lightning_cp; "
+            "lightning_cp.loss.global_mean(total, count) for another loss of tokens; "
+            "sample_mean(losses) from lightning_cp for losses of samples, which each rank computes "
+            "from full sequences (cp.pool(x, 'mean'), cp.unshard(x, 1)); or, if it is the mean "
+            "over this rank's labels that are not -100, each scored at its own token (no shift), "
             "ContextParallelStrategy(loss='local_mean')."
         )
     if num_labels is None:

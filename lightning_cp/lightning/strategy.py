@@ -107,7 +107,8 @@ class ContextParallelStrategy(CheckpointStrategy):
             ``fsdp``: bfloat16 activations, half of the memory of checkpoints; docs/memory.md.
         shard_modules: class names or name patterns of the blocks that FSDP2 gathers together. By
             default, those of Hugging Face models and of ModuleLists.
-        loss: ``auto`` requires losses from token_mean(), global_mean() or an enabled model.
+        loss: ``auto`` requires losses from token_mean(), global_mean(), sample_mean() or an
+            enabled model.
             ``local_mean`` declares that a step returns the mean over the labels of this rank.
         verify_steps: before the first batch of each stage, run the step sharded and on full
             sequences, and raise if a value differs that it returns, logs or adds to a metric.

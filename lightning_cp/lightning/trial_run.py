@@ -90,6 +90,11 @@ class ModuleCall:
             for log in logs:
                 leaf, source = Leaf("", log.value), f"logged {log.name!r}"
                 values[f"log {log.name}"] = Value(leaf, source, log.reduction, log.is_global)
+            # A loss that training returns may not be logged.
+            for index, mark in enumerate(step.losses):
+                is_global = not mark.is_replicated
+                source = "computed a loss" if is_global else "gave sample_mean() losses of mean"
+                values[f"loss {index}"] = Value(Leaf("", mark.value), source, is_global=is_global)
             for name, metric_value in _metric_values(metrics, step.groups.context).items():
                 values[f"metric {name}"] = Value(Leaf("", metric_value), f"updated self.{name}")
             for name, number in kept_numbers(module):

@@ -62,6 +62,16 @@ def test_undo_leaves_no_trace():
         handle.undo()  # nothing left to undo
 
 
+def test_undo_of_a_compiled_model_leaves_no_trace():
+    model = zoo.build_model("llama")
+    compiled = torch.compile(model, backend="eager")
+    before = trace(model)
+    handle = enable(compiled)
+    assert trace(model) != before
+    handle.undo()
+    assert trace(model) == before
+
+
 def trace(model):
     hooks = [
         (name, len(m._forward_pre_hooks), len(m._forward_hooks), sorted(m.__dict__))

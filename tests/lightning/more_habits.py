@@ -809,6 +809,28 @@ def _(path):
     return fit(path, Hugging(model))
 
 
+def fit_compiled(path, module):
+    """Fit twice, and validate between."""
+    trainer = build_trainer(path, max_epochs=1)
+    trainer.fit(module)
+    between = trainer.validate(module, verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    return between, results(trainer, module)
+
+
+@case("HF torch.compile of the model", needs=HF, rel=1e-5)
+def _(path):
+    class InConfigureModel(Hugging):
+        def configure_model(self):
+            if self.trainer.current_epoch == 0 and not hasattr(self.model, "_orig_mod"):
+                self.model = torch.compile(self.model, backend="aot_eager")
+
+    before = Hugging()
+    before.model = torch.compile(before.model, backend="eager")
+    return fit_compiled(path, before), fit_compiled(path, InConfigureModel())
+
+
 @case("PEFT LoRA with modules_to_save", needs=("transformers", "peft"), rel=1e-5, sizes=(2, 3))
 def _(path):
     from peft import LoraConfig, get_peft_model

@@ -259,7 +259,7 @@ def test_parts_are_refused_with_what_helps(ranks):
         r"\{'a': None, 'b': None\}, and open a step for each: `with cp.step\(batch\['a'\]",
         ("outside", kept): "was not sharded.*Open a step for each part",
         ("same length", None): "`input_ids`, which is already this rank's shard",
-        ("accumulated", kept, 2): "two token means over different numbers",
+        ("accumulated", kept, 2): "two means over different numbers of tokens",
     }
     asked = [(name, dict(dims or {}), *more) for name, dims, *more in cases]
     for found in ranks(2).run(refusals, asked):

@@ -235,7 +235,7 @@ REFUSED = {
     "own_loss": "logged 'val_loss'",
     "counted": "logged 'num_tokens'",
     "step_metric": "logged 'value'",
-    "kept_values": "logged different values",
+    "kept_values": "computed different values",
 }
 
 
@@ -314,7 +314,7 @@ class Training(Step):
 
 TRAINED = {
     "local accuracy": "training_step() logged 'accuracy'",
-    "late": "logged different values since the last comparison; one of: logged 'late'",
+    "late": "computed different values since the last comparison; one of: logged 'late'",
     "shifted local mean": "Context parallelism changes the results of this model",
     "metric": "training_step() logged 'train_mean'",
     "metric object": "training_step() logged 'train_mean (of this step)'",

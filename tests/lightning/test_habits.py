@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
 from lightning_cp.active_step import current
+from lightning_cp.loss import global_mean
 from tests.lightning.jobs import Module as Base
 from tests.lightning.jobs import (
     PackedRows,
@@ -194,17 +195,40 @@ class Mixing(Module):
         return token_mean(self.head(x), batch["labels"])
 
 
+class MixingByHand(Module):
+    """Adds the former token, and logs nothing."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.logits(batch)
+        return token_mean(logits + logits.roll(1, 1), batch["labels"])
+
+
+class OwnKey(Module):
+    """Counts labels under a key of its own."""
+
+    def training_step(self, batch, batch_idx):
+        logits, targets = self.logits(batch), batch["targets"]
+        total = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return global_mean(total, (targets != -100).sum())
+
+
+class OwnKeyRows(PackedRows):
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return {**row, "targets": row.pop("labels")}
+
+
 class Failing(Module):
     def training_step(self, batch, batch_idx):
         self.logits(batch)
         raise RuntimeError("on purpose")
 
 
-def fit_message(module, **options):
+def fit_message(module, rows=PackedRows, **options):
     with elastic_environment():
         trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_steps=1)
         try:
-            trainer.fit(module, loader(PackedRows(4), 1))
+            trainer.fit(module, loader(rows(4), 1))
         except (ValueError, RuntimeError) as error:
             return str(error)
         return "trained"
@@ -224,6 +248,8 @@ def run_refusals():
         "pointwise": fit_message(Mixing(nn.Conv1d(8, 8, 1))),
         "recurrence": fit_message(Mixing(nn.GRU(8, 8, batch_first=True))),
         "statistics": fit_message(Mixing(nn.BatchNorm1d(8))),
+        "by hand": fit_message(MixingByHand()),
+        "own key": fit_message(OwnKey(), OwnKeyRows, sequence_dims={"targets": 1}),
         "failing": first,
         "again": fit_message(failing),
     }
@@ -236,6 +262,10 @@ EXPECTED = {
     "pointwise": "trained",
     "recurrence": "gru() was called inside a step",
     "statistics": "batch_norm() was called inside a step",
+    "by hand": "training_step() computed a loss: ",
+    "own key": ", so that 2 ranks share them evenly, and `targets` is padded with "
+    "0: its name does not say what a loss ignores. Call it `labels`, which is padded with -100; "
+    "or leave out tokens where cp.token_mask() is false; or pad sequences to a multiple of 4",
     "failing": "on purpose",
     "again": "trained",
 }

@@ -258,7 +258,7 @@ def run_two_losses(accumulate):
 def test_two_losses_over_different_tokens_are_not_accumulated(ranks):
     assert ranks(2).run(run_two_losses, 1) == ["trained", "trained"]
     for message in ranks(2).run(run_two_losses, 2):
-        assert "two token means over different numbers of tokens" in message
+        assert "two means over different numbers of tokens or samples" in message
 
 
 def test_the_difference_that_tests_look_for_is_seen():
