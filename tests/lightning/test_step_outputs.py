@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_cp.lightning.step_outputs import _MAX_TRIALS, _Evidence
 from lightning_cp.compare import Finding
+from lightning_cp.lightning.step_outputs import _MAX_TRIALS, _Evidence
 
 
 def test_a_value_that_varies_is_settled_at_once_and_for_good():
