@@ -11,12 +11,18 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_patches.enable import inner_model
+from lightning_cp.fsdp.sharding import check_no_gradient_hooks
 
 _TRL: Final = "1.15"
 """The first version whose trainers share one fused head."""
 
 _TRANSFORMERS: Final = "5.19"
 """The first version that divides the number of labels by the ranks that share a batch."""
+
+_CAUSAL: Final = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 _SERVED: Final = (
     "SFTTrainer",
@@ -115,6 +121,14 @@ def check_trainer(trainer: Any, size: int) -> None:
         raise ValueError(
             "model_init= builds another model in train(), which would not be sharded. Pass model=."
         )
+    if trainer.accelerator.distributed_type.value == "FSDP":
+        check_no_gradient_hooks(trainer.model, "DDP")
+        if args.label_smoothing_factor and type(inner_model(trainer.model)).__name__ in _CAUSAL:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} under FSDP2: transformers "
+                "does not know the class of a sharded model, and scores each token against its own "
+                "label instead of the next one's. Use DDP, or smooth labels in compute_loss_func."
+            )
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"{name}={getattr(args, name)!r} is not supported: {reason}")

@@ -496,6 +496,12 @@ def call_methods(owner: type[nn.Module]) -> tuple[object, ...]:
     return owner.__call__, owner._call_impl, owner.forward
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a parameter has hooks (`Tensor.register_hook`), which torch does not list."""
+    accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or bool(accumulated)
+
+
 def global_module_hooks() -> list[object]:
     """Return the hooks of all modules (`nn.modules.module.register_module_forward_hook`)."""
     return [

@@ -30,6 +30,7 @@ from lightning_cp.torch_private import (
     apply_to_tensors,
     divide_once,
     drop_unreduced_gradients,
+    has_gradient_hooks,
     hide_from_modes,
     is_hybrid,
     module_tensors,
@@ -113,6 +114,7 @@ def shard_parameters(
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)
         return
+    check_no_gradient_hooks(owner, "parameter_sharding='none'")
     is_divided = tensor is not None and tensor.size() > 1 and not is_parallelized(owner)
     if tensor is not None and is_divided:
         _materialise(owner, owner, device)
@@ -154,6 +156,23 @@ def shard_parameters(
             offload_policy=placement,
             reshard_after_forward=reshard_roots,
         )
+
+
+def check_no_gradient_hooks(owner: nn.Module, other_way: str) -> None:
+    """Raise for hooks on parameters, which FSDP2 drops where it replaces parameters by shards.
+
+    Args:
+        owner: the module that is about to be sharded.
+        other_way: what leaves parameters as they are, for the error.
+    """
+    for name, parameter in owner.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(
+                f"`{name}` has a hook (register_hook), which FSDP2 never calls: it replaces the "
+                "parameter by its shards. Change gradients after backward, where they are "
+                "averaged (on_after_backward() in Lightning, on_pre_optimizer_step() of a "
+                f"TrainerCallback), or leave parameters as they are: {other_way}."
+            )
 
 
 def move_unsharded(owner: nn.Module, device: torch.device) -> None:

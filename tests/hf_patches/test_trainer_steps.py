@@ -162,6 +162,36 @@ def test_a_step_is_that_of_one_device_or_refused_on_all_ranks(errors, name):
             assert re.search(expected, error)
 
 
+def hook_weight(trainer):
+    trainer.model.lm_head.weight.register_hook(torch.zeros_like)
+
+
+def refuse_sharded():
+    """Return what is refused under FSDP2: a hook on a weight, and smoothed labels."""
+    found = []
+    for hang, smoothing in ((hook_weight, 0.0), (None, 0.1)):
+        with (
+            processes(),
+            tempfile.TemporaryDirectory() as folder,
+            trainer_jobs.fsdp_on_cpu(True),
+        ):
+            trainer = trainer_jobs.build_trainer(Job(flags=("fsdp",)), folder)
+            trainer.args.label_smoothing_factor = smoothing
+            if hang is not None:
+                hang(trainer)
+            with pytest.raises(ValueError, match="FSDP2") as error:
+                context_parallel(trainer, size=dist.group.WORLD.size())
+            found.append(str(error.value))
+        forget_processes()
+    return found
+
+
+def test_what_a_sharded_model_would_do_otherwise_is_refused(ranks):
+    for hook, smoothing in ranks(2).run(refuse_sharded):
+        assert re.search(r"`lm_head.weight` has a hook.*or leave parameters as they are: DDP", hook)
+        assert re.search(r"label_smoothing_factor=0.1 under FSDP2: .*Use DDP", smoothing)
+
+
 class Counts(TrainerCallback):
     calls = 0
 

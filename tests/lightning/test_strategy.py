@@ -151,6 +151,14 @@ class Stray(Module):
         self.scale = nn.Parameter(torch.ones(1))
 
 
+class HookedWeight(Module):
+    """Changes the gradient of a weight, as FSDP2 would not."""
+
+    def __init__(self):
+        super().__init__()
+        next(self.model.parameters()).register_hook(lambda gradient: 0 * gradient)
+
+
 class Sharding(Module):
     """Shards by hand: everything, all but the head, or over too few ranks."""
 
@@ -217,6 +225,8 @@ def run_setups():
     messages = {
         "iterator": fit_message(Iterating(), new()),
         "stray parameter": fit_message(Stray(), new()),
+        "hook": fit_message(HookedWeight(), new()),
+        "hook, replicated": fit_message(HookedWeight(), new(parameter_sharding="none")),
         "own sharding": fit_message(Sharding("all"), new()),
         "sharded in part": fit_message(Sharding("not all"), new()),
         "sharded over too few": fit_message(Sharding("too few ranks"), new()),
@@ -242,6 +252,8 @@ def run_setups():
 EXPECTED = {
     "iterator": "training_step(dataloader_iter) fetches its own batches",
     "stray parameter": "Stray holds the parameter `scale` itself",
+    "hook": "has a hook (register_hook), which FSDP2 never calls",
+    "hook, replicated": "trained",
     "own sharding": "trained",
     "sharded in part": "has sharded some parameters but not `model.",
     "sharded over too few": "does not cover all 2 ranks of data x context",
