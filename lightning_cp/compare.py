@@ -330,12 +330,16 @@ class TrialRuns:
             name: None if step is None else token_dim(value.leaf, step)
             for name, (value, _) in pairs.items()
         }
+        # Collectives, which all ranks call whatever they find.
+        combined = {name: self._combine(value) for name, value in sharded.values.items()}
+        shared = {
+            name: not value.is_loss or self._is_shared(value.leaf.value)
+            for name, value in sharded.values.items()
+        }
         same = self._everywhere(
             dims[name] is None
-            and outputs.is_close(
-                self._combine(value), other.leaf.value, precision, is_loss=value.is_loss
-            )
-            and (not value.is_loss or self._is_shared(value.leaf.value))
+            and shared[name]
+            and outputs.is_close(combined[name], other.leaf.value, precision, is_loss=value.is_loss)
             for name, (value, other) in pairs.items()
         )
         forms = [outputs.digest(outputs.form(value.leaf)) for value, _ in pairs.values()]
