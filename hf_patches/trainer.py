@@ -395,7 +395,9 @@ def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
         model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         rows = handle.models[0]
-        previous, rows.logits = rows.logits, "never" if prediction_loss_only else "auto"
+        previous = rows.logits
+        if previous == "auto" and prediction_loss_only:
+            rows.logits = "never"
         try:
             return predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         finally:

@@ -23,6 +23,7 @@ from hf_patches import forward
 from hf_patches.enable import Handle, enable, inner_model, is_enabled
 from hf_patches.forward import Enabled, TokenLogpOutput
 from hf_patches.input_checks import name_arguments, parameters_of
+from hf_patches.left_out import leave_out
 from hf_patches.moe_loss import balance_loss
 from lightning_cp import active_step
 from lightning_cp.data.sharding import shift_labels, unshard
@@ -39,6 +40,8 @@ _MARK: Final = "_lightning_cp_rows"
 # Fields of an output: those with one entry per token, and those that all ranks have in common.
 _PER_TOKEN: Final = ("last_hidden_state", "hidden_states", "logits", "router_logits")
 _COMMON: Final = ("loss", "aux_loss", "pooler_output", "start_logits", "end_logits")
+_CACHES: Final = ("past_key_values", "cache_params")
+_SCORES: Final = ("logits", "router_logits")
 # What models with media compute on full sequences. A loss of them would count once per rank.
 _OF_MEDIA: Final = (
     *("image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas"),
@@ -122,8 +125,8 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
         model: a model from transformers, or a PEFT model around one, before DDP or FSDP2.
         cp: the context ranks.
         logits: whether an output has logits, and router logits, where labels are given. ``auto``:
-            not in training, where the loss needs none; full logits take B x S x V numbers on every
-            rank. Without labels there are always logits.
+            not in training, where the loss needs none, and reading them raises; full logits take
+            B x S x V numbers on every rank. Without labels there are always logits.
 
     Returns:
         A handle; its ``undo()`` restores the model.
@@ -225,21 +228,23 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
         if "shift_labels" in local:
             call["labels"] = local["shift_labels"]  # for the check of ids
         call = _run_hooks(model, enabled, call)
-        output = forward.forward_in_step(model, call, step, num_items=num_items)
+        output = forward.forward_in_step(
+            model, call, step, num_items=num_items, keep_logits=rows.logits == "always"
+        )
         if isinstance(output, TokenLogpOutput):
             return output  # of full sequences already
         wanted = rows.logits == "always" or (rows.logits == "auto" and not torch.is_grad_enabled())
-        left_out = ["past_key_values", "cache_params"]
+        left_out = list[str]()
         if labels is not None and enabled.head != "sequence" and not wanted:
-            left_out += ["logits", "router_logits"]
+            left_out += ["logits"] if output.get("router_logits") is None else _SCORES
         full = {
             name: _unshard_field(model, enabled, name, value, step)
             for name, value in output.items()
-            if value is not None and name not in left_out
+            if value is not None and name not in (*_CACHES, *left_out)
         }
     if keep is not None and "logits" in full:
         full["logits"] = full["logits"][:, _kept(keep)]
-    return type(output)(**full)
+    return leave_out(type(output)(**full), left_out)
 
 
 def _run_hooks(

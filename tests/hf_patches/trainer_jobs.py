@@ -152,6 +152,17 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> L
     return LlamaForCausalLM(config).to(dtype)
 
 
+class ReadsLogits(HFTrainer):
+    """Adds a penalty of the logits to the loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        output = model(**inputs)
+        loss = output.loss + 0.01 * output.logits.square().mean()
+        return (loss, output) if return_outputs else loss
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -348,7 +359,7 @@ def _build_trainer(job: Job, folder: str) -> Any:
         torch.manual_seed(5)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = get_peft_model(model, lora)
-    return HFTrainer(
+    return (ReadsLogits if "reads_logits" in job.flags else HFTrainer)(
         model=model,
         args=TrainingArguments(**arguments, remove_unused_columns=False),
         train_dataset=Stream(train) if "stream" in job.flags else train,
@@ -488,6 +499,8 @@ def train(job: Job) -> Run | None:
         trainer = build_trainer(job, job.folder or temporary)
         if job.size:
             handle = context_parallel(trainer, size=job.size)
+            if "reads_logits" in job.flags:
+                handle.models[0].logits = "always"
             assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)
         if "drift" in job.flags:  # each rank would sample something else
             torch.manual_seed(100 + dist.get_rank())
