@@ -478,6 +478,7 @@ def _score_sequences(
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         base_arguments = name_arguments(real, args, kwargs)
+        base_arguments.pop("num_items_in_batch", None)  # heads pass it on; layers know no such mask
         sharded = {
             name: local.get(name, x) if x is not None else x for name, x in base_arguments.items()
         }

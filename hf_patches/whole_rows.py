@@ -221,7 +221,7 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     elif enabled.head == "next token" and not arguments.get("token_logp"):
         batch["shift_labels"] = _targets(batch)
         del batch["labels"]
-    with rows.cp.step(batch) as local:
+    with rows.cp.step(batch, sequence_dims=_dims(rows.cp, enabled, batch)) as local:
         step = active_step.current()
         assert step is not None  # noqa: S101
         call = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | local
@@ -245,6 +245,15 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     if keep is not None and "logits" in full:
         full["logits"] = full["logits"][:, _kept(keep)]
     return leave_out(type(output)(**full), left_out)
+
+
+def _dims(
+    cp: ContextParallel, enabled: Enabled, batch: Mapping[str, Tensor]
+) -> dict[str, int | None] | None:
+    """Return the sequence dims of a batch, if it has several labels for each sequence."""
+    names = ("labels", "start_positions", "end_positions") if enabled.head == "sequence" else ()
+    full = [name for name in names if name in batch and batch[name].dim() > 1]
+    return {**cp.options.sequence_dims, **dict.fromkeys(full)} if full else None
 
 
 def _run_hooks(

@@ -1,6 +1,7 @@
 """Trainers under context parallelism, against the same run without it, on fewer processes."""
 
 import re
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -61,6 +62,28 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
     assert {name: x for name, x in largest.items() if not x < 2e-6} == {}
     assert len(exact.log) > 3
     assert max(entry["grad_norm"] for entry in exact.log if "grad_norm" in entry) > 0.1
+
+
+HEADS = [
+    ("sequence", "llama", ""),
+    ("multi_label", "bert", ""),
+    pytest.param("sequence", "bert", "", marks=slow),
+    pytest.param("sequence", "llama", "smoothing", marks=slow),
+    pytest.param("regression", "llama", "fsdp", marks=slow),
+    pytest.param("token", "llama", "", marks=slow),
+    pytest.param("token", "bert", "smoothing", marks=slow),
+    pytest.param("masked", "modernbert", "", marks=slow),
+    pytest.param("question", "modernbert", "", marks=slow),
+    pytest.param("question", "llama", "fsdp", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("head", "model", "flags"), HEADS)
+def test_a_head_trains_as_the_stock_one_over_accumulated_batches(ranks, head, model, flags):
+    job = Job(flags=(*flags.split(), "no_predictions"), model=model, head=head)
+    exact = ranks(1).run(train, job)[0]
+    found = ranks(2).run(train, replace(job, size=2))[0]
+    assert max(differences(found, exact).values()) < 1e-9
 
 
 def test_a_run_resumes_on_other_numbers_of_processes(ranks, tmp_path):

@@ -70,6 +70,7 @@ class Job:
         flags: what is special about it.
         folder: where checkpoints are written.
         model: of the zoo, with the flag ``media`` of the one with media; None for a tiny Llama.
+        head: of a model of the zoo.
     """
 
     kind: str = "trainer"
@@ -77,6 +78,7 @@ class Job:
     flags: tuple[str, ...] = ()
     folder: str | None = None
     model: str | None = None
+    head: str = "causal"
 
 
 @dataclass
@@ -221,6 +223,21 @@ def padded(
     }
 
 
+def labelled_for(head: str, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return padded rows with labels as a head takes them: most samples have few of them."""
+    batch = padded(features)
+    labels = batch.pop("labels")
+    first = batch["input_ids"][:, 0]
+    if head == "question":
+        last = batch["attention_mask"].sum(1) - 1
+        return {**batch, "start_positions": last // 2, "end_positions": last}
+    if head == "sequence":
+        return {**batch, "labels": first % 3}
+    if head in ("regression", "multi_label"):
+        return {**batch, "labels": (batch["input_ids"][:, :3] % 2).double()}
+    return {**batch, "labels": torch.where(labels < 0, labels, labels % 3)}
+
+
 def packed_by_ids(features: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return one row with a document for each of the rows, and their `document_ids`."""
     ids = [[i] * len(row["input_ids"]) for i, row in enumerate(features)]
@@ -354,7 +371,15 @@ def _build_trainer(job: Job, folder: str) -> Any:
         model = media_zoo.build_model(job.model, dtype=torch.float64)
     elif job.model:
         attention = "sdpa" if "sdpa" in job.flags else "eager"
-        model = zoo.build_model(job.model, dtype=torch.float64, attention=attention)
+        kind = "sequence" if job.head in ("regression", "multi_label") else job.head
+        model = zoo.build_model(job.model, head=kind, dtype=torch.float64, attention=attention)
+        if job.head != "causal":
+            collator = functools.partial(labelled_for, job.head)
+        if job.head != kind:
+            model.config.problem_type = {
+                "regression": "regression",
+                "multi_label": "multi_label_classification",
+            }[job.head]
     if "lora" in job.flags:
         torch.manual_seed(5)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
