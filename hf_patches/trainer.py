@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,8 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_patches.trainer_checks import check_accelerator, check_size, check_trainer
+from hf_patches.trainer_checks import (
+    check_accelerator,
+    check_averaged,
+    check_size,
+    check_trainer,
+)
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, whole_rows
 from lightning_cp.data.sharding import shift_labels
@@ -122,6 +129,8 @@ def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any)
                 _count_once(trainer, handle)
         if trainer is not None:
             _adapt_trainer(trainer, handle)
+        if accelerator.num_processes > 1:
+            _average_gradients(accelerator, trainer, handle)
     except Exception:
         handle.undo()
         raise
@@ -345,6 +354,58 @@ def _step_per_data_rank(prepared: Any, num_data_ranks: int) -> Any:
 
     prepared.step = step_once_each
     return prepared
+
+
+def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHandle) -> None:
+    """Let models be wrapped for training, whatever they were used for before."""
+    prepare_model = accelerator.prepare_model
+
+    def prepare_anew(
+        model: Any, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> Any:
+        # accelerate takes a model that it has prepared for evaluation as prepared for training.
+        if not evaluation_mode and not isinstance(model, DistributedDataParallel):
+            vars(model).pop("_is_accelerate_prepared", None)
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            accelerator._models = [other for other in accelerator._models if other is not model]
+        return prepare_model(model, device_placement, evaluation_mode)
+
+    handle.replace(accelerator, "prepare_model", prepare_anew)
+    if trainer is None:
+        return
+    prepare_for_training, evaluation_loop = trainer._prepare_for_training, trainer.evaluation_loop
+    averaged: set[str] = set()
+
+    def prepare_and_check(*args: Any, **kwargs: Any) -> Any:
+        trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+        if isinstance(trainer.model_wrapped, DistributedDataParallel) and trained != averaged:
+            trainer.model_wrapped = trainer.model  # DDP averages what was trained when it was built
+        averaged.clear()
+        averaged.update(trained)
+        no_checkpointing: Any = nullcontext()
+        units = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+        if units:
+            for unit in units:  # an evaluation leaves some of them gathered
+                unit.reshard()
+            # accelerate would checkpoint the layers a second time.
+            plugin = accelerator.state.fsdp_plugin
+            no_checkpointing = _set(plugin, "activation_checkpointing", False)
+        with no_checkpointing:
+            model, loader = prepare_for_training(*args, **kwargs)
+        check_averaged(trainer, model)
+        return model, loader
+
+    def shard_and_evaluate(*args: Any, **kwargs: Any) -> Any:
+        if accelerator.is_fsdp2 and not isinstance(trainer.model, FSDPModule):
+            # accelerate shards a model together with an optimizer only; train() builds its own.
+            optimizer = torch.optim.SGD(trainer.model.parameters())
+            trainer.model, prepared = accelerator.prepare(trainer.model, optimizer)
+            accelerator._optimizers.remove(prepared)
+            trainer.model_wrapped = trainer.model
+        return evaluation_loop(*args, **kwargs)
+
+    handle.replace(trainer, "_prepare_for_training", prepare_and_check)
+    handle.replace(trainer, "evaluation_loop", shard_and_evaluate)
 
 
 # ---------------------------------------------------------------- the trainer

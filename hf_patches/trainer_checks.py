@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -92,6 +93,18 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"context_parallel() got a model inside {type(model).__name__}. Call it before "
             "train() or prepare(), with the model itself."
+        )
+
+
+def check_averaged(trainer: Any, model: nn.Module) -> None:
+    """Raise if no one would average the gradients of a model that `train` is about to train."""
+    if not isinstance(model, DistributedDataParallel | FSDPModule):
+        raise RuntimeError(
+            f"{type(trainer).__name__}.train() is about to train {type(model).__name__}, which is "
+            f"in neither DDP nor FSDP2: each of the {trainer.accelerator.num_processes} processes "
+            "would train with its own gradients. Leave wrapping to the trainer: remove what "
+            "replaces its `_wrap_model`, `model` or `model_wrapped`, and do not pass the model to "
+            "accelerator.prepare()."
         )
 
 

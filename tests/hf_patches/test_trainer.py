@@ -28,7 +28,7 @@ CASES = [
     ("trainer", "flattened fsdp", 2, 2),
     ("sft", "packed", 2, 2),
     ("dpo", "", 2, 2),
-    ("accelerate", "", 2, 2),
+    ("accelerate", "evaluated", 2, 2),
     ("accelerate", "", 4, 2),
     ("trainer", "stream", 4, 2),
     ("trainer", "reads_logits", 2, 2),
@@ -62,6 +62,26 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
     assert {name: x for name, x in largest.items() if not x < 2e-6} == {}
     assert len(exact.log) > 3
     assert max(entry["grad_norm"] for entry in exact.log if "grad_norm" in entry) > 0.1
+
+
+ORDERS = [
+    # whether an evaluation or a training comes first, then each after the other
+    ("freeze evaluate verify train unfreeze train predict train", ""),
+    ("freeze evaluate verify train unfreeze train predict train", "fsdp"),
+    pytest.param("predict train evaluate train", "fsdp", marks=slow),
+    pytest.param("verify train train predict train", "lora", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("calls", "flags"), ORDERS)
+def test_calls_of_a_trainer_may_come_in_any_order(ranks, calls, flags):
+    flags = (*flags.split(), "every_batch", "no_predictions")
+    job = Job(flags=flags, calls=tuple(calls.split()))
+    exact = ranks(1).run(train, job)[0]
+    found = ranks(2).run(train, replace(job, size=2))[0]
+    assert max(differences(found, exact).values()) < 1e-9
+    norms = [entry["grad_norm"] for entry in exact.log if "grad_norm" in entry]
+    assert len(norms) == 5 * job.calls.count("train")
 
 
 HEADS = [
@@ -255,6 +275,23 @@ def differing_batches(folder):
         context_parallel(trainer, size=2)
         with pytest.raises(ValueError, match="same batch"):
             trainer.train()
+
+
+def unwrapped(folder):
+    """Train a model that nothing averages, and say what became of the weights."""
+    with processes():
+        trainer = build(folder)
+        trainer._wrap_model = lambda model, **_: trainer_jobs.Inside(model)
+        trainer.data_collator = trainer_jobs.padded
+        context_parallel(trainer, size=2)
+        before = trainer.model.lm_head.weight.clone()
+        with pytest.raises(RuntimeError, match="train Inside, which is in neither DDP nor FSDP2"):
+            trainer.train()
+        assert torch.equal(before, trainer.model.lm_head.weight)
+
+
+def test_a_model_whose_gradients_are_not_averaged_is_not_trained(ranks, tmp_path):
+    ranks(2).run(unwrapped, str(tmp_path))
 
 
 def test_batches_that_differ_between_context_ranks_are_refused(ranks, tmp_path):

@@ -19,7 +19,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, set_seed
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
@@ -45,7 +45,7 @@ from trl import (
     SFTTrainer,
 )
 
-from hf_patches.trainer import context_parallel
+from hf_patches.trainer import context_parallel, verify
 from lightning_cp.torch_private import plain_functions
 from tests.parity import media_zoo, zoo
 from tests.parity.hf import Double
@@ -71,6 +71,7 @@ class Job:
         folder: where checkpoints are written.
         model: of the zoo, with the flag ``media`` of the one with media; None for a tiny Llama.
         head: of a model of the zoo.
+        calls: of the trainer, one after the other; with "freeze" and "unfreeze" between them.
     """
 
     kind: str = "trainer"
@@ -79,6 +80,7 @@ class Job:
     folder: str | None = None
     model: str | None = None
     head: str = "causal"
+    calls: tuple[str, ...] = ("train",)
 
 
 @dataclass
@@ -152,6 +154,17 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> L
         **changes,
     )
     return LlamaForCausalLM(config).to(dtype)
+
+
+class Inside(nn.Module):
+    """Calls a model, and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
 
 
 class ReadsLogits(HFTrainer):
@@ -510,6 +523,19 @@ def build_trainer(job: Job, folder: str) -> Any:
     return build(job, folder)
 
 
+def _call(trainer: Any, call: str, job: Job) -> None:
+    if call == "train":
+        trainer.train(resume_from_checkpoint=True if "resume" in job.flags else None)
+    elif call == "predict":
+        trainer.state.log_history.append(trainer.predict(trainer.eval_dataset).metrics)
+    elif call == "evaluate":
+        trainer.evaluate()
+    elif call == "verify":
+        assert not job.size or verify(trainer)[0].passed
+    else:
+        trainer.model.get_input_embeddings().requires_grad_(call == "unfreeze")
+
+
 def train(job: Job) -> Run | None:
     """Train, evaluate and predict; return what rank 0 has found."""
     warnings.simplefilter("ignore")
@@ -529,12 +555,16 @@ def train(job: Job) -> Run | None:
             assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)
         if "drift" in job.flags:  # each rank would sample something else
             torch.manual_seed(100 + dist.get_rank())
-        trainer.train(resume_from_checkpoint=True if "resume" in job.flags else None)
+        log = []
+        for number, call in enumerate(job.calls):
+            if call == "train" and number:  # which begins a new log
+                log += trainer.state.log_history
+            _call(trainer, call, job)
         prediction = None
         if job.kind in ("trainer", "sft") and "no_predictions" not in job.flags:
             prediction = trainer.predict(trainer.eval_dataset or token_rows(5, seed=2))
             trainer.state.log_history.append(prediction.metrics)
-        run = Run(trainer.state.log_history, _weights(trainer))
+        run = Run(log + trainer.state.log_history, _weights(trainer))
         run.is_padded = job.model is not None
         run.counts = trainer.state.total_flos, trainer.state.num_input_tokens_seen
         if prediction is not None:
@@ -554,6 +584,8 @@ def train_by_accelerate(job: Job) -> Run | None:
     model: Any = tiny()
     if job.size:
         context_parallel(accelerator, model, size=job.size)
+    if "evaluated" in job.flags:  # which stock accelerate takes as prepared for training
+        model = accelerator.prepare_model(model, evaluation_mode=True)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader: Any = DataLoader(token_rows(10), batch_size=2, shuffle=True, collate_fn=padded)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
