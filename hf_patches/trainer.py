@@ -26,11 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_patches.trainer_checks import (
     check_accelerator,
     check_averaged,
+    check_sharded,
     check_size,
     check_trainer,
+    is_transformers,
 )
 from hf_patches.verify import verify as verify_model
-from hf_patches.whole_rows import RowsHandle, whole_rows
+from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.verification import Report
@@ -97,7 +99,9 @@ def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any)
 
     Args:
         target: the trainer or the accelerator.
-        models: of an accelerate loop; a trainer has its own.
+        models: of an accelerate loop. A trainer has its own; where that is a module of yours, or
+            has a head of yours, name the transformers model inside: it shards sequences, and what
+            is around it runs on full sequences, the same on every context rank.
         size: the number of processes that share each sequence; a divisor of their number.
         options: of `lightning_cp.ContextParallel`, such as ``layout`` and ``algorithm``.
 
@@ -114,7 +118,9 @@ def context_parallel(target: Any, *models: nn.Module, size: int, **options: Any)
     check_accelerator(accelerator, models)
     if trainer is not None:
         check_trainer(trainer, size)
-        models = tuple(m for m in (trainer.model, _reference(trainer)) if m is not None)
+        models = tuple(m for m in (*(models or (trainer.model,)), _reference(trainer)) if m)
+    for model in models:
+        check_sharded("accelerator" if trainer is None else "trainer", model)
     mesh = None
     if accelerator.num_processes > 1:
         shape = accelerator.num_processes // size, size
@@ -170,6 +176,12 @@ def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report
             "context_parallel(trainer, size=...) before it."
         )
     model, accelerator = trainer.model, trainer.accelerator
+    if not is_transformers(model) or not takes_full_sequences(model):
+        raise ValueError(
+            "verify() compares the loss of a model of transformers, and context_parallel() shards "
+            f"the {type(handle.models[0].model).__name__} inside of {type(model).__name__}. "
+            "Compare the losses of a few steps with those of one process."
+        )
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise ValueError(
@@ -245,11 +257,14 @@ def _parts(target: Any, models: tuple[nn.Module, ...]) -> tuple[Any, Any]:
     from transformers import Trainer
 
     if isinstance(target, Trainer):
-        if models:
-            raise TypeError(
-                "context_parallel(trainer, size=...) takes the models of the trainer; it got "
-                f"{type(models[0]).__name__} too. Leave it out."
-            )
+        whole: Any = target.model
+        inside = {id(module) for module in whole.modules()}
+        for model in models:
+            if id(model) not in inside:
+                raise TypeError(
+                    f"context_parallel(trainer, size=...) got a {type(model).__name__} that is not "
+                    "in trainer.model. Leave it out; a model inside of trainer.model can be named."
+                )
         return target, target.accelerator
     if isinstance(target, Accelerator):
         if not models:

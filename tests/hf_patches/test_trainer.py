@@ -31,11 +31,14 @@ CASES = [
     ("accelerate", "evaluated", 2, 2),
     ("accelerate", "", 4, 2),
     ("trainer", "stream", 4, 2),
+    ("trainer", "own fsdp", 2, 2),
     ("trainer", "reads_logits", 2, 2),
+    pytest.param("trainer", "own", 4, 2, marks=slow),
     pytest.param("trainer", "reads_logits fsdp", 3, 3, marks=slow),
     pytest.param("trainer", "flattened checkpointing", 2, 2, marks=slow),
     pytest.param("trainer", "flattened kwargs", 3, 3, marks=slow),
     pytest.param("trainer", "smoothing metrics", 3, 3, marks=slow),
+    pytest.param("trainer", "own_average", 4, 2, marks=slow),
     pytest.param("trainer", "", 4, 2, marks=slow),
     pytest.param("trainer", "fsdp", 4, 2, marks=slow),
     pytest.param("trainer", "fsdp checkpointing", 2, 2, marks=slow),
@@ -203,10 +206,16 @@ def messages(folder):
         trainer = build(folder)
         refuse(trainer, size=0)
         refuse(trainer, size=3)
-        refuse(trainer, trainer.model, size=2)
+        refuse(trainer, trainer_jobs.tiny(), size=2)
         refuse(nn.Linear(1, 1), size=2)
         refuse(trainer.accelerator, size=2)
         refuse(trainer.accelerator, DistributedDataParallel(trainer.model), size=2)
+        refuse(trainer.accelerator, trainer_jobs.Own(), size=2)
+        refuse(build(folder, trainer_jobs.Own()), size=2)
+        model = trainer_jobs.tiny()
+        model.__class__ = type("Own", (type(model),), {"__module__": "own"})
+        refuse(build(folder, model), size=2)
+        refuse(build(folder, nn.Linear(1, 1)), size=2)
         refuse(build(folder, "init"), size=2)
         config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=9)
         refuse(build(folder, T5ForConditionalGeneration(config)), size=2)
@@ -221,10 +230,14 @@ def test_what_cannot_be_right_is_refused_by_name(ranks, tmp_path):
         *(pattern for *_, pattern in REFUSALS),
         r"size=0\): pass the number of processes",
         r"size=3\) does not divide the 2 processes .* Use one of \[1, 2\], or start 3",
-        "takes the models of the trainer; it got LlamaForCausalLM too. Leave it out",
+        "got a LlamaForCausalLM that is not in trainer.model. Leave it out",
         "it got a Linear. In Lightning use ContextParallelStrategy",
         "needs the model, before accelerator.prepare.* Add it",
         "a model inside DistributedDataParallel. Call it before",
+        r"got Own, .* Name .*: context_parallel\(accelerator, model.backbone, size=...\)",
+        r"got Own, .* Name .*: context_parallel\(trainer, trainer.model.backbone, size=...\)",
+        r"got Own, .*\(trainer, trainer.model.model, .* enable\(model, allow_unknown=True\) before",
+        "got Linear, which is not a class of transformers.* Build it around a model of transf",
         "model_init= builds another model .* Pass model=",
         "is an encoder-decoder model",
         "was called before for this Trainer. Call undo",

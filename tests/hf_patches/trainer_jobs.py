@@ -156,6 +156,23 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> L
     return LlamaForCausalLM(config).to(dtype)
 
 
+class Own(nn.Module):
+    """A module that is no model of transformers, around one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = tiny().model
+        self.head = nn.Linear(self.backbone.config.hidden_size, VOCAB, dtype=torch.float64)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None
+    ) -> dict[str, Tensor]:
+        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask)
+        logits = self.head(states.last_hidden_state)
+        loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+        return {"loss": loss, "logits": logits}
+
+
 class Inside(nn.Module):
     """Calls a model, and nothing else."""
 
@@ -393,6 +410,8 @@ def _build_trainer(job: Job, folder: str) -> Any:
                 "regression": "regression",
                 "multi_label": "multi_label_classification",
             }[job.head]
+    elif "own" in job.flags:
+        model = Own()
     if "lora" in job.flags:
         torch.manual_seed(5)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -549,7 +568,8 @@ def train(job: Job) -> Run | None:
             return train_by_accelerate(job)
         trainer = build_trainer(job, job.folder or temporary)
         if job.size:
-            handle = context_parallel(trainer, size=job.size)
+            named = [trainer.model.backbone] if "own" in job.flags else []
+            handle = context_parallel(trainer, *named, size=job.size)
             if "reads_logits" in job.flags:
                 handle.models[0].logits = "always"
             assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)
