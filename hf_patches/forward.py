@@ -133,6 +133,7 @@ def forward_in_step(
     step: Step,
     *,
     num_items: Tensor | int | None = None,
+    keep_logits: bool = False,
 ) -> Any:
     """Run an enabled model on this rank's tokens.
 
@@ -141,6 +142,7 @@ def forward_in_step(
         arguments: of the call, by name.
         step: the active step.
         num_items: what the loss of labels is divided by, instead of the number of valid labels.
+        keep_logits: whether the loss is computed from all logits, which are returned.
     """
     enabled: Enabled = model.__dict__[MARK]
     scores_tokens = bool(arguments.pop("token_logp", False))
@@ -151,9 +153,10 @@ def forward_in_step(
     arguments["return_dict"] = True
     if scores_tokens:
         output = _score_labels(model, enabled, arguments, step)
+    elif enabled.head == "sequence":
+        output = _score_sequences(model, enabled, arguments, step, num_items)
     else:
-        score = _score_sequences if enabled.head == "sequence" else _score_tokens
-        output = score(model, enabled, arguments, step, num_items)
+        output = _score_tokens(model, enabled, arguments, step, num_items, keep_logits=keep_logits)
     return output.to_tuple() if as_tuple else output
 
 
@@ -198,6 +201,8 @@ def _score_tokens(
     arguments: dict[str, Any],
     step: Step,
     num_items: Tensor | int | None,
+    *,
+    keep_logits: bool,
 ) -> Any:
     labels, shift = arguments.pop("labels", None), enabled.head == "next token"
     shifted = arguments.pop("shift_labels", None)
@@ -212,7 +217,7 @@ def _score_tokens(
         if auxiliary is not None:
             output["aux_loss"] = auxiliary[0]
         return output
-    if _is_chunked(model, enabled, labels, step):
+    if not keep_logits and _is_chunked(model, enabled, labels, step):
 
         def score(head: Head, hidden: Tensor, parameters: list[Tensor], chunk_len: int) -> Tensor:
             return chunked_token_mean(
@@ -473,6 +478,7 @@ def _score_sequences(
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         base_arguments = name_arguments(real, args, kwargs)
+        base_arguments.pop("num_items_in_batch", None)  # heads pass it on; layers know no such mask
         sharded = {
             name: local.get(name, x) if x is not None else x for name, x in base_arguments.items()
         }

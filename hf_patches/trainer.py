@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,11 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_patches.trainer_checks import check_accelerator, check_size, check_trainer
+from hf_patches.trainer_checks import (
+    check_accelerator,
+    check_averaged,
+    check_sharded,
+    check_size,
+    check_trained,
+    check_trainer,
+    is_transformers,
+)
 from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
-from hf_patches.whole_rows import RowsHandle, whole_rows
+from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.verification import Report
@@ -93,7 +103,9 @@ def context_parallel(
 
     Args:
         target: the trainer or the accelerator.
-        models: of an accelerate loop; a trainer has its own.
+        models: of an accelerate loop. A trainer has its own; where that is a module of yours, or
+            has a head of yours, name the transformers model inside: it shards sequences, and what
+            is around it runs on full sequences, the same on every context rank.
         size: the number of processes that share each sequence; a divisor of their number.
         verify_steps: run the first training step and the first evaluation step of a trainer on
             short sequences, sharded and as one device would, and raise if the loss, a gradient, an
@@ -113,7 +125,9 @@ def context_parallel(
     check_accelerator(accelerator, models)
     if trainer is not None:
         check_trainer(trainer, size)
-        models = tuple(m for m in (trainer.model, _reference(trainer)) if m is not None)
+        models = tuple(m for m in (*(models or (trainer.model,)), _reference(trainer)) if m)
+    for model in models:
+        check_sharded("accelerator" if trainer is None else "trainer", model)
     mesh = None
     if accelerator.num_processes > 1:
         shape = accelerator.num_processes // size, size
@@ -128,10 +142,12 @@ def context_parallel(
                 _count_once(trainer, handle)
         if trainer is not None:
             _adapt_trainer(trainer, handle)
-            if size > 1 and verify_steps:
-                data = mesh["dp_replicate"] if mesh is not None and size < mesh.size() else None
-                group = None if data is None else data.get_group()
-                verify_first_steps(trainer, handle.models, handle.cp, group, handle.replace)
+        if accelerator.num_processes > 1:
+            _average_gradients(accelerator, trainer, handle)
+        if trainer is not None and size > 1 and verify_steps:
+            assert mesh is not None  # noqa: S101
+            data = mesh["dp_replicate"].get_group() if size < mesh.size() else None
+            verify_first_steps(trainer, handle.models, handle.cp, data, handle.replace)
     except Exception:
         handle.undo()
         raise
@@ -171,6 +187,12 @@ def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report
             "context_parallel(trainer, size=...) before it."
         )
     model, accelerator = trainer.model, trainer.accelerator
+    if not is_transformers(model) or not takes_full_sequences(model):
+        raise ValueError(
+            "verify() compares the loss of a model of transformers, and context_parallel() shards "
+            f"the {type(handle.models[0].model).__name__} inside of {type(model).__name__}. "
+            "Compare the losses of a few steps with those of one process."
+        )
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise ValueError(
@@ -246,11 +268,14 @@ def _parts(target: Any, models: tuple[nn.Module, ...]) -> tuple[Any, Any]:
     from transformers import Trainer
 
     if isinstance(target, Trainer):
-        if models:
-            raise TypeError(
-                "context_parallel(trainer, size=...) takes the models of the trainer; it got "
-                f"{type(models[0]).__name__} too. Leave it out."
-            )
+        whole: Any = target.model
+        inside = {id(module) for module in whole.modules()}
+        for model in models:
+            if id(model) not in inside:
+                raise TypeError(
+                    f"context_parallel(trainer, size=...) got a {type(model).__name__} that is not "
+                    "in trainer.model. Leave it out; a model inside of trainer.model can be named."
+                )
         return target, target.accelerator
     if isinstance(target, Accelerator):
         if not models:
@@ -357,6 +382,66 @@ def _step_per_data_rank(prepared: Any, num_data_ranks: int) -> Any:
     return prepared
 
 
+def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHandle) -> None:
+    """Let models be wrapped for training, whatever they were used for before."""
+    prepare_model = accelerator.prepare_model
+
+    def prepare_anew(
+        model: Any, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> Any:
+        # accelerate takes a model that it has prepared for evaluation as prepared for training.
+        if not evaluation_mode and not isinstance(model, DistributedDataParallel):
+            vars(model).pop("_is_accelerate_prepared", None)
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            accelerator._models = [other for other in accelerator._models if other is not model]
+        return prepare_model(model, device_placement, evaluation_mode)
+
+    handle.replace(accelerator, "prepare_model", prepare_anew)
+    if trainer is None:
+        return
+    prepare_for_training, evaluation_loop = trainer._prepare_for_training, trainer.evaluation_loop
+    averaged: set[str] = set()
+
+    def prepare_and_check(*args: Any, **kwargs: Any) -> Any:
+        trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+        if isinstance(trainer.model_wrapped, DistributedDataParallel) and trained != averaged:
+            trainer.model_wrapped = trainer.model  # DDP averages what was trained when it was built
+        averaged.clear()
+        averaged.update(trained)
+        no_checkpointing: Any = nullcontext()
+        units = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+        if units:
+            for unit in units:  # an evaluation leaves some of them gathered
+                unit.reshard()
+            # accelerate would checkpoint the layers a second time.
+            plugin = accelerator.state.fsdp_plugin
+            no_checkpointing = _set(plugin, "activation_checkpointing", False)
+        with no_checkpointing:
+            model, loader = prepare_for_training(*args, **kwargs)
+        check_averaged(trainer, model)
+        return model, loader
+
+    def shard_and_evaluate(*args: Any, **kwargs: Any) -> Any:
+        if accelerator.is_fsdp2 and not isinstance(trainer.model, FSDPModule):
+            # accelerate shards a model together with an optimizer only; train() builds its own.
+            optimizer = torch.optim.SGD(trainer.model.parameters())
+            trainer.model, prepared = accelerator.prepare(trainer.model, optimizer)
+            accelerator._optimizers.remove(prepared)
+            trainer.model_wrapped = trainer.model
+        return evaluation_loop(*args, **kwargs)
+
+    training_step = trainer.training_step
+
+    def check_and_step(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, DistributedDataParallel):
+            check_trained(model.module, averaged)
+        return training_step(model, *args, **kwargs)
+
+    handle.replace(trainer, "training_step", check_and_step)
+    handle.replace(trainer, "_prepare_for_training", prepare_and_check)
+    handle.replace(trainer, "evaluation_loop", shard_and_evaluate)
+
+
 # ---------------------------------------------------------------- the trainer
 
 
@@ -405,7 +490,9 @@ def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
         model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         rows = handle.models[0]
-        previous, rows.logits = rows.logits, "never" if prediction_loss_only else "auto"
+        previous = rows.logits
+        if previous == "auto" and prediction_loss_only:
+            rows.logits = "never"
         try:
             return predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         finally:

@@ -4,16 +4,20 @@
 Every message says what came, the rule, and what to do.
 """
 
+from collections.abc import Collection
 from importlib import metadata
 from typing import Any, Final
 
 from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_patches.enable import inner_model
+from hf_patches.enable import inner_model, is_enabled
+from hf_patches.support import LIBRARIES, architecture_of, head_of
 from lightning_cp.fsdp.sharding import check_no_gradient_hooks
 
 _TRL: Final = "1.15"
@@ -99,6 +103,82 @@ def check_model(model: nn.Module) -> None:
             f"context_parallel() got a model inside {type(model).__name__}. Call it before "
             "train() or prepare(), with the model itself."
         )
+
+
+def check_averaged(trainer: Any, model: nn.Module) -> None:
+    """Raise if no one would average the gradients of a model that `train` is about to train."""
+    if not isinstance(model, DistributedDataParallel | FSDPModule):
+        raise RuntimeError(
+            f"{type(trainer).__name__}.train() is about to train {type(model).__name__}, which is "
+            f"in neither DDP nor FSDP2: each of the {trainer.accelerator.num_processes} processes "
+            "would train with its own gradients. Leave wrapping to the trainer: remove what "
+            "replaces its `_wrap_model`, `model` or `model_wrapped`, and do not pass the model to "
+            "accelerator.prepare()."
+        )
+
+
+def check_trained(model: nn.Module, averaged: Collection[str]) -> None:
+    """Raise if a parameter is trained that DDP does not average: unfrozen since it was built."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in averaged:
+            raise RuntimeError(
+                f"`{name}` was frozen when training began, and is trained now: DDP averages the "
+                "gradients of parameters that were trained when it was built, and processes would "
+                "train this one apart. Unfreeze it before train(), with a learning rate of 0 until "
+                "it shall move; or use FSDP2."
+            )
+
+
+def check_sharded(name: str, model: nn.Module) -> None:
+    """Raise for a module or a head of the user's own, which may do anything with a shard.
+
+    Args:
+        name: what the caller of `context_parallel` passes first, ``trainer`` or ``accelerator``.
+        model: the model.
+    """
+    advice = ""
+    if is_transformers(model):
+        inner = inner_model(model)
+        is_known = type(inner).__module__.partition(".")[0] in LIBRARIES
+        has_head = head_of(inner) is not None or inner.config.is_encoder_decoder
+        if is_enabled(inner) or (is_known and has_head):
+            return
+        if has_head:
+            advice = (
+                " Or shard all of it: if hf_patches.verify(model, batch, cp=cp, allow_unknown=True)"
+                " passes, call enable(model, allow_unknown=True) before."
+            )
+    owner = "trainer.model" if name == "trainer" else "model"
+    inside = (path for path, module in model.named_modules() if path and _is_served(module))
+    path = next(inside, None)
+    raise TypeError(
+        f"context_parallel({name}, size=...) got {type(model).__name__}, which is not a class of "
+        "transformers: what its forward does with a shard of each sequence is not known. "
+        + (
+            f"Name the model inside: context_parallel({name}, {owner}.{path}, size=...); all "
+            "around it then runs on full sequences, on every context rank."
+            if path
+            else "Build it around a model of transformers, and name that one."
+        )
+        + advice
+    )
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Return whether a model is from transformers, or a PEFT model around one."""
+    try:
+        inner_model(model)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_served(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers that can be sharded by itself."""
+    if not isinstance(module, PreTrainedModel) or head_of(module) is None:
+        return False
+    known = architecture_of(module)
+    return known is not None and known.is_served
 
 
 def check_trainer(trainer: Any, size: int) -> None:

@@ -24,10 +24,11 @@ from hf_patches import forward
 from hf_patches.enable import Handle, enable, inner_model, is_enabled
 from hf_patches.forward import Enabled, TokenLogpOutput
 from hf_patches.input_checks import name_arguments, parameters_of
+from hf_patches.left_out import leave_out
 from hf_patches.moe_loss import balance_loss
 from lightning_cp import active_step
 from lightning_cp.data.sharding import shift_labels, unshard
-from lightning_cp.options import check_choice
+from lightning_cp.options import SequenceDims, check_choice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL, Step
 from lightning_cp.torch_private import map_tensors, run_pre_hooks
@@ -40,6 +41,8 @@ _MARK: Final = "_lightning_cp_rows"
 # Fields of an output: those with one entry per token, and those that all ranks have in common.
 _PER_TOKEN: Final = ("last_hidden_state", "hidden_states", "logits", "router_logits")
 _COMMON: Final = ("loss", "aux_loss", "pooler_output", "start_logits", "end_logits")
+_CACHES: Final = ("past_key_values", "cache_params")
+_SCORES: Final = ("logits", "router_logits")
 # What models with media compute on full sequences. A loss of them would count once per rank.
 _OF_MEDIA: Final = (
     *("image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas"),
@@ -68,9 +71,13 @@ class Rows:
     def __deepcopy__(self, _: object) -> "Rows":
         return self  # groups cannot be copied; a copy of the model has the same ranks
 
-    def step(self, batch: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Open the step of a call."""
-        return self.cp.alone(batch, routed=True) if self.is_alone else self.cp.step(batch)
+    def step(
+        self, batch: Mapping[str, Any], dims: SequenceDims | None = None
+    ) -> AbstractContextManager[Any]:
+        """Open the step of a call, with the sequence dims of its batch."""
+        if self.is_alone:
+            return self.cp.alone(batch, routed=True, sequence_dims=dims)
+        return self.cp.step(batch, sequence_dims=dims)
 
 
 @dataclass(eq=False)
@@ -139,8 +146,8 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
         model: a model from transformers, or a PEFT model around one, before DDP or FSDP2.
         cp: the context ranks.
         logits: whether an output has logits, and router logits, where labels are given. ``auto``:
-            not in training, where the loss needs none; full logits take B x S x V numbers on every
-            rank. Without labels there are always logits.
+            not in training, where the loss needs none, and reading them raises; full logits take
+            B x S x V numbers on every rank. Without labels there are always logits.
 
     Returns:
         A handle; its ``undo()`` restores the model.
@@ -235,28 +242,39 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     elif enabled.head == "next token" and not arguments.get("token_logp"):
         batch["shift_labels"] = _targets(batch)
         del batch["labels"]
-    with rows.step(batch) as local:
+    with rows.step(batch, _dims(rows.cp, enabled, batch)) as local:
         step = active_step.current()
         assert step is not None  # noqa: S101
         call = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | local
         if "shift_labels" in local:
             call["labels"] = local["shift_labels"]  # for the check of ids
         call = _run_hooks(model, enabled, call)
-        output = forward.forward_in_step(model, call, step, num_items=num_items)
+        output = forward.forward_in_step(
+            model, call, step, num_items=num_items, keep_logits=rows.logits == "always"
+        )
         if isinstance(output, TokenLogpOutput):
             return output  # of full sequences already
         wanted = rows.logits == "always" or (rows.logits == "auto" and not torch.is_grad_enabled())
-        left_out = ["past_key_values", "cache_params"]
+        left_out = list[str]()
         if labels is not None and enabled.head != "sequence" and not wanted:
-            left_out += ["logits", "router_logits"]
+            left_out += ["logits"] if output.get("router_logits") is None else _SCORES
         full = {
             name: _unshard_field(model, enabled, name, value, step)
             for name, value in output.items()
-            if value is not None and name not in left_out
+            if value is not None and name not in (*_CACHES, *left_out)
         }
     if keep is not None and "logits" in full:
         full["logits"] = full["logits"][:, _kept(keep)]
-    return type(output)(**full)
+    return leave_out(type(output)(**full), left_out)
+
+
+def _dims(
+    cp: ContextParallel, enabled: Enabled, batch: Mapping[str, Tensor]
+) -> dict[str, int | None] | None:
+    """Return the sequence dims of a batch, if it has several labels for each sequence."""
+    names = ("labels", "start_positions", "end_positions") if enabled.head == "sequence" else ()
+    full = [name for name in names if name in batch and batch[name].dim() > 1]
+    return {**cp.options.sequence_dims, **dict.fromkeys(full)} if full else None
 
 
 def _run_hooks(

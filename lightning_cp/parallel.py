@@ -332,6 +332,7 @@ class ContextParallel:
         training: bool | None = None,
         stock: bool = False,
         routed: bool = False,
+        sequence_dims: SequenceDims | None = None,
     ) -> Iterator[Any]:
         """Work on the full batch, on this rank only: the reference that `step` is compared with.
 
@@ -345,12 +346,15 @@ class ContextParallel:
             stock: run models of other libraries unchanged. Some of them ignore documents: each
                 document becomes a sample of its own.
             routed: route SDPA calls as in `step`, so that they see documents and padding.
+            sequence_dims: as in `step`.
 
         Yields:
             The batch's keys and tensors, not sharded.
         """
         training = torch.is_grad_enabled() if training is None else training
-        opened, full = self._build(batch, training, self._alone, is_stock=stock)
+        opened, full = self._build(
+            batch, training, self._alone, None, sequence_dims, is_stock=stock
+        )
         if routed:
             with run_step(opened):
                 yield full

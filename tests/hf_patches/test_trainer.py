@@ -1,6 +1,7 @@
 """Trainers under context parallelism, against the same run without it, on fewer processes."""
 
 import re
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -27,9 +28,13 @@ CASES = [
     ("trainer", "flattened fsdp", 2, 2),
     ("sft", "packed", 2, 2),
     ("dpo", "", 2, 2),
-    ("accelerate", "", 2, 2),
+    ("accelerate", "evaluated", 2, 2),
     ("accelerate", "", 4, 2),
     ("trainer", "stream", 4, 2),
+    ("trainer", "own fsdp", 2, 2),
+    ("trainer", "reads_logits", 2, 2),
+    pytest.param("trainer", "own", 4, 2, marks=slow),
+    pytest.param("trainer", "reads_logits fsdp", 3, 3, marks=slow),
     pytest.param("trainer", "flattened checkpointing", 2, 2, marks=slow),
     pytest.param("trainer", "flattened kwargs", 3, 3, marks=slow),
     pytest.param("trainer", "smoothing metrics", 3, 3, marks=slow),
@@ -60,6 +65,48 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
     assert {name: x for name, x in largest.items() if not x < 2e-6} == {}
     assert len(exact.log) > 3
     assert max(entry["grad_norm"] for entry in exact.log if "grad_norm" in entry) > 0.1
+
+
+ORDERS = [
+    # whether an evaluation or a training comes first, then each after the other
+    ("freeze evaluate verify train unfreeze train predict train", ""),
+    ("freeze evaluate verify train unfreeze train predict train", "fsdp"),
+    pytest.param("predict train evaluate train", "fsdp", marks=slow),
+    pytest.param("verify train train predict train", "lora", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("calls", "flags"), ORDERS)
+def test_calls_of_a_trainer_may_come_in_any_order(ranks, calls, flags):
+    flags = (*flags.split(), "every_batch", "no_predictions")
+    job = Job(flags=flags, calls=tuple(calls.split()))
+    exact = ranks(1).run(train, job)[0]
+    found = ranks(2).run(train, replace(job, size=2))[0]
+    assert max(differences(found, exact).values()) < 1e-9
+    norms = [entry["grad_norm"] for entry in exact.log if "grad_norm" in entry]
+    assert len(norms) == 5 * job.calls.count("train")
+
+
+HEADS = [
+    ("sequence", "llama", ""),
+    ("multi_label", "bert", ""),
+    pytest.param("sequence", "bert", "", marks=slow),
+    pytest.param("sequence", "llama", "smoothing", marks=slow),
+    pytest.param("regression", "llama", "fsdp", marks=slow),
+    pytest.param("token", "llama", "", marks=slow),
+    pytest.param("token", "bert", "smoothing", marks=slow),
+    pytest.param("masked", "modernbert", "", marks=slow),
+    pytest.param("question", "modernbert", "", marks=slow),
+    pytest.param("question", "llama", "fsdp", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("head", "model", "flags"), HEADS)
+def test_a_head_trains_as_the_stock_one_over_accumulated_batches(ranks, head, model, flags):
+    job = Job(flags=(*flags.split(), "no_predictions"), model=model, head=head)
+    exact = ranks(1).run(train, job)[0]
+    found = ranks(2).run(train, replace(job, size=2))[0]
+    assert max(differences(found, exact).values()) < 1e-9
 
 
 def test_a_run_resumes_on_other_numbers_of_processes(ranks, tmp_path):
@@ -159,10 +206,16 @@ def messages(folder):
         trainer = build(folder)
         refuse(trainer, size=0)
         refuse(trainer, size=3)
-        refuse(trainer, trainer.model, size=2)
+        refuse(trainer, trainer_jobs.tiny(), size=2)
         refuse(nn.Linear(1, 1), size=2)
         refuse(trainer.accelerator, size=2)
         refuse(trainer.accelerator, DistributedDataParallel(trainer.model), size=2)
+        refuse(trainer.accelerator, trainer_jobs.Own(), size=2)
+        refuse(build(folder, trainer_jobs.Own()), size=2)
+        model = trainer_jobs.tiny()
+        model.__class__ = type("Own", (type(model),), {"__module__": "own"})
+        refuse(build(folder, model), size=2)
+        refuse(build(folder, nn.Linear(1, 1)), size=2)
         refuse(build(folder, "init"), size=2)
         config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=9)
         refuse(build(folder, T5ForConditionalGeneration(config)), size=2)
@@ -177,10 +230,14 @@ def test_what_cannot_be_right_is_refused_by_name(ranks, tmp_path):
         *(pattern for *_, pattern in REFUSALS),
         r"size=0\): pass the number of processes",
         r"size=3\) does not divide the 2 processes .* Use one of \[1, 2\], or start 3",
-        "takes the models of the trainer; it got LlamaForCausalLM too. Leave it out",
+        "got a LlamaForCausalLM that is not in trainer.model. Leave it out",
         "it got a Linear. In Lightning use ContextParallelStrategy",
         "needs the model, before accelerator.prepare.* Add it",
         "a model inside DistributedDataParallel. Call it before",
+        r"got Own, .* Name .*: context_parallel\(accelerator, model.backbone, size=...\)",
+        r"got Own, .* Name .*: context_parallel\(trainer, trainer.model.backbone, size=...\)",
+        r"got Own, .*\(trainer, trainer.model.model, .* enable\(model, allow_unknown=True\) before",
+        "got Linear, which is not a class of transformers.* Build it around a model of transf",
         "model_init= builds another model .* Pass model=",
         "is an encoder-decoder model",
         "was called before for this Trainer. Call undo",
@@ -231,6 +288,23 @@ def differing_batches(folder):
         context_parallel(trainer, size=2)
         with pytest.raises(ValueError, match="same batch"):
             trainer.train()
+
+
+def unwrapped(folder):
+    """Train a model that nothing averages, and say what became of the weights."""
+    with processes():
+        trainer = build(folder)
+        trainer._wrap_model = lambda model, **_: trainer_jobs.Inside(model)
+        trainer.data_collator = trainer_jobs.padded
+        context_parallel(trainer, size=2)
+        before = trainer.model.lm_head.weight.clone()
+        with pytest.raises(RuntimeError, match="train Inside, which is in neither DDP nor FSDP2"):
+            trainer.train()
+        assert torch.equal(before, trainer.model.lm_head.weight)
+
+
+def test_a_model_whose_gradients_are_not_averaged_is_not_trained(ranks, tmp_path):
+    ranks(2).run(unwrapped, str(tmp_path))
 
 
 def test_batches_that_differ_between_context_ranks_are_refused(ranks, tmp_path):

@@ -102,6 +102,9 @@ def messages(folder):
         refuse(trainer)
         trainer.accelerator = SimpleNamespace(device=torch.device("cuda"))
         refuse(trainer)
+        trainer = build(folder, model=trainer_jobs.Own())
+        context_parallel(trainer, trainer.model.backbone, size=2)
+        refuse(trainer)
     return found
 
 
@@ -112,6 +115,7 @@ def test_what_differs_and_what_cannot_be_compared_is_refused(ranks, tmp_path):
         "(?s)changes the results of this Trainer: loss=.*FAILED: different results on 2 ranks",
         "no labels for it: it holds input_ids, completion_mask. Verify an SFTTrainer",
         "a model on cpu, and the processes communicate on cuda: .* in on_train_begin",
+        "shards the LlamaModel inside of Own. Compare the losses of a few steps",
     ]
     for found in ranks(2).run(messages, str(tmp_path)):
         assert len(found) == len(expected)

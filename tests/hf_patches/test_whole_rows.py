@@ -1,17 +1,21 @@
 """A model that takes full sequences, against the stock model: outputs and every gradient."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import convert_to_fp32
 from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import ModelOutput
 
 from hf_patches import enable, whole_rows
+from hf_patches.left_out import LeftOutError
 from lightning_cp import ContextParallel
 from lightning_cp.comm.mesh import build_groups
 from tests.parity import zoo
@@ -379,6 +383,41 @@ def test_a_model_that_accelerate_unwraps_still_takes_full_sequences():
         AcceleratorState._reset_state(True)
     assert unwrapped is model
     assert torch.equal(model(**batch_of("right")).loss, exact)
+
+
+READS = {
+    "attribute": lambda output: output.logits,
+    "key": lambda output: output["logits"],
+    "index": lambda output: output[2],
+    "slice": lambda output: output[1:],
+}
+
+
+def test_logits_that_were_left_out_say_how_to_get_them(monkeypatch):
+    model = build("qwen3_moe").train()
+    handle = whole_rows(model, ContextParallel(None))
+    call = {**batch_of("right"), "output_router_logits": True}
+    output = model(**call)
+    copies = pickle.loads(pickle.dumps(output)), copy.copy(output)
+    copies += tree_map(torch.Tensor.detach, output), convert_to_fp32(output)
+    for found in (output, *copies):
+        for read in READS.values():
+            with pytest.raises(LeftOutError, match=r"logits.*handle.models\[0\].logits = 'always'"):
+                read(found)
+        with pytest.raises(AttributeError, match="^`router_logits` of this MoeCausal"):
+            found.router_logits  # noqa: B018
+        assert not hasattr(found, "logits")
+        assert getattr(found, "logits", None) is None
+        assert "logits" not in found
+        assert found.to_tuple()[0] == found[0] == found["loss"] == found.loss
+        assert repr(found).startswith("MoeCausalLMOutputWithPast({'loss': tensor(")
+    with pytest.raises(IndexError):
+        output[9]
+    monkeypatch.setattr("hf_patches.forward.LARGEST_LOGITS", 0)  # else the loss is not in chunks
+    handle.logits = "always"
+    whole = model(**call)
+    assert whole.logits.shape[-1] == zoo.VOCAB_SIZE
+    assert whole.loss.item() == pytest.approx(output.loss.item(), abs=1e-6)
 
 
 def test_a_second_call_takes_the_same_ranks_only():

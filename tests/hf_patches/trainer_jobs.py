@@ -19,7 +19,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, set_seed
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
@@ -45,7 +45,7 @@ from trl import (
     SFTTrainer,
 )
 
-from hf_patches.trainer import context_parallel
+from hf_patches.trainer import context_parallel, verify
 from lightning_cp.torch_private import plain_functions
 from tests.parity import media_zoo, zoo
 from tests.parity.hf import Double
@@ -70,6 +70,8 @@ class Job:
         flags: what is special about it.
         folder: where checkpoints are written.
         model: of the zoo, with the flag ``media`` of the one with media; None for a tiny Llama.
+        head: of a model of the zoo.
+        calls: of the trainer, one after the other; with "freeze" and "unfreeze" between them.
     """
 
     kind: str = "trainer"
@@ -77,6 +79,8 @@ class Job:
     flags: tuple[str, ...] = ()
     folder: str | None = None
     model: str | None = None
+    head: str = "causal"
+    calls: tuple[str, ...] = ("train",)
 
 
 @dataclass
@@ -152,6 +156,45 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> L
     return LlamaForCausalLM(config).to(dtype)
 
 
+class Own(nn.Module):
+    """A module that is no model of transformers, around one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = tiny().model
+        self.head = nn.Linear(self.backbone.config.hidden_size, VOCAB, dtype=torch.float64)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None
+    ) -> dict[str, Tensor]:
+        states = self.backbone(input_ids=input_ids, attention_mask=attention_mask)
+        logits = self.head(states.last_hidden_state)
+        loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+        return {"loss": loss, "logits": logits}
+
+
+class Inside(nn.Module):
+    """Calls a model, and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
+
+class ReadsLogits(HFTrainer):
+    """Adds a penalty of the logits to the loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        output = model(**inputs)
+        loss = output.loss + 0.01 * output.logits.square().mean()
+        return (loss, output) if return_outputs else loss
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -208,6 +251,21 @@ def padded(
         "labels": column(labels, -100),
         "attention_mask": column([[1] * len(row) for row in labels], 0),
     }
+
+
+def labelled_for(head: str, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return padded rows with labels as a head takes them: most samples have few of them."""
+    batch = padded(features)
+    labels = batch.pop("labels")
+    first = batch["input_ids"][:, 0]
+    if head == "question":
+        last = batch["attention_mask"].sum(1) - 1
+        return {**batch, "start_positions": last // 2, "end_positions": last}
+    if head == "sequence":
+        return {**batch, "labels": first % 3}
+    if head in ("regression", "multi_label"):
+        return {**batch, "labels": (batch["input_ids"][:, :3] % 2).double()}
+    return {**batch, "labels": torch.where(labels < 0, labels, labels % 3)}
 
 
 def packed_by_ids(features: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -343,12 +401,22 @@ def _build_trainer(job: Job, folder: str) -> Any:
         model = media_zoo.build_model(job.model, dtype=torch.float64)
     elif job.model:
         attention = "sdpa" if "sdpa" in job.flags else "eager"
-        model = zoo.build_model(job.model, dtype=torch.float64, attention=attention)
+        kind = "sequence" if job.head in ("regression", "multi_label") else job.head
+        model = zoo.build_model(job.model, head=kind, dtype=torch.float64, attention=attention)
+        if job.head != "causal":
+            collator = functools.partial(labelled_for, job.head)
+        if job.head != kind:
+            model.config.problem_type = {
+                "regression": "regression",
+                "multi_label": "multi_label_classification",
+            }[job.head]
+    elif "own" in job.flags:
+        model = Own()
     if "lora" in job.flags:
         torch.manual_seed(5)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = get_peft_model(model, lora)
-    return HFTrainer(
+    return (ReadsLogits if "reads_logits" in job.flags else HFTrainer)(
         model=model,
         args=TrainingArguments(**arguments, remove_unused_columns=False),
         train_dataset=Stream(train) if "stream" in job.flags else train,
@@ -474,6 +542,19 @@ def build_trainer(job: Job, folder: str) -> Any:
     return build(job, folder)
 
 
+def _call(trainer: Any, call: str, job: Job) -> None:
+    if call == "train":
+        trainer.train(resume_from_checkpoint=True if "resume" in job.flags else None)
+    elif call == "predict":
+        trainer.state.log_history.append(trainer.predict(trainer.eval_dataset).metrics)
+    elif call == "evaluate":
+        trainer.evaluate()
+    elif call == "verify":
+        assert not job.size or verify(trainer)[0].passed
+    else:
+        trainer.model.get_input_embeddings().requires_grad_(call == "unfreeze")
+
+
 def train(job: Job) -> Run | None:
     """Train, evaluate and predict; return what rank 0 has found."""
     warnings.simplefilter("ignore")
@@ -487,16 +568,23 @@ def train(job: Job) -> Run | None:
             return train_by_accelerate(job)
         trainer = build_trainer(job, job.folder or temporary)
         if job.size:
-            handle = context_parallel(trainer, size=job.size)
+            named = [trainer.model.backbone] if "own" in job.flags else []
+            handle = context_parallel(trainer, *named, size=job.size)
+            if "reads_logits" in job.flags:
+                handle.models[0].logits = "always"
             assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)
         if "drift" in job.flags:  # each rank would sample something else
             torch.manual_seed(100 + dist.get_rank())
-        trainer.train(resume_from_checkpoint=True if "resume" in job.flags else None)
+        log = []
+        for number, call in enumerate(job.calls):
+            if call == "train" and number:  # which begins a new log
+                log += trainer.state.log_history
+            _call(trainer, call, job)
         prediction = None
         if job.kind in ("trainer", "sft") and "no_predictions" not in job.flags:
             prediction = trainer.predict(trainer.eval_dataset or token_rows(5, seed=2))
             trainer.state.log_history.append(prediction.metrics)
-        run = Run(trainer.state.log_history, _weights(trainer))
+        run = Run(log + trainer.state.log_history, _weights(trainer))
         run.is_padded = job.model is not None
         run.counts = trainer.state.total_flos, trainer.state.num_input_tokens_seen
         if prediction is not None:
@@ -516,6 +604,8 @@ def train_by_accelerate(job: Job) -> Run | None:
     model: Any = tiny()
     if job.size:
         context_parallel(accelerator, model, size=job.size)
+    if "evaluated" in job.flags:  # which stock accelerate takes as prepared for training
+        model = accelerator.prepare_model(model, evaluation_mode=True)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader: Any = DataLoader(token_rows(10), batch_size=2, shuffle=True, collate_fn=padded)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
