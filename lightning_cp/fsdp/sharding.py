@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.adapters import parallelize_models
+from lightning_cp.fsdp.frozen import FrozenWeights, keep_packed
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
@@ -90,7 +91,7 @@ def shard_parameters(
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
     device: torch.device,
-) -> None:
+) -> FrozenWeights:
     """Shard the parameters over the ranks, with the weights of rank 0.
 
     Args:
@@ -108,11 +109,15 @@ def shard_parameters(
         offload: keep shards and their gradients in host memory; FSDP2 copies a block to the device
             when it gathers it.
         device: device of this rank.
+
+    Returns:
+        What frozen weights were before they were sharded.
     """
+    frozen = FrozenWeights(compute_dtype)
     if sharding == "none":
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)
-        return
+        return frozen
     is_divided = tensor is not None and tensor.size() > 1 and not is_parallelized(owner)
     if tensor is not None and is_divided:
         _materialise(owner, owner, device)
@@ -147,6 +152,7 @@ def shard_parameters(
             _materialise(owner, unit, device)
             _broadcast_weights(unit, device, mesh)
         policy = _policy(unit, compute_dtype)
+        packed = frozen.note(unit)
         fully_shard(
             unit,
             mesh=mesh,
@@ -154,6 +160,8 @@ def shard_parameters(
             offload_policy=placement,
             reshard_after_forward=reshard_roots,
         )
+        keep_packed(unit, packed)
+    return frozen
 
 
 def move_unsharded(owner: nn.Module, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.mesh import check_size, gather_objects
 from lightning_cp.comm.transport import Transport
+from lightning_cp.fsdp.frozen import FrozenWeights
 from lightning_cp.fsdp.gathering import gather_parts, order_gradients
 from lightning_cp.fsdp.replication import average_gradients
 from lightning_cp.fsdp.sharding import (
@@ -135,8 +136,9 @@ def place_model(
     if is_sharded(model):
         check_sharding(model, mesh)
         fill_sharded(model, device)
+        frozen = FrozenWeights()
     else:
-        shard_parameters(
+        frozen = shard_parameters(
             model,
             mesh,
             sharding=sharding,
@@ -151,6 +153,7 @@ def place_model(
     prepare_reduction(model)
     gather_parts(model)
     to_device()
+    frozen.check(model, device)
     order_gradients(model)
     if sharding != "none" or is_sharded(model):
         return None
