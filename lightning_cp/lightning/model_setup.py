@@ -17,6 +17,7 @@ from lightning_cp.fsdp.replication import average_gradients
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     Sharding,
+    broadcast_replicated,
     check_sharding,
     fill_sharded,
     has_copies,
@@ -113,7 +114,7 @@ def place_model(
     offload: bool,
     device: torch.device,
     to_device: Callable[[], None],
-) -> Callable[[], None] | None:
+) -> Callable[[], None]:
     """Shard or replicate a model; return what ends the averaging of replicated parameters.
 
     Args:
@@ -136,6 +137,7 @@ def place_model(
     if is_sharded(model):
         check_sharding(model, mesh)
         fill_sharded(model, device)
+        broadcast_replicated(model, device)
         frozen = FrozenWeights()
     else:
         frozen = shard_parameters(
@@ -155,8 +157,6 @@ def place_model(
     to_device()
     frozen.check(model, device)
     order_gradients(model)
-    if sharding != "none" or is_sharded(model):
-        return None
     return average_gradients(model, mesh)
 
 
