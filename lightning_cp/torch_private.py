@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from inspect import signature
@@ -89,6 +90,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def is_made_of_tensors(x: object) -> bool:
+    """Return whether a tensor consists of others, as a DTensor (`torch.utils._python_dispatch`)."""
+    return bool(is_traceable_wrapper_subclass(x))
+
+
 def taken_apart(x: Any, place: Callable[[Tensor], Callable[[], Tensor]]) -> Callable[[], Any]:
     """Return a function that builds a tensor such as a DTensor from others (`__tensor_flatten__`).
 
@@ -98,7 +104,7 @@ def taken_apart(x: Any, place: Callable[[Tensor], Callable[[], Tensor]]) -> Call
         x: a tensor; nothing of it is read later.
         place: takes a plain tensor inside, and returns a function that gives the other one.
     """
-    if not is_traceable_wrapper_subclass(x):
+    if not is_made_of_tensors(x):
         # From 2.12 on, a mesh is a part of a DTensor, too.
         return place(x) if isinstance(x, Tensor) else lambda: x
     kind: Any = type(x)
@@ -181,6 +187,23 @@ def _with_zero_gradients(group: Any) -> Callable[..., Any]:
         return original(*args)
 
     return post_backward
+
+
+def keep_dtypes(unit: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Let FSDP2 gather some parameters of a unit in their own dtype, whatever the unit's policy.
+
+    A policy is one of a unit; FSDP2 derives the dtype of each parameter from it when it gathers for
+    the first time (`FSDPParam.init_dtype_attrs`, which is replaced on the instances).
+    """
+    kept = {id(parameter) for parameter in parameters}
+    for group in _param_groups(unit) if kept else ():
+        for fsdp_param in group.fsdp_params:
+            if id(fsdp_param.sharded_param) in kept:
+                fsdp_param.init_dtype_attrs = _without_cast(fsdp_param.init_dtype_attrs)
+
+
+def _without_cast(init_dtype_attrs: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda policy: init_dtype_attrs(replace(policy, param_dtype=None))
 
 
 def drop_unreduced_gradients(unit: FSDPModule) -> None:

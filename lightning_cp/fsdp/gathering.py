@@ -57,6 +57,10 @@ def gather_parts(owner: nn.Module) -> None:
         root.__dict__[_USED] = False
         if _DIRECT_CALLS not in root.__dict__:
             root.register_forward_pre_hook(_check_use, prepend=True)
+            for part in own_modules(root):
+                for parameter in part.parameters(recurse=False):
+                    if not isinstance(parameter, DTensor):  # replicated: is never gathered
+                        parameter.__dict__[USE_CALLBACK] = None
         for unit in root.modules():
             if not is_unit(unit) or _DIRECT_CALLS in unit.__dict__ or is_grouped(unit):
                 continue

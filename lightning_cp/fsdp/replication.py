@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicated parameters: every rank holds all of them, and gradients are averaged as by DDP.
 
-At the end of each backward pass, whoever calls it, gradients are summed over data x context in
-buckets; half-precision ones in float32, as FSDP2 does here. Nothing is gathered in forward.
+All of a model, or those that FSDP2 cannot hold, beside its shards. At the end of each backward
+pass, whoever calls it, gradients are summed over data x context in buckets; half-precision ones in
+float32, as FSDP2 does here. Nothing is gathered in forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.torch_private import after_backward, backward_id, plain_functions
@@ -26,8 +28,9 @@ def average_gradients(owner: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     """Average gradients over the ranks in each backward from now on; return what ends it.
 
     Args:
-        owner: the module whose parameters are replicated, with equal values on all ranks.
-        mesh: data x context, one axis.
+        owner: the module whose parameters, except DTensors, are replicated, with equal values on
+            all ranks.
+        mesh: data x context; several axes with hybrid sharding.
     """
     replicas = _Replicas(owner, mesh)
     _replicas[owner] = replicas
@@ -40,13 +43,13 @@ def average_gradients(owner: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
 
 
 def is_replicated(owner: nn.Module) -> bool:
-    """Return whether backward averages the gradients of a module over the ranks."""
-    return owner in _replicas
+    """Return whether every rank holds all parameters of a module, and averages their gradients."""
+    return owner in _replicas and not _replicas[owner].has_shards
 
 
 def set_averaging(owner: nn.Module, *, enabled: bool) -> None:
     """Set whether backward averages gradients, or accumulates those of this rank."""
-    if is_replicated(owner):
+    if owner in _replicas:
         _replicas[owner].enabled = enabled
 
 
@@ -55,13 +58,15 @@ class _Replicas:
 
     def __init__(self, owner: nn.Module, mesh: DeviceMesh) -> None:
         self.enabled = True
-        self._group, self._size = mesh.get_group(), mesh.size()
-        self._parameters = dict(owner.named_parameters())
+        self._groups, self._size = [mesh.get_group(x) for x in range(mesh.ndim)], mesh.size()
+        named = dict(owner.named_parameters())
+        self._parameters = {n: p for n, p in named.items() if not isinstance(p, DTensor)}
+        self.has_shards = len(self._parameters) < len(named)
         self._backward = -1
-        # Frozen ones too: a callback may unfreeze them later.
-        self._handles = [
-            handle for p in self._parameters.values() if (handle := self._hook(p)) is not None
-        ]
+        # Frozen ones too: a callback may unfreeze them later. And shards: all ranks reduce theirs,
+        # while a replicated parameter may have a gradient on some ranks only.
+        hooked = named.values() if self._parameters else ()
+        self._handles = [handle for p in hooked if (handle := self._hook(p)) is not None]
 
     def _hook(self, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle | None:
         if self._size == 1 or not parameter.is_floating_point():
@@ -120,7 +125,8 @@ class _Replicas:
         zeros = partial(torch.zeros, dtype=dtype, device=device)
         parts = [zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
         flat = torch.cat([*(x.to(dtype) for x in parts), used.to(device, non_blocking=True)])
-        dist.all_reduce(flat, group=self._group)
+        for group in self._groups:
+            dist.all_reduce(flat, group=group)
         flat.div_(self._size)
         *means, used = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
         for index, (parameter, mean) in enumerate(zip(bucket, means, strict=True)):

@@ -25,11 +25,11 @@ def call_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if torch.compiler.is_compiling():
         return func(*args, **kwargs)
     # On the path of every torch function in a step: the common cases come first.
+    if args and type(args[0]) in (list, tuple) and _are_separate(func, args[0]):
+        return _call_by_mesh(func, args, kwargs)
     try:
         output = func(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        if args and isinstance(args[0], list | tuple) and "mesh" in str(error):
-            return _call_by_mesh(func, args, kwargs)
+    except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
@@ -53,15 +53,26 @@ def call_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return output
 
 
-def _call_by_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a multi-tensor function separately for the tensors of each mesh.
+def _mesh_of(x: object) -> object:
+    return getattr(x, "device_mesh", None)
 
-    Tensor ranks share some parameters and replicate others, such as the weights of norms.
+
+def _are_separate(func: Callable[..., Any], xs: Sequence[object]) -> bool:
+    """Return whether a multi-tensor function got tensors of several meshes, or plain ones too."""
+    name = getattr(func, "__name__", "")
+    return name.startswith(("_foreach_", "_fused_")) and len(set(map(_mesh_of, xs))) > 1
+
+
+def _call_by_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a multi-tensor function separately for the tensors of each mesh, and for plain ones.
+
+    Tensor ranks share some parameters and replicate others, such as the weights of norms. Where a
+    model is sharded, every rank holds the parameters of the LightningModule itself.
     """
     size = len(args[0])
     indices: dict[Any, list[int]] = {}
     for index, x in enumerate(args[0]):
-        indices.setdefault(getattr(x, "device_mesh", None), []).append(index)
+        indices.setdefault(_mesh_of(x), []).append(index)
     outputs: list[Any] = [None] * size
     for part in indices.values():
         chosen = [_chosen(x, part, size) for x in args]

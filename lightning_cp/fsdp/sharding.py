@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.adapters import parallelize_models
+from lightning_cp.fsdp.frozen import FrozenWeights, keep_packed
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
@@ -46,6 +47,7 @@ ParameterSharding = Literal["auto", "full", "hybrid", "none"]
 """``auto``: ``full`` or ``hybrid``, decided when the model is placed."""
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
+_PARAMETERS: Final = (nn.ParameterList, nn.ParameterDict)
 
 
 def check_parameter_sharding(name: str) -> None:
@@ -91,15 +93,15 @@ def shard_parameters(
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
     device: torch.device,
-) -> None:
+) -> FrozenWeights:
     """Shard the parameters over the ranks, with the weights of rank 0.
 
     Args:
-        owner: module whose children are sharded; it is not called itself (a LightningModule), so it
-            may hold no parameters of its own.
+        owner: module whose children are sharded; it is not called itself (a LightningModule).
         mesh: data x context, one axis; or two axes, which FSDP2 replicates and shards over.
-        sharding: ``full`` and ``hybrid`` shard every parameter over the mesh; ``none`` leaves all
-            of them replicated, see `average_gradients`.
+        sharding: ``full`` and ``hybrid`` shard every parameter over the mesh but those that FSDP2
+            cannot hold, see `find_replicated`; ``none`` leaves all of them replicated, see
+            `average_gradients`.
         tensor: the ranks that share the weights of each layer, one axis of the same mesh; models of
             adapters are divided by their plans, unless a user has applied one.
         shard_modules: class names or name patterns of the blocks; by default those that the model
@@ -109,25 +111,22 @@ def shard_parameters(
         offload: keep shards and their gradients in host memory; FSDP2 copies a block to the device
             when it gathers it.
         device: device of this rank.
+
+    Returns:
+        What frozen weights were before they were sharded.
     """
+    frozen = FrozenWeights(compute_dtype)
     if sharding == "none":
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)
-        return
+        return frozen
     check_no_gradient_hooks(owner, "parameter_sharding='none'")
     is_divided = tensor is not None and tensor.size() > 1 and not is_parallelized(owner)
     if tensor is not None and is_divided:
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)  # each rank then keeps its part of the same weights
         parallelize_models(owner, tensor)
-    direct = [name for name, _ in owner.named_parameters(recurse=False)]
-    if direct:
-        raise ValueError(
-            f"{type(owner).__name__} holds the parameter `{direct[0]}` itself, but is never called "
-            "as a module, so that it cannot be gathered in time. Put it into a submodule with a "
-            "forward(), or shard the model in configure_model()."
-        )
-    roots = list(_roots(owner))
+    replicated, roots = find_replicated(owner), list(_roots(owner))
     inside = {part for root in roots for part in root.modules() if part is not root}
     roots = [root for root in roots if root not in inside]  # also registered inside another root
     blocks = [block for root in roots for block in find_blocks(root, shard_modules)]
@@ -149,13 +148,35 @@ def shard_parameters(
             _materialise(owner, unit, device)
             _broadcast_weights(unit, device, mesh)
         policy = _policy(unit, compute_dtype)
+        packed = frozen.note(unit)
         fully_shard(
             unit,
             mesh=mesh,
             mp_policy=policy,
             offload_policy=placement,
             reshard_after_forward=reshard_roots,
+            ignored_params=replicated | _numbers(unit),
         )
+        keep_packed(unit, packed)
+    if not is_divided and owner not in units:
+        _materialise(owner, owner, device)
+    broadcast_replicated(owner, device)
+    return frozen
+
+
+def find_replicated(owner: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that FSDP2 cannot hold: every rank has all of them.
+
+    That is: numbers, which have no dim to shard, and what the owner holds itself or in lists of
+    parameters, since nothing is called that would gather them in time.
+    """
+    holders = [owner, *(m for m in _outermost(owner) if isinstance(m, _PARAMETERS))]
+    own = {p for m in holders for p in m.parameters(recurse=m is not owner)}
+    return own | _numbers(owner)
+
+
+def _numbers(module: nn.Module) -> set[nn.Parameter]:
+    return {p for p in module.parameters() if p.dim() == 0}
 
 
 def check_no_gradient_hooks(owner: nn.Module, other_way: str) -> None:
@@ -165,8 +186,9 @@ def check_no_gradient_hooks(owner: nn.Module, other_way: str) -> None:
         owner: the module that is about to be sharded.
         other_way: what leaves parameters as they are, for the error.
     """
+    replicated = find_replicated(owner)
     for name, parameter in owner.named_parameters():
-        if has_gradient_hooks(parameter):
+        if parameter not in replicated and has_gradient_hooks(parameter):
             raise ValueError(
                 f"`{name}` has a hook (register_hook), which FSDP2 never calls: it replaces the "
                 "parameter by its shards. Change gradients after backward, where they are "
@@ -183,18 +205,20 @@ def move_unsharded(owner: nn.Module, device: torch.device) -> None:
 def _join_tied(
     owner: nn.Module, units: list[nn.Module], roots: Sequence[nn.Module]
 ) -> list[nn.Module]:
-    """Return units such that each weight belongs to one of them, under all its names.
+    """Return units such that each weight that they shard belongs to one of them, by all its names.
 
     A block that shares a weight with another unit becomes part of the module around it. Where two
     roots share a weight, the owner becomes a unit that gathers both, whichever is called.
     """
+    replicated = find_replicated(owner)
     while True:
         holders: dict[int, list[nn.Module]] = {}
         for unit in units:
             for module in own_modules(unit, others=units):
                 for parameter in module.parameters(recurse=False):
-                    if unit not in holders.setdefault(id(parameter), []):
-                        holders[id(parameter)].append(unit)
+                    found = holders.setdefault(id(parameter), [])
+                    if unit not in found and parameter not in replicated:
+                        found.append(unit)
         shared = [unit for tied in holders.values() if len(tied) > 1 for unit in tied]
         if not shared:
             return units
@@ -240,12 +264,20 @@ def drop_unused_gradients(units: Iterable[nn.Module], mesh: DeviceMesh) -> None:
             parameter.grad = None
 
 
-def _roots(module: nn.Module) -> Iterator[nn.Module]:
+def _roots(owner: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that are called and hold parameters."""
+    replicated = find_replicated(owner)
+    for module in _outermost(owner):
+        if any(parameter not in replicated for parameter in module.parameters()):
+            yield module
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside a module that are no lists or dicts of modules."""
     for child in module.children():
         if isinstance(child, _CONTAINERS):
-            yield from _roots(child)
-        elif any(True for _ in child.parameters()):
+            yield from _outermost(child)
+        else:
             yield child
 
 
@@ -387,13 +419,26 @@ def _broadcast_weights(
                     assert mesh is not None  # noqa: S101
                     _broadcast_along(x.to_local(), mesh, device)
                     continue
-                staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
-                # As bytes: not every backend supports every dtype.
-                dist.broadcast(staged.view(-1).view(torch.uint8), 0)
+                staged = _of_rank_0(x, device)
                 if 0 in x.stride():  # expanded: several elements share memory
                     tensors[name] = staged
                 else:
                     x.copy_(staged)
+
+
+@torch.no_grad()
+def broadcast_replicated(owner: nn.Module, device: torch.device) -> None:
+    """Broadcast the values of rank 0 to the parameters of a sharded model that are not sharded."""
+    for parameter in owner.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(_of_rank_0(parameter, device))
+
+
+def _of_rank_0(x: Tensor, device: torch.device) -> Tensor:
+    staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
+    # As bytes: not every backend supports every dtype.
+    dist.broadcast(staged.view(-1).view(torch.uint8), 0)
+    return staged
 
 
 def _broadcast_along(x: Tensor, mesh: DeviceMesh, device: torch.device) -> None:
@@ -405,7 +450,7 @@ def _broadcast_along(x: Tensor, mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise for parameters whose gradients would not be averaged over data x context.
+    """Raise for sharded parameters whose gradients would not be averaged over data x context.
 
     Args:
         owner: a model that a user has sharded.
@@ -413,17 +458,8 @@ def check_sharding(owner: nn.Module, mesh: DeviceMesh) -> None:
     """
     ranks = set(mesh.mesh.flatten().tolist())
     for name, parameter in owner.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or not isinstance(parameter, DTensor):
             continue
-        if not isinstance(parameter, DTensor):
-            if mesh.size() == 1:
-                continue
-            raise ValueError(
-                f"configure_model() has sharded some parameters but not `{name}`, so its gradient "
-                "would not be averaged over the ranks. Apply fully_shard(module, "
-                "mesh=self.trainer.strategy.shard_mesh) to the module that holds it, or shard "
-                "nothing and let the strategy do it."
-            )
         covered = set(parameter.device_mesh.mesh.flatten().tolist())
         if not ranks <= covered:
             raise ValueError(

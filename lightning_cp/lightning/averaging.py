@@ -127,14 +127,14 @@ def _check_other_model(callback: Callback, module: LightningModule, copy: nn.Mod
 
 @torch.no_grad()
 def _shard_like(copy: nn.Module, model: nn.Module) -> None:
-    """Replace each parameter of a copy by a DTensor like the model's, with its values."""
+    """Replace each parameter of a copy by one that is sharded as the model's, with its values."""
     done: dict[Tensor, nn.Parameter] = {}
     copies = dict(copy.named_modules(remove_duplicate=False))
     for path, part in model.named_modules(remove_duplicate=False):
         part_copy = copies[path]
         for name, param in part._parameters.items():
             old = part_copy._parameters[name]
-            if not isinstance(param, DTensor) or old is None or isinstance(old, DTensor):
+            if param is None or old is None or isinstance(old, DTensor):
                 continue
             if old not in done:
                 # Not on the meta device: an averaged model is not materialized like the model.

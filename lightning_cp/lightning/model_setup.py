@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.mesh import check_size, gather_objects
 from lightning_cp.comm.transport import Transport
+from lightning_cp.fsdp.frozen import FrozenWeights
 from lightning_cp.fsdp.gathering import gather_parts, order_gradients
 from lightning_cp.fsdp.replication import average_gradients
 from lightning_cp.fsdp.sharding import (
     ParameterSharding,
     Sharding,
+    broadcast_replicated,
     check_sharding,
     fill_sharded,
     has_copies,
@@ -112,7 +114,7 @@ def place_model(
     offload: bool,
     device: torch.device,
     to_device: Callable[[], None],
-) -> Callable[[], None] | None:
+) -> Callable[[], None]:
     """Shard or replicate a model; return what ends the averaging of replicated parameters.
 
     Args:
@@ -135,8 +137,10 @@ def place_model(
     if is_sharded(model):
         check_sharding(model, mesh)
         fill_sharded(model, device)
+        broadcast_replicated(model, device)
+        frozen = FrozenWeights()
     else:
-        shard_parameters(
+        frozen = shard_parameters(
             model,
             mesh,
             sharding=sharding,
@@ -151,9 +155,8 @@ def place_model(
     prepare_reduction(model)
     gather_parts(model)
     to_device()
+    frozen.check(model, device)
     order_gradients(model)
-    if sharding != "none" or is_sharded(model):
-        return None
     return average_gradients(model, mesh)
 
 

@@ -33,7 +33,10 @@ _ELEMENTWISE: Final = (
 
 @contextmanager
 def hooks_read_scalars(plugin: Precision, optimizer: Optimizer) -> Iterator[None]:
-    """Unshard scalars that hooks and clipping compute; in other optimizers, also in their update.
+    """Unshard scalars that hooks and clipping compute; in some optimizers, also in their update.
+
+    In those that may compute scalars, too, and in those of sharded and replicated parameters, whose
+    multi-tensor functions the mode calls separately.
 
     Lightning calls the hooks inside `Optimizer.step`, after the closure: `Precision._after_closure`
     is replaced on the instance. A mode costs microseconds for each of the update's functions.
@@ -46,7 +49,9 @@ def hooks_read_scalars(plugin: Precision, optimizer: Optimizer) -> Iterator[None
     with ExitStack() as stack:
 
         def after_closure(*args: Any, **kwargs: Any) -> None:
-            if type(optimizer) in _ELEMENTWISE and not has_step_hooks(optimizer):
+            kinds = {type(p) for group in optimizer.param_groups for p in group["params"]}
+            is_plain = type(optimizer) in _ELEMENTWISE and len(kinds) == 1
+            if is_plain and not has_step_hooks(optimizer):
                 with unsharded_scalars():
                     return original(*args, **kwargs)
             stack.enter_context(unsharded_scalars())

@@ -129,7 +129,7 @@ class Preparation:
             device=device,
             to_device=to_device,
         )
-        self.undos += [] if stop is None else [stop]
+        self.undos.append(stop)
         self._mesh, self._device = mesh, device
 
     def plan_memory(

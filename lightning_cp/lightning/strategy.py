@@ -25,6 +25,7 @@ from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import check_loaded_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
+from lightning_cp.fsdp.frozen import packed_stay
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.sharding import ParameterSharding, drop_unused_gradients, reshard
 from lightning_cp.geometry.mask import Mask
@@ -293,7 +294,9 @@ class ContextParallelStrategy(CheckpointStrategy):
         if self._is_async():
             check_links(trainer)
         check_hooks(module, self._ranks())
-        self.model = self.precision_plugin.convert_module(self.model)
+        precision = self.precision_plugin.precision
+        with packed_stay(self.model, f"Trainer(precision={precision!r})"):
+            self.model = self.precision_plugin.convert_module(self.model)
         is_training = trainer.state.fn == TrainerFn.FITTING
         prepared.enable(trainer, module, training=is_training)
         check_loaded_models(

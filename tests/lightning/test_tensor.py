@@ -172,12 +172,13 @@ class Plain(nn.Module):
 
 
 class UserPlan(LightningModule):
-    """A model of a user's own, with a plan of torch's."""
+    """A model of a user's own, with a plan of torch's, and a temperature that it learns."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.model, self.losses = Plain().double(), []
+        self.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
 
     def configure_model(self):
         mesh = self.trainer.strategy.tensor_mesh
@@ -187,7 +188,8 @@ class UserPlan(LightningModule):
         parallelize_module(self.model, mesh, plan)
 
     def training_step(self, batch, batch_idx):
-        loss = token_mean(self.model(batch["input_ids"]), batch["labels"])
+        logits = self.model(batch["input_ids"]) / self.temperature.exp()
+        loss = token_mean(logits, batch["labels"])
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -201,22 +203,22 @@ def run_user_plan():
         strategy = ContextParallelStrategy(2, tensor_parallel_size=2)
         trainer = build_trainer(strategy=strategy, max_epochs=1)
         trainer.fit(module, DataLoader(Samples(3), GLOBAL_BATCH))
-        return module.losses[-3:], {n: full(p.detach()) for n, p in module.model.named_parameters()}
+        return module.losses[-3:], {n: full(p.detach()) for n, p in module.named_parameters()}
 
 
 def train_plain():
-    torch.manual_seed(0)
-    model, samples, losses = Plain().double(), Samples(3), []
-    optimizer = build_optimizer(model)
+    module, samples, losses = UserPlan(), Samples(3), []
+    optimizer = build_optimizer(module)
     for index in range(3):
         rows = slice(GLOBAL_BATCH * index, GLOBAL_BATCH * (index + 1))
-        logits = model(samples.tokens[rows])[:, :-1].flatten(0, 1)
+        logits = module.model(samples.tokens[rows])[:, :-1].flatten(0, 1)
+        logits = logits / module.temperature.exp()
         loss = nn.functional.cross_entropy(logits, samples.labels[rows, 1:].flatten())
         losses.append(float(loss.detach()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {n: p.detach() for n, p in model.named_parameters()}
+    return losses, {n: p.detach() for n, p in module.named_parameters()}
 
 
 @pytest.mark.slow
