@@ -31,7 +31,12 @@ from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import Step, UnshardedStep
-from lightning_cp.torch_private import drop_unreduced_gradients, take_used
+from lightning_cp.torch_private import (
+    accumulation_hooks,
+    drop_unreduced_gradients,
+    take_used,
+    tensor_version,
+)
 from lightning_cp.verification import MIXING, relative_errors, truncate_batch
 
 Kind = int | Literal["same"]
@@ -445,7 +450,14 @@ def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None
         model: the model.
         is_reduced: whether FSDP2 reduces gradients in the run; else it accumulates them.
     """
+    reshard(model)  # an evaluation may have left units gathered
     former = [(parameter, parameter.grad) for parameter in model.parameters()]
+    versions = [tensor_version(parameter) for parameter, _ in former]
+    # Those of shards see averaged gradients, as on one device, and may update weights.
+    hooks = [accumulation_hooks(p) for p, _ in former if isinstance(p, DTensor)]
+    saved = [dict(by_id) for by_id in hooks]
+    for by_id in hooks:
+        by_id.clear()
     units = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for parameter, _ in former:
         parameter.grad = None
@@ -454,7 +466,15 @@ def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None
     set_averaging(model, enabled=False)
     try:
         yield
+        if versions != [tensor_version(parameter) for parameter, _ in former]:
+            raise RuntimeError(
+                "A step changed weights while it was compared with one device: a hook updates them "
+                "in backward, before gradients are averaged over the ranks. Update them after "
+                "backward, by an optimizer."
+            )
     finally:
+        for by_id, hooks_of_user in zip(hooks, saved, strict=True):
+            by_id.update(hooks_of_user)
         reshard(model)
         for unit in units:
             drop_unreduced_gradients(unit)

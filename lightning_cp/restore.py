@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.torch_private import global_module_hooks, module_hooks
+from lightning_cp.torch_private import (
+    accumulation_hooks,
+    global_module_hooks,
+    gradient_hooks,
+    module_hooks,
+)
 
 _MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {"log"}
 _IMMUTABLE: Final = (int, float, str, bool, type(None), tuple)
@@ -95,8 +100,10 @@ def _fractions(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def user_hooks(model: nn.Module) -> list[Any]:
-    """Return the hooks on the modules of a model that are of no library that we know."""
+    """Return the hooks on a model and its parameters that are of no library that we know."""
     hooks = [hook for part in model.modules() for hook in module_hooks(part)]
+    for parameter in model.parameters():
+        hooks += [*gradient_hooks(parameter), *accumulation_hooks(parameter).values()]
     return [hook for hook in [*hooks, *global_module_hooks()] if _is_of_user(hook)]
 
 

@@ -519,10 +519,18 @@ def call_methods(owner: type[nn.Module]) -> tuple[object, ...]:
     return owner.__call__, owner._call_impl, owner.forward
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether a parameter has hooks (`Tensor.register_hook`), which torch does not list."""
-    accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks) or bool(accumulated)
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """Return the hooks on the gradient of a parameter (`Tensor._backward_hooks`)."""
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    return [*hooks.values()]
+
+
+def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Return the hooks after accumulation of a parameter; to be changed in place.
+
+    `Tensor._post_accumulate_grad_hooks`; torch has no public way to list them.
+    """
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 def global_module_hooks() -> list[object]:

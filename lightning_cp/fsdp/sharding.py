@@ -28,10 +28,11 @@ from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.torch_private import (
+    accumulation_hooks,
     apply_to_tensors,
     divide_once,
     drop_unreduced_gradients,
-    has_gradient_hooks,
+    gradient_hooks,
     hide_from_modes,
     is_hybrid,
     module_tensors,
@@ -121,6 +122,7 @@ def shard_parameters(
         _broadcast_weights(owner, device)
         return frozen
     check_no_gradient_hooks(owner, "parameter_sharding='none'")
+    hooks = {name: [*accumulation_hooks(p).values()] for name, p in owner.named_parameters()}
     is_divided = tensor is not None and tensor.size() > 1 and not is_parallelized(owner)
     if tensor is not None and is_divided:
         _materialise(owner, owner, device)
@@ -161,6 +163,11 @@ def shard_parameters(
     if not is_divided and owner not in units:
         _materialise(owner, owner, device)
     broadcast_replicated(owner, device)
+    # FSDP2 calls those of the shards, once gradients are averaged.
+    for name, parameter in owner.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            for hook in hooks[name]:
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return frozen
 
 
@@ -188,7 +195,7 @@ def check_no_gradient_hooks(owner: nn.Module, other_way: str) -> None:
     """
     replicated = find_replicated(owner)
     for name, parameter in owner.named_parameters():
-        if parameter not in replicated and has_gradient_hooks(parameter):
+        if parameter not in replicated and gradient_hooks(parameter):
             raise ValueError(
                 f"`{name}` has a hook (register_hook), which FSDP2 never calls: it replaces the "
                 "parameter by its shards. Change gradients after backward, where they are "

@@ -19,6 +19,7 @@ from lightning_cp.compare import Run, Value, own_gradients, returned_leaves, tak
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
 from lightning_cp.data.outputs import Leaf
+from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.lightning.logs import Logged, loss_of, recorded_logs
 from lightning_cp.lightning.loss_policy import take_loss
 from lightning_cp.lightning.module_state import metrics_of, restored_metrics
@@ -119,6 +120,7 @@ class ModuleCall:
             is_checked = self.is_training and step.losses  # others are refused, or declared
             if is_checked and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
+                check_reduced(find_units(module))
         return step, output, logs
 
 

@@ -153,6 +153,30 @@ class HookedWeight(Module):
         next(self.model.parameters()).register_hook(lambda gradient: 0 * gradient)
 
 
+class HookedGradient(Module):
+    """Counts the gradients that it gets after accumulation, or updates weights there."""
+
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.calls = []
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.update)
+        self.rate = rate
+
+    def update(self, parameter):
+        self.calls.append(parameter.shape)
+        if self.rate:
+            with torch.no_grad():
+                parameter -= self.rate * parameter.grad
+
+
+def count_accumulated(**options):
+    """Return how often each weight got a gradient in one step."""
+    module = HookedGradient()
+    message = fit_message(module, ContextParallelStrategy(**options))
+    return message, len(module.calls) / len([*module.parameters()])
+
+
 class Sharding(Module):
     """Shards by hand: everything, all but the head, or over too few ranks."""
 
@@ -220,6 +244,8 @@ def run_setups():
         "iterator": fit_message(Iterating(), new()),
         "hook": fit_message(HookedWeight(), new()),
         "hook, replicated": fit_message(HookedWeight(), new(parameter_sharding="none")),
+        "counted": [count_accumulated(parameter_sharding=x) for x in ("full", "none")],
+        "updated": fit_message(HookedGradient(0.1), new(parameter_sharding="none")),
         "own sharding": fit_message(Sharding("all"), new()),
         "sharded in part": fit_message(Sharding("not all"), new()),
         "sharded over too few": fit_message(Sharding("too few ranks"), new()),
@@ -246,6 +272,7 @@ EXPECTED = {
     "iterator": "training_step(dataloader_iter) fetches its own batches",
     "hook": "has a hook (register_hook), which FSDP2 never calls",
     "hook, replicated": "trained",
+    "updated": "A step changed weights while it was compared with one device",
     "own sharding": "trained",
     "sharded in part": "trained",
     "sharded over too few": "does not cover all 2 ranks of data x context",
@@ -263,6 +290,7 @@ def test_what_would_go_wrong_is_refused_at_set_up_by_all_ranks(ranks):
         for name, message in EXPECTED.items():
             assert message in messages[name], (name, messages[name])
         assert messages["adapter"] == ("trained", True, 1)
+        assert messages["counted"] == [("trained", 1.0)] * 2
         has_device = "The launcher started 2 processes, but Trainer(devices=1, num_nodes=1)"
         assert (has_device if rank == 0 else "Process 1 of this node has no device") in messages[
             "devices"
