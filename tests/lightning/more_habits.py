@@ -810,8 +810,11 @@ def _(path):
 
 
 def fit_compiled(path, module):
-    """Fit twice, and validate between."""
-    trainer = build_trainer(path, max_epochs=1)
+    """Fit twice, and validate between; few graphs, which are slow to compile."""
+    options = {} if alone() else {"strategy": ContextParallelStrategy(verify_steps=False)}
+    limits = dict.fromkeys(("limit_train_batches", "limit_val_batches"), 1)
+    trainer = build_trainer(path, max_epochs=1, num_sanity_val_steps=0, **limits, **options)
+    module.model.model.layers = module.model.model.layers[:1]
     trainer.fit(module)
     between = trainer.validate(module, verbose=False)
     trainer.fit_loop.max_epochs = 2
@@ -823,7 +826,7 @@ def fit_compiled(path, module):
 def _(path):
     class InConfigureModel(Hugging):
         def configure_model(self):
-            if self.trainer.current_epoch == 0 and not hasattr(self.model, "_orig_mod"):
+            if not hasattr(self.model, "_orig_mod"):
                 self.model = torch.compile(self.model, backend="aot_eager")
 
     before = Hugging()

@@ -135,7 +135,10 @@ def fit_on_ranks(jobs):
         return [fit(*job) for job in jobs]
 
 
-@pytest.mark.parametrize(("num_ranks", "dp_size"), [(2, 1), (3, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "dp_size"),
+    [(2, 1), (4, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((3, 1), (2, 2)))],
+)
 def test_losses_of_samples_train_as_on_one_device(ranks, num_ranks, dp_size):
     kinds = KINDS if dp_size == 1 else KINDS[:3]
     jobs = [(kind, dp_size) for kind in kinds]
@@ -166,8 +169,8 @@ class Wrong(Module):
 
 
 EXPECTED = {
-    "local": r"sample_mean\(\) got \[.*\] of shape \(2,\) on rank . of the 2 context ranks, and ot"
-    r"her losses on another rank: .* Compute them from full sequences, .* cp.pool\(x, 'mean'\)",
+    "local": r"sample_mean\(\) got \[.*\] of shape \(2,\) on rank . of the 2 context ranks, and "
+    r"other losses on another rank: .* Compute them from full sequences, .* cp.pool\(x, 'mean'\)",
     "local, later": "computed different values since the last comparison; one of: a loss given to "
     r"sample_mean\(\)",
     "of ranks": r"training_step\(\) gave sample_mean\(\) losses of mean: .* on full sequences",
