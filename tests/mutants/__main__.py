@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,19 @@ class Run:
         self.results = read(args.results)
         self.copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
-    def find(self, name: str, digest: str, scope: str) -> Result | None:
-        """Return the result of this commit, if there is one."""
+    def is_known(
+        self, name: str, mutant: Mutant | None, tests: tuple[str, ...], scope: str
+    ) -> bool:
+        """Return whether there is a result that still holds."""
         found = self.results.get((name, scope))
-        known = found is not None and (found["digest"], found["commit"]) == (digest, self.commit)
-        return found if known and found["status"] != "error" else None
+        if (
+            found is None
+            or found["status"] == "error"
+            or found["digest"] != digest_of(mutant, tests)
+        ):
+            return False
+        files = {test.partition("::")[0] for test in tests}
+        return not any(matters(file, files) for file in changed_since(found["commit"]))
 
     def one(self, name: str, mutant: Mutant | None, tests: tuple[str, ...], scope: str) -> None:
         """Run some tests in a copy with a mutant, or without one."""
@@ -133,7 +142,7 @@ class Run:
         self, tasks: list[tuple[str, Mutant | None, tuple[str, ...], str]], workers: int
     ) -> None:
         """Run what has no result yet."""
-        due = [t for t in tasks if self.find(t[0], digest_of(t[1], t[2]), t[3]) is None]
+        due = [task for task in tasks if not self.is_known(*task)]
         if not due:
             return
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -156,6 +165,23 @@ def commit() -> str:
     """Return the commit; with a mark if files differ from it."""
     run = ["git", "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*"]
     return subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@cache
+def changed_since(commit: str) -> tuple[str, ...]:
+    """Return the files that differ from a commit; all that matter where that is not known."""
+    diff = subprocess.run(
+        ["git", "diff", "--name-only", commit], cwd=ROOT, capture_output=True, text=True
+    )
+    return tuple(diff.stdout.split()) if diff.returncode == 0 else ("pyproject.toml",)
+
+
+def matters(file: str, tests: set[str]) -> bool:
+    """Return whether what some tests notice may depend on a file."""
+    if file.startswith("tests/"):
+        is_other = Path(file).name.startswith("test_") or file.startswith("tests/mutants/")
+        return file in tests or not is_other
+    return file == "pyproject.toml" or file.startswith(("lightning_cp/", "hf_patches/", "recipes/"))
 
 
 def read(file: Path | None) -> dict[tuple[str, str], Result]:
