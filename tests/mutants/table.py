@@ -227,10 +227,7 @@ DATA = (
         "lightning_cp.data.outputs:checksum",
         "return (bits * weights).sum()",
         "return bits.sum()",
-        (
-            "tests/lightning/test_loaders.py::test_different_batches_are_refused_with_the_usual_causes",
-            "tests/parity/test_refusals.py::test_all_ranks_refuse_a_bad_batch",
-        ),
+        (f"{_BATCH}::test_values_that_differ_between_ranks_are_found",),
         "values in another order have the same checksum",
     ),
     Mutant(
@@ -383,7 +380,7 @@ LOSS = (
         "lightning_cp.accumulate:GradientWindow.finish",
         "self._reset()",
         "pass",
-        ("tests/lightning/test_habits.py",),
+        ("tests/test_accumulate.py",),
         "tokens of the last optimizer step count in the next",
     ),
     Mutant(
@@ -391,7 +388,7 @@ LOSS = (
         "lightning_cp.accumulate:GradientWindow.finish",
         "factor = first / total.clamp(min=1)",
         "factor = first / total.clamp(min=1) / num_microbatches",
-        (f"{_TWENTY}[dp 2, cp 2-2-False]",),
+        ("tests/test_accumulate.py",),
         "accumulated gradients are divided by the number of batches too",
     ),
 )
@@ -402,7 +399,7 @@ ATTENTION = (
         "lightning_cp.attn.plan:_ring_stages",
         "source, target = (rank - shift) % cp_size, (rank + shift) % cp_size",
         "source, target = (rank + shift) % cp_size, (rank - shift) % cp_size",
-        ("tests/attn/test_plan.py::test_what_one_rank_sends_another_expects",),
+        ("tests/attn/test_plan.py",),
         "a rank expects keys of a rank that does not send them",
     ),
     Mutant(
@@ -782,10 +779,7 @@ FSDP = (
         "lightning_cp.fsdp.sharding:_policy",
         "reduce_dtype=torch.float32 if half else None",
         "reduce_dtype=None",
-        (
-            "tests/fsdp/test_sharding.py",
-            f"{_STEPS}::test_every_precision_trains_like_one_process[bf16-true-dtype2]",
-        ),
+        ("tests/fsdp/test_sharding.py::test_gradients_of_half_precision_are_added_in_float32",),
         "FSDP2 sums gradients of half-precision weights in their precision",
     ),
     Mutant(
@@ -945,11 +939,7 @@ LIGHTNING = (
         "lightning_cp.lightning.trial_run:TrialRuns._run",
         "with restored_metrics(module), restored_attributes(module), torch.no_grad():",
         "with restored_attributes(module), torch.no_grad():",
-        (
-            "tests/lightning/test_habits.py::test_verifying_leaves_no_trace",
-            "tests/lightning/test_evaluation.py::"
-            "test_data_ranks_with_batches_of_other_kinds_take_part_in_each_trial",
-        ),
+        ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
         "a trial run counts in the metrics",
     ),
     Mutant(
@@ -973,7 +963,7 @@ LIGHTNING = (
         "lightning_cp.lightning.loaders:Loaders.prepare",
         "seed_workers(dataloader, data.get_local_rank())",
         "seed_workers(dataloader, meshes.ranks.get_local_rank())",
-        ("tests/lightning/test_loaders.py",),
+        ("tests/lightning/test_loaders.py::test_workers_are_seeded_by_the_data_rank",),
         "context ranks augment the same samples in different ways",
     ),
     Mutant(
@@ -1008,11 +998,7 @@ LIGHTNING = (
         "lightning_cp.lightning.optimizers:hooks_read_scalars",
         '        finally:\n            del vars(plugin)["_after_closure"]',
         "        finally:\n            pass",
-        (
-            "tests/lightning/test_logs.py",
-            "tests/lightning/test_preparation.py",
-            "tests/lightning/test_strategy.py",
-        ),
+        ("tests/lightning/test_accumulation.py",),
         "the Trainer's precision plugin stays changed",
     ),
     Mutant(
@@ -1311,7 +1297,7 @@ HF = (
         "padding enters the state of a recurrence",
     ),
     Mutant(
-        "constant-decay-sign",
+        "constant-decay-twice",
         "hf_patches.mixers.lightning_attention:_attend",
         "-slope.float()",
         "-2 * slope.float()",
@@ -1334,7 +1320,9 @@ HF = (
         "hf_patches.mixers.relative:_attend_relative",
         "at = (seq_len - position + keys)",
         "at = (seq_len - position + keys + 1)",
-        ("tests/hf_patches/mixers/test_keys.py",),
+        (
+            "tests/hf_patches/mixers/test_keys.py::test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing",
+        ),
         "biases of XLNet are those of the next distance",
     ),
     Mutant(
