@@ -224,9 +224,22 @@ def summary(run: Run, mutants: list[Mutant]) -> tuple[list[str], bool]:
     return lines, counts["killed"] == len(mutants) and not failing
 
 
+def former_survivors(file: Path) -> dict[str, str]:
+    """Return the commits at which mutants survived that are noticed now."""
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    listed = [result for result in results if result["scope"] == "listed"]
+    last = {result["mutant"]: result["status"] for result in listed}
+    return {
+        result["mutant"]: result["commit"]
+        for result in listed
+        if result["status"] == "survived" and last[result["mutant"]] == "killed"
+    }
+
+
 def table(run: Run) -> str:
     """Return the results as a page."""
     lines, _ = summary(run, list(MUTANTS))
+    former = former_survivors(run.args.results)
     seconds = sum(r["seconds"] for r in run.results.values() if r["scope"] == "listed")
     page = [
         "# Mutants",
@@ -237,6 +250,8 @@ def table(run: Run) -> str:
         "",
         *(f"- {line}" for line in lines),
         f"- {seconds / 60:.0f} minutes of one core for the listed tests",
+        f"- {len(former)} survived before, and are noticed by tests that were written since: "
+        + (", ".join(f"{name} (at {commit})" for name, commit in former.items()) or "none"),
         *(f"- retired: {name} ({why})" for name, why in RETIRED.items()),
         "",
         "| mutant | where | what | noticed by | s | commit |",
@@ -278,6 +293,8 @@ def main() -> int:
     only = args.only or [""]
     mutants = [m for m in MUTANTS if any(text in f"{m.name} {m.where}" for text in only)]
     if args.write:
+        if args.results is None:
+            parser.error("--write needs --results")
         args.write.write_text(table(run))
         return 0
     if args.survivors:
