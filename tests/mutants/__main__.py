@@ -76,11 +76,11 @@ def run_tests(copy: Path, arguments: list[str], limit: float) -> tuple[str, str,
         process.communicate()
         return "killed", f"no end within {limit:.0f} s", time.monotonic() - begin
     seconds = time.monotonic() - begin
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if process.returncode == 0:
         return "survived", "", seconds
     if process.returncode == 1 and failed:
-        return "killed", " ".join(dict.fromkeys(failed)), seconds
+        return "killed", "\n".join(dict.fromkeys(failed)), seconds
     return "error", " | ".join(output.strip().splitlines()[-3:]), seconds
 
 
@@ -201,17 +201,18 @@ def unchanged(mutants: list[Mutant]) -> list[tuple[str, None, tuple[str, ...], s
 
 def summary(run: Run, mutants: list[Mutant]) -> tuple[list[str], bool]:
     """Return lines on what survived, and whether all is well."""
-    failing = " ".join(
-        result["by"]
+    failing = [
+        test
         for (_, scope), result in run.results.items()
-        if scope == "unchanged" and result["status"] != "survived"
-    ).split()
+        if scope == "unchanged"
+        for test in result["by"].splitlines()
+    ]
     lines, counts = [], {"killed": 0, "survived": 0, "error": 0, "not run": 0}
     for mutant in mutants:
         result = run.results.get((mutant.name, "listed"))
         everything = run.results.get((mutant.name, "all"))
         status = "not run" if result is None else result["status"]
-        if status == "killed" and set(result["by"].split()) & set(failing):
+        if status == "killed" and set(result["by"].splitlines()) & set(failing):
             status = "error"
         if status == "survived" and everything is not None and everything["status"] == "killed":
             lines.append(f"{mutant.name}: only noticed by {everything['by']}")
@@ -263,7 +264,9 @@ def table(run: Run) -> str:
         if result is None:
             continue
         by = (
-            result["by"].split()[0].replace("::", " ").replace("tests/", "") if result["by"] else ""
+            result["by"].splitlines()[0].replace("::", " ").replace("tests/", "")
+            if result["by"]
+            else ""
         )
         if result["status"] != "killed":
             by = f"**{result['status']}**"
