@@ -1441,7 +1441,7 @@ RECIPES = (
         "recipes.data.sources:Source.fingerprint",
         "(str(f), f.stat().st_size, f.stat().st_mtime_ns)",
         "(str(f), f.stat().st_size)",
-        (f"{_DATA}::test_rows_are_packed_once", _DATA),
+        (f"{_DATA}::test_rows_are_packed_once",),
         "samples of a file that has changed since are taken from the cache",
     ),
     Mutant(
