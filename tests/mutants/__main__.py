@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="mutants with this in their name or place")
     parser.add_argument("--survivors", action="store_true", help="run them against all tests")
     parser.add_argument("--workers", type=int, default=2, help="mutants at the same time")
-    parser.add_argument("--limit", type=float, default=200, help="seconds for one mutant")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one mutant")
     parser.add_argument("--write", type=Path, help="write the table to this file, run nothing")
     args = parser.parse_args()
     wrong = problems()
