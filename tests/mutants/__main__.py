@@ -79,7 +79,9 @@ def run_tests(copy: Path, arguments: list[str], limit: float) -> tuple[str, str,
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if process.returncode == 0:
         return "survived", "", seconds
-    if process.returncode == 1 and failed:
+    if process.returncode < 0:  # by a signal
+        failed = failed or [f"tests that ended with {process.returncode}"]
+    if process.returncode < 2 and failed:
         return "killed", "\n".join(dict.fromkeys(failed)), seconds
     return "error", " | ".join(output.strip().splitlines()[-3:]), seconds
 
