@@ -846,7 +846,7 @@ MEMORY = (
         "lightning_cp.memory.tiles:_Job.backward",
         "with torch.enable_grad(), self.autocast():",
         "with torch.enable_grad():",
-        ("tests/memory/test_tiles.py::test_autocast_is_that_of_forward",),
+        ("tests/memory/test_tiles.py::test_backward_computes_tiles_under_the_autocast_of_forward",),
         "backward computes in another precision than forward",
     ),
     Mutant(
