@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, active_step, attention
 from lightning_cp.attn import choose
@@ -62,6 +63,21 @@ def test_a_bound_mask_outlives_its_step():
         mask = cp.mask(causal=True)
     told = attention(q, q, q, mask=Mask(causal=True, documents=ids))
     assert torch.equal(attention(q, q, q, mask=mask), told)
+
+
+def test_what_is_recomputed_in_another_step_does_not_go_backward():
+    """A step that is opened inside of a checkpointed function is another one when it runs again."""
+    q, cp = draw(1, 2, 6, 4).requires_grad_(), ContextParallel(None)
+    batch = {"input_ids": torch.arange(6)[None]}
+    batches = iter([batch, {**batch, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1]])}])
+
+    def attend(x):
+        with cp.step(next(batches)):
+            return attention(x, x, x, mask=Mask(causal=True))
+
+    out = checkpoint(attend, q, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="recomputed under another step, not the one it first"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("algorithm", ["gather", "ring"])

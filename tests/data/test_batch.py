@@ -7,6 +7,8 @@ import torch
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
 from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, unpack_documents
+from lightning_cp.data.consistency import find_differing
+from tests.ranks import run_threads
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -382,3 +384,22 @@ def test_a_document_of_padding_alone_is_padding_of_the_one_before_it():
     joined = torch.tensor([[0, 0, 0, 0, 2, 2]])
     expected = attention(q, q, q, mask=Mask(causal=True, documents=joined, padding=mask == 0))
     assert torch.allclose(read_, expected)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (torch.tensor([1, 2, 3]), torch.tensor([2, 1, 3])),  # the same numbers in another order
+        (torch.tensor([[0.5, 2.0]]), torch.tensor([[2.0, 0.5]])),
+        (torch.tensor(1.0), torch.tensor(-1.0)),
+        (0.0, -0.0),
+        ({"a": 1}, {"a": 2}),
+    ],
+    ids=str,
+)
+def test_values_that_differ_between_ranks_are_found(mine, other):
+    def work(transport):
+        values = [torch.ones(2), other if transport.rank else mine, "text"]
+        return find_differing(values, transport), find_differing(values[::2], transport)
+
+    assert run_threads(2, work) == [([1], [])] * 2

@@ -51,6 +51,20 @@ def test_gradients_pass_through_rows_put_together_from_shards_of_different_lengt
     assert run_threads(2, work) == [[2, 4, 14], [6, 8, 10, 12]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gradients_of_ranks_are_added_in_float32_or_wider(dtype):
+    layout = build_layout("contiguous", seq_len=6, cp_size=3)
+
+    def work(transport):
+        part = torch.zeros(2, dtype=dtype, requires_grad=True)
+        unshard(part, 0, layout=layout, transport=transport).sum().backward()
+        assert part.grad.dtype == dtype
+        return transport.dtypes_reduced
+
+    wide = torch.promote_types(dtype, torch.float32)
+    assert run_threads(3, work) == [[wide]] * 3
+
+
 def test_what_lies_beyond_the_row_is_left_out():
     layout = build_layout("zigzag", seq_len=7, cp_size=2, shows_padding=False)
     table = torch.arange(20)
@@ -75,6 +89,7 @@ def test_integers_are_put_back_without_gradients():
         ([[1]], None, [[-100]]),
         ([[1, -100, 3]], None, [[-100, 3, -100]]),
         ([[1, 2, 3, 4]], [[0, 1, 1, -1]], [[-100, 3, -100, -100]]),
+        ([[1, 2, 3, 4]], [[-1, -1, 0, -1]], [[-100, -100, -100, -100]]),
         ([[1, 2], [3, 4]], [[0, 0]], [[2, -100], [4, -100]]),
     ],
 )

@@ -119,16 +119,18 @@ def run_small_buckets():
 
 
 def run_half():
-    """bfloat16 gradients are summed in float32, and rounded once."""
+    """bfloat16 gradients are summed in float32, and rounded once: seen with three ranks."""
     rank = dist.get_rank()
     model, _ = build(torch.bfloat16)
     local = Experts(torch.bfloat16)
     local(sample(rank, torch.bfloat16), 0).backward()
     model(sample(rank, torch.bfloat16), 0).backward()
     mine = local.trunk.weight.grad.float()
-    both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
-    assert torch.equal(model.trunk.weight.grad, ((both[0] + both[1]) / 2).bfloat16())
+    each = [torch.empty_like(mine) for _ in range(3)]
+    dist.all_gather(each, mine)
+    assert torch.equal(model.trunk.weight.grad, (sum(each) / 3).bfloat16())
+    first, second, third = (x.bfloat16() for x in each)
+    assert not torch.equal(model.trunk.weight.grad, (first + second + third) / 3)
 
 
 def run_sparse():
@@ -138,9 +140,13 @@ def run_sparse():
     model(torch.tensor([1])).sum().backward()
 
 
-@pytest.mark.parametrize("run", [run_averaged, run_unfrozen, run_small_buckets, run_half])
+@pytest.mark.parametrize("run", [run_averaged, run_unfrozen, run_small_buckets])
 def test_gradients_are_the_mean_over_ranks(ranks, run):
     ranks(2).run(run)
+
+
+def test_gradients_of_half_precision_are_added_in_float32(ranks):
+    ranks(3).run(run_half)
 
 
 def test_sparse_gradients_are_refused(ranks):

@@ -248,3 +248,32 @@ def test_a_parameter_that_one_rank_used_has_its_mean_gradient(ranks):
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
         assert x.abs().sum() > 0
+
+
+def run_half():
+    """Return the reduced gradient of bfloat16 weights, and those of each rank before."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp_cp",))
+    torch.manual_seed(0)
+    owner = nn.Sequential(nn.Linear(16, 32, dtype=torch.bfloat16))
+    x = torch.randn(1, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    scale = torch.linspace(0.3, 1.7, 32, dtype=torch.bfloat16)
+
+    def gradient():
+        owner.zero_grad()
+        (owner[0](x.bfloat16()) * scale).sum().backward()
+        return full(owner[0].weight.grad)
+
+    local = gradient().float()
+    each = [torch.empty_like(local) for _ in range(3)]
+    dist.all_gather(each, local)
+    shard_parameters(owner, mesh, device=torch.device("cpu"))
+    prepare_reduction(owner)
+    return gradient(), each
+
+
+@pytest.mark.ranks
+def test_gradients_of_half_precision_are_added_in_float32(ranks):
+    for found, each in ranks(3).run(run_half):
+        assert torch.equal(found, (sum(each) / 3).bfloat16())
+        in_half = (each[0].bfloat16() + each[1].bfloat16() + each[2].bfloat16()) / 3
+        assert not torch.equal(found, in_half)  # else nothing is seen

@@ -1,3 +1,4 @@
+import itertools
 import time
 
 import numpy as np
@@ -48,13 +49,9 @@ def test_work_and_class_of_any_block_are_exact(drawn, data):
     assert bounds.work(query, keys) == part.sum()
 
 
-@settings(max_examples=300)
-@given(worked_out(), st.data())
-def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
-    bounds, table = drawn
-    query, keys = data.draw(blocks(bounds.length))
+def check_tiles(bounds, table, query, keys, size):
     covered = np.zeros(table.shape[1:], int)
-    for tile in bounds.tiles(query, keys, size=data.draw(st.sampled_from([1, 2, 4, 8]))):
+    for tile in bounds.tiles(query, keys, size=size):
         rows, columns = slice(*tile.query), slice(*tile.keys)
         part = table[: bounds.num_samples, rows, columns]
         assert part.any(), "an empty tile"
@@ -70,12 +67,39 @@ def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
     assert not covered[~block].any()
 
 
+@settings(max_examples=300)
+@given(worked_out(), st.data())
+def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
+    bounds, table = drawn
+    query, keys = data.draw(blocks(bounds.length))
+    check_tiles(bounds, table, query, keys, data.draw(st.sampled_from([1, 2, 4, 8])))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(window=(9, 1)),
+        Mask(window=(1, 9)),
+        Mask(causal=True, spans=torch.tensor([-1, -1, -1, 0, 0, 0])),
+        Mask(causal=True, documents=torch.tensor([0, 0, 0, 0, 1, 1])),
+        Mask(causal=True, padding=torch.tensor([0, 0, 1, 0, 0, 0]).bool()),
+    ],
+    ids=str,
+)
+def test_tiles_of_all_blocks(mask):
+    table = oracle.visible(mask, 1, 6).numpy()
+    ranges = [Range(*pair) for pair in itertools.combinations(range(7), 2)]
+    for query, keys, size in itertools.product(ranges, ranges, (1, 4)):
+        check_tiles(mask.bounds(6), table, query, keys, size)
+
+
 @settings(max_examples=200)
 @given(worked_out())
 def test_bounds_never_decrease_along_a_row(drawn):
     bounds, _ = drawn
     assert (np.diff(bounds.first) >= 0).all()
     assert (np.diff(bounds.last) >= 0).all()
+    assert (bounds.last >= bounds.first).all(), "equal where a query sees nothing"
 
 
 @settings(max_examples=200)

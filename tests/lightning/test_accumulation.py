@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch.plugins import Precision
 
 from lightning_cp.lightning import accumulation
 from lightning_cp.lightning.accumulation import Accumulation
+from lightning_cp.lightning.optimizers import hooks_read_scalars
 
 
 def build_module(*, automatic=True):
@@ -43,3 +46,13 @@ def test_gradients_are_reduced_for_each_batch_only_if_sharded(monkeypatch, reduc
     with pytest.raises(KeyError), Accumulation(reduce_each=reduce_each).before_last(None):
         raise KeyError  # an error in backward leaves it enabled, too
     assert calls == ([] if reduce_each and not replicated else [False, True])
+
+
+def test_the_precision_plugin_is_as_before_after_each_step():
+    plugin, optimizer = Precision(), torch.optim.SGD([torch.zeros(1)])
+    before = dict(vars(plugin))
+    with hooks_read_scalars(plugin, optimizer):
+        assert vars(plugin) != before
+    with pytest.raises(KeyError), hooks_read_scalars(plugin, optimizer):
+        raise KeyError  # an error of the update
+    assert vars(plugin) == before

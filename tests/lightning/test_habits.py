@@ -292,29 +292,29 @@ class Drawing(Module):
     def training_step(self, batch, batch_idx):
         self.count(1.0)
         self.log("count", self.count)
-        self.drawn.append(float(torch.rand(())))
+        self.drawn.append((float(torch.rand(())), self.model.training))
         return super().training_step(batch, batch_idx)
 
 
-def run_verified(verify):
+def run_verified(verify, verify_steps):
     with elastic_environment():
         torch.manual_seed(7)
         module = Drawing()
         callbacks = [ContextParallelCallback(verify_first_batch=verify)]
-        trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_epochs=1, callbacks=callbacks
-        )
+        strategy = ContextParallelStrategy(verify_steps=verify_steps)
+        trainer = build_trainer(strategy=strategy, max_epochs=1, callbacks=callbacks)
         trainer.fit(module, loader(PackedRows(8), 1))
         weights = {name: full(p.detach()) for name, p in module.named_parameters()}
         return weights, module.drawn[-4:], float(module.count.compute())
 
 
 def test_verifying_leaves_no_trace(ranks):
-    for plain, verified in zip(
-        ranks(2).run(run_verified, False), ranks(2).run(run_verified, True), strict=True
-    ):
-        assert all(torch.equal(plain[0][name], verified[0][name]) for name in plain[0])
-        assert plain[1:] == verified[1:]
+    plain = ranks(2).run(run_verified, False, False)
+    for how in ((False, True), (True, True)):
+        for exact, found in zip(plain, ranks(2).run(run_verified, *how), strict=True):
+            assert all(torch.equal(exact[0][name], found[0][name]) for name in exact[0])
+            assert exact[1:] == found[1:]
+            assert all(is_training for _, is_training in found[1])
 
 
 @dataclass
@@ -379,7 +379,8 @@ def test_however_a_loss_is_logged_it_is_the_mean_over_all_tokens(ranks):
 def run_check_after_validation():
     """Validate often, then train on samples that differ between ranks."""
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=2)
+        strategy = ContextParallelStrategy(verify_steps=False)  # a trial run compares always
+        trainer = build_trainer(strategy=strategy, max_steps=2)
         module = Module()
         trainer.validate(module, loader(PackedRows(20), 1), verbose=False)
         rank = trainer.strategy.context_parallel_rank

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_cp import ContextParallelStrategy
+from lightning_cp.comm.mesh import DATA_AXIS
+from lightning_cp.lightning.loaders import Loaders
 from tests.lightning.jobs import LENGTH, Module, PackedRows, build_trainer, elastic_environment
 
 pytestmark = pytest.mark.ranks
@@ -91,6 +94,16 @@ def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit",
             os.environ.pop("PL_SEED_WORKERS", None)
             os.environ.pop("PL_GLOBAL_SEED", None)
         return module.seen
+
+
+def test_workers_are_seeded_by_the_data_rank():
+    """What they draw then: test_ranks_that_share_rows_draw_the_same_and_others_others."""
+    axis = SimpleNamespace(get_local_rank=lambda: 1, size=lambda: 1)
+    ranks = SimpleNamespace(get_local_rank=lambda: 3, size=lambda: 1)
+    meshes = SimpleNamespace(axes={DATA_AXIS: axis}, ranks=ranks)
+    data = DataLoader(Numbered(), num_workers=1)
+    assert Loaders(None).prepare(data, meshes, sharded=True, training=True) == []
+    assert data.worker_init_fn.keywords == {"rank": 1}
 
 
 def run_seen(*cases):

@@ -345,9 +345,18 @@ class TooLate(Between):
         return self.model.head(x[..., :DIM].detach().requires_grad_())
 
 
+class Listed(Between):
+    """The same in a list, where a use is only noticed by its gradient, after backward."""
+
+    def logits(self, ids, positions):
+        x = self.model.head(F.one_hot(ids % DIM, DIM).double())
+        self.term = torch.cat([self.model.head.bias] * 2).sum()
+        return self.model.head(x[..., :DIM].detach().requires_grad_())
+
+
 def run_refused():
     found = {}
-    for job in (Mixed, Between, TooLate):
+    for job in (Mixed, Between, TooLate, Listed):
         with elastic_environment():
             trainer = build_trainer(strategy=build_strategy(), max_steps=1)
             try:
@@ -360,5 +369,5 @@ def run_refused():
 def test_parameters_that_would_not_get_their_gradient_are_refused_by_all_ranks(ranks):
     for said in ranks(2).run(run_refused):
         assert "linear() got a sharded parameter" in said["Mixed"]
-        for name in ("Between", "TooLate"):
+        for name in ("Between", "TooLate", "Listed"):
             assert "used directly between two calls of the module" in said[name]

@@ -57,6 +57,23 @@ def test_blocks_of_any_model_are_recomputed(regions):
     assert all("forward" not in block.__dict__ for block in model.blocks)
 
 
+def test_a_forward_that_a_user_has_put_on_a_block_is_called_and_comes_back(regions):
+    model, calls = TinyLM(num_layers=2).double().train(), []
+    block = model.blocks[0]
+    forward = block.forward
+
+    def own(*args, **kwargs):
+        calls.append(args)
+        return forward(*args, **kwargs)
+
+    block.forward = own
+    handle = checkpoint_layers(model)
+    gradients(model)
+    assert (len(regions), len(calls)) == (2, 2)  # forward, and once more in backward
+    handle.remove()
+    assert block.forward is own
+
+
 class Holder(nn.Module):
     def __init__(self, inner):
         super().__init__()

@@ -405,6 +405,30 @@ def test_autocast_is_that_of_forward(x):
             assert not model(x).requires_grad
 
 
+class Noting(MLP):
+    """Notes whether autocast is on when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def forward(self, x):
+        self.noted.append(torch.is_autocast_enabled("cpu"))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_backward_computes_tiles_under_the_autocast_of_forward(is_on):
+    layer = Layer(Noting())
+    tile_modules(layer, tile_tokens=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+        out = layer(torch.randn(1, 12, 6))
+    layer.mlp.noted.clear()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not is_on):
+        out.sum().backward()
+    assert layer.mlp.noted == [is_on] * 3
+
+
 def test_gradients_of_half_precision_weights_are_summed_in_float32():
     layer = Layer(MLP()).bfloat16()
     assert replaced_names(tile_modules(layer, tile_tokens=4)) == {"mlp"}

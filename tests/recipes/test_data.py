@@ -339,10 +339,12 @@ def test_rows_are_packed_once(jsonl, tmp_path, monkeypatch):
         packed.clear()
         prepared(small(jsonl, tmp_path, **{"val_fraction": 0.2, **options}))
         assert packed, options
-    jsonl.write_text(jsonl.read_text() + '{"text": "new", "id": 20}\n')
-    packed.clear()
-    prepared(small(jsonl, tmp_path, val_fraction=0.2))
-    assert packed, "a changed file"
+    text = jsonl.read_text()
+    for changed in (text + '{"text": "new", "id": 20}\n', text, text.replace("goes", "does")):
+        jsonl.write_text(changed)  # the last two are as long as the first
+        packed.clear()
+        prepared(small(jsonl, tmp_path, val_fraction=0.2))
+        assert packed, "a changed file"
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 

@@ -71,6 +71,15 @@ def test_swapping_heads_gives_the_numbers_of_one_device(mask, heads, mesh):
         assert worst_error(case, inside * between) < 1e-10, (layout, algorithm)
 
 
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_key_heads_that_neighbours_share_unevenly(cp_size):
+    """Of three query heads of a rank, two have one key head, and the third has half of another."""
+    for mask in ("causal", "documents", "left padding"):
+        case = make_case(mask, ulysses=2)
+        case.inputs = make_inputs(batch=2, heads=(6, 3), length=37, dims=(8, 6), sinks=True, seed=3)
+        assert worst_error(case, cp_size) < 1e-10, mask
+
+
 @pytest.mark.parametrize("cp_size", [2, 3])
 @pytest.mark.parametrize("mask", ["causal", "documents+window", "left padding"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -161,11 +161,16 @@ def holes(batch, length):
     return Mask(padding=(torch.arange(length) % 300 == 150).expand(batch, -1))
 
 
-@pytest.mark.parametrize("name", [*cases.MASKS, "holes"])
+def one_short(batch, length):
+    """The first query sees all but the last key of a block."""
+    return Mask(window=(length, 126))
+
+
+@pytest.mark.parametrize("name", [*cases.MASKS, "holes", "one short"])
 def test_blocks_of_a_mask_are_those_of_its_pairs(name):
     """Full blocks are full, empty ones are empty, whatever the layout."""
     length = 700
-    bounds_of = {**cases.MASKS, "holes": holes}[name](2, length)
+    bounds_of = {**cases.MASKS, "holes": holes, "one short": one_short}[name](2, length)
     for layout_name, rank in [("zigzag", 0), ("zigzag", 1), ("contiguous", 2)]:
         layout = build_layout(layout_name, seq_len=length, cp_size=3)
         bounds, place = (

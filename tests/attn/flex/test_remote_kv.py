@@ -92,7 +92,13 @@ def test_sums_are_kept_in_float32(monkeypatch):
     """Keys see many tiles and ranks: their gradients are not added up in half precision."""
     monkeypatch.setattr(kernel, "TILE_SCORES", 1)
     case = make_flex_case("none", length=64).to(torch.bfloat16)
-    found = put_flex_together(run_threads(4, flex_rank, case), case)
+
+    def attend_and_note(transport, case):
+        return flex_rank(transport, case), set(transport.dtypes_reduced)
+
+    parts, dtypes = zip(*run_threads(4, attend_and_note, case), strict=True)
+    assert set.union(*dtypes) == {torch.float32}
+    found = put_flex_together(list(parts), case)
     exact = flex_whole(case.to(torch.float64))
     worst = errors(found, exact)
     assert max(worst[name] for name in ("dk", "dv")) < torch.finfo(torch.bfloat16).eps

@@ -46,7 +46,7 @@ def test_each_mechanism_is_exact_in_double_precision(ranks):
 
 @pytest.mark.ranks
 def test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing(ranks):
-    check(ranks, 3, list(spread(("falcon:alibi", "roformer", "xlm", "cpmant"), ("left",))))
+    check(ranks, 3, list(spread(("falcon:alibi", "roformer", "xlm", "cpmant", "xlnet"), ("left",))))
 
 
 @pytest.mark.ranks
