@@ -69,7 +69,8 @@ class _Replicas:
         self._handles = [handle for p in hooked if (handle := self._hook(p)) is not None]
 
     def _hook(self, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle | None:
-        if self._size == 1 or not parameter.is_floating_point():
+        is_alone = self._size == 1 and not self.has_shards
+        if is_alone or not parameter.is_floating_point():
             return None
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)
@@ -82,12 +83,18 @@ class _Replicas:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, _: Tensor) -> None:
+    def _note(self, parameter: Tensor) -> None:
         """Average at the end of this backward pass; called with the first gradient, and others."""
+        if isinstance(parameter.grad, DTensor) and not isinstance(parameter, DTensor):
+            # Of a number that was multiplied into a DTensor of tensor ranks.
+            parameter.grad = parameter.grad.full_tensor()
         backward = backward_id()
-        if self.enabled and backward != self._backward:  # the one before may have raised
+        # Another number, not "none yet": the pass before may have raised.
+        if self.enabled and self._size > 1 and backward != self._backward:
             self._backward = backward
-            after_backward(self._average)
+            # Ranks come here at different times, before or after FSDP2 has queued the call in which
+            # it reduces its last gradients: behind that, on all ranks.
+            after_backward(partial(after_backward, self._average))
 
     def _average(self) -> None:
         with torch.no_grad(), plain_functions():

@@ -9,7 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp.fsdp import replication
+from lightning_cp.fsdp.gathering import gather_parts
 from lightning_cp.fsdp.replication import average_gradients, is_replicated, set_averaging
+from lightning_cp.fsdp.scalars import unsharded_scalars
+from lightning_cp.fsdp.sharding import shard_parameters
+from tests.lightning.jobs import full
 
 pytestmark = pytest.mark.ranks
 
@@ -152,3 +156,46 @@ def test_gradients_of_half_precision_are_added_in_float32(ranks):
 def test_sparse_gradients_are_refused(ranks):
     with pytest.raises(AssertionError, match="`weight` has a sparse gradient"):
         ranks(2).run(run_sparse)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+
+class Beside(nn.Module):
+    """A trunk to shard, but for a number, and a parameter of its own that one rank does not use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = Scaled()
+        self.bonus = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x, rank):
+        out = self.trunk(x) * self.trunk.scale
+        out = self.trunk(out)  # after a use of what is never gathered
+        return (out * self.bonus if rank == 0 else out).square().sum()
+
+
+def run_beside():
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_cp",))
+    model = Beside()
+    shard_parameters(model, mesh, device=torch.device("cpu"))
+    gather_parts(model)
+    average_gradients(model, mesh)
+    assert not is_replicated(model)  # not all of it
+    for times in (1, 2):
+        with unsharded_scalars():
+            model(sample(rank), rank).backward()
+        one = Beside()
+        for _ in range(times):
+            for other in range(2):
+                (one(sample(other), other) / 2).backward()
+        same({name: full(x) for name, x in grads(model).items()}, grads(one))
+
+
+def test_what_one_rank_does_not_use_is_averaged_beside_shards(ranks):
+    ranks(2).run(run_beside)

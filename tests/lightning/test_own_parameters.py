@@ -261,6 +261,10 @@ def test_they_resume_on_another_number_of_ranks(ranks, tmp_path, one_file):
     path = str(tmp_path / "saved.ckpt")
     kind = {"save_distributed_checkpoint": not one_file}
     first = {"first": Case(save=path, strategy=kind)}
-    check(ranks(2).run(run_cases, first), first)
+    found = ranks(2).run(run_cases, first)
+    check(found, first)
+    weights = found[0]["first"][2]
+    for name, parameter in Owner.load_from_checkpoint(path, case=Case()).named_parameters():
+        assert torch.equal(parameter, weights[name]), name
     second = {"second": Case(epochs=2, resume=path, strategy=kind)}
     check(ranks(3).run(run_cases, second), second)
