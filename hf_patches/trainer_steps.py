@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hf_patches.whole_rows import RowsHandle
+from lightning_cp.comm.collective_errors import from_all
 from lightning_cp.comm.transport import GroupTransport
 from lightning_cp.compare import Run, TrialRuns, Value, own_gradients, take_gradients
 from lightning_cp.data import outputs
@@ -27,7 +29,7 @@ from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
 from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.restore import kept_numbers, restored_state, user_hooks
+from lightning_cp.restore import restored_state, user_hooks
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import truncate_batch
 
@@ -38,6 +40,9 @@ _MAX_LEN: Final = 512
 
 _LONGEST_WHOLE: Final = 4096
 """Tokens of a batch that each rank runs in full, where it cannot be truncated."""
+
+_LARGE: Final = 1 << 26
+"""Numbers of another module that are too many to be copied."""
 
 _DATA: Final = ("train_dataset", "eval_dataset")
 _LIBRARIES: Final = ("transformers", "trl", "accelerate", "hf_patches", "lightning_cp", "torch")
@@ -94,8 +99,16 @@ def verify_steps(
 
 def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, cp: ContextParallel) -> None:
     """Run a step on short batches and compare; say so where that is not possible."""
+    parts: list[Any] = []
+    problem = None
+    if not isinstance(inputs, Mapping) or _has_iterators(call.trainer):
+        problem = "its batch is no dict, or the trainer holds an iterator, which cannot go back"
+    else:
+        parts = _short_batches(inputs, cp)
+    if problem is not None:
+        _logger.info("%s() is not compared with one device: %s", call.stage, problem)
     try:
-        _, failure = runs.compare_runs(call, runs.equal_number(_short_batches(inputs, cp)))
+        _, failure = runs.compare_runs(call, runs.equal_number(parts))
     except _UpdatesWeightsError:
         failure = None
     if failure is not None:
@@ -104,6 +117,10 @@ def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, cp: ContextPara
             call.stage,
             failure,
         )
+
+
+def _has_iterators(trainer: Any) -> bool:
+    return any(isinstance(value, Iterator) for value in vars(trainer).values())
 
 
 # ---------------------------------------------------------------- batches
@@ -191,7 +208,8 @@ class _TrainerCall:
     kwargs: dict[str, Any]
     skip: str = "context_parallel(..., verify_steps=False)"
     _evaluates: bool = False
-    _random: set[str] = field(default_factory=set)
+    _fixed: set[str] = field(default_factory=set)
+    _is_fixed: bool = True
 
     def precision(self) -> torch.dtype:
         """Return the lowest precision in which the step computes."""
@@ -215,13 +233,13 @@ class _TrainerCall:
     def run(self, batch: Any, *, alone: bool) -> Run:
         """Run the step, collect its values, and undo what it changes."""
         if not alone:
-            return self._without_random(self._run_sharded(batch))
-        self._evaluates, self._random = False, set()
+            return self._comparable(self._run_sharded(batch))
+        self._evaluates = False
         run = self._run_twice(batch)
-        if self._random and self.stage != "prediction_step":  # dropout by a function
+        if not self._is_fixed and self.stage != "prediction_step":  # dropout by a function
             self._evaluates = True
             run = self._run_twice(batch)
-        return self._without_random(run)
+        return self._comparable(run)
 
     def _run_sharded(self, batch: Any) -> Run:
         """Run on the ranks; say so if that raises where full sequences did not."""
@@ -237,21 +255,29 @@ class _TrainerCall:
             ) from error
 
     def _run_twice(self, batch: Any) -> Run:
-        """Run as one device with two seeds; note values that depend on them."""
+        """Run as one device with two seeds; find values that depend on them. Collective.
+
+        All ranks leave out the same values: those that some rank draws, measures or does not have.
+        """
         run, other = (self._run_once(batch, alone=True, seed=seed) for seed in (0, 1))
-        self._random = {
+        precision = self.precision()
+        fixed = {
             name
             for name, value in run.values.items()
-            if name not in other.values
-            or not outputs.is_close(
-                value.leaf.value, other.values[name].leaf.value, self.precision()
-            )
+            if name in other.values
+            and outputs.is_close(value.leaf.value, other.values[name].leaf.value, precision)
         }
+        lost = {name for name in run.values if name.startswith("output") and name not in fixed}
+        is_fixed = not lost and _is_near(run.gradients, other.gradients)
+        answers = from_all((fixed, is_fixed))
+        self._fixed = set.intersection(*(names for names, _ in answers))
+        self._is_fixed = all(answer for _, answer in answers)
         return run
 
-    def _without_random(self, run: Run) -> Run:
-        values = {name: x for name, x in run.values.items() if name not in self._random}
-        return Run(values, gradients={} if self._random else run.gradients)
+    def _comparable(self, run: Run) -> Run:
+        """Return a run without the values that depend on the seed."""
+        values = {name: x for name, x in run.values.items() if name in self._fixed}
+        return Run(values, gradients=run.gradients if self._is_fixed else {})
 
     def _run_once(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
         trainer = self.trainer
@@ -269,6 +295,15 @@ class _TrainerCall:
                     leave=_DATA,
                 )
             )
+            for owner in [x for x in vars(trainer).values() if isinstance(x, Optimizer)]:
+                stack.enter_context(_set(owner, "step", _refuse_update))
+            inside = {id(part) for handle in self.models for part in handle.model.modules()}
+            for other in vars(trainer).values():
+                is_model = isinstance(other, nn.Module) and any(
+                    id(part) in inside for part in other.modules()
+                )
+                if isinstance(other, nn.Module) and not is_model:
+                    stack.enter_context(_restored_module(other))
             is_last = trainer.accelerator.sync_gradients
             stack.enter_context(own_gradients(model, is_reduced=is_last))
             if alone:
@@ -293,22 +328,29 @@ class _TrainerCall:
             for kind, numbers in metrics.items():
                 for path, number in _numbers(numbers):
                     values[f"{kind} {path}"] = Value(Leaf("", number), f"logged {path}")
-            for name, number in kept_numbers(trainer, leave=("_metrics", *_DATA)):
-                values[f"kept {name}"] = Value(Leaf("", number), f"kept self.{name}", is_kept=True)
             context = None if alone else self.cp.groups.context
             return Run(values, gradients=take_gradients(model, context))
 
     def _call(self, model: nn.Module, batch: Any) -> Any:
         """Call the method; in training, run backward where the method does not."""
-        trainer, inputs = self.trainer, copy.copy(batch)
+        inputs = copy.deepcopy(batch)  # a step may change it
         if self.stage == "training_step":
-            with _set(trainer.optimizer, "step", _refuse_update):
-                return self.function(model, inputs, *self.args, **self.kwargs)
+            # DDP averages gradients, which the method may read after backward.
+            with _synchronized(self.model):
+                return self.function(self.model, inputs, *self.args, **self.kwargs)
         result = self.function(model, inputs, *self.args, **self.kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.stage == "compute_loss" and isinstance(loss, Tensor) and loss.requires_grad:
             loss.mean().backward()  # type: ignore[no-untyped-call]
         return result
+
+
+def _is_near(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Return whether two runs have the same gradients, but for a part of what rounding explains."""
+    total = sum(float(x.double().square().sum()) for x in gradients.values())
+    pairs = [(x, others[name]) for name, x in gradients.items()]
+    distance = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
+    return not distance > 1e-8 * total
 
 
 def _refuse_update(*_: Any, **__: Any) -> None:
@@ -317,6 +359,31 @@ def _refuse_update(*_: Any, **__: Any) -> None:
 
 def _detached(result: Any) -> Any:
     return result.detach() if isinstance(result, Tensor) else result
+
+
+@contextmanager
+def _synchronized(model: nn.Module) -> Iterator[None]:
+    """Let DDP average gradients, also of a batch that is not the last before an update."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    with _set(model, "require_backward_grad_sync", True):
+        yield
+
+
+@contextmanager
+def _restored_module(module: nn.Module) -> Iterator[None]:
+    """Restore the weights and buffers of a small module that a step may update."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if sum(x.numel() for x in tensors) > _LARGE:
+        tensors = [*module.buffers()]
+    saved = [(x, x.detach().clone()) for x in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, value in saved:
+                x.copy_(value)
 
 
 @contextmanager
@@ -372,6 +439,15 @@ def _as_one_device(trainer: Any, models: list[RowsHandle], size: int) -> Iterato
         stack.enter_context(
             _set(trainer, "get_tp_size", lambda: seen_as(tp_size(), tp_size() // size))
         )
+        world_size = dist.get_world_size  # noqa: TID251  what users read
+
+        def get_world_size(group: Any = None) -> int:
+            size_of_group = world_size(group)
+            return int(
+                seen_as(size_of_group, size_of_group // size if group is None else size_of_group)
+            )
+
+        stack.enter_context(_set(dist, "get_world_size", get_world_size))
         yield
 
 

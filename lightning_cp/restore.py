@@ -6,10 +6,11 @@ globals. Knows torch and Python; nothing about steps, Lightning or transformers.
 """
 
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, Final
@@ -28,7 +29,8 @@ from lightning_cp.torch_private import (
 
 _MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {"log"}
 _IMMUTABLE: Final = (int, float, str, bool, type(None), tuple)
-_MUTABLE: Final = (list, dict, set, deque, Tensor, np.ndarray)
+_GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_MUTABLE: Final = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
 
 # Larger containers and arrays are data, not something that a step appends to: their items are not
 # looked at, or they are not copied.
@@ -61,9 +63,10 @@ def restored_state(
         for name, value in vars(part).items()
         if type(value) in (int, float) and name not in _MODULE_ATTRIBUTES
     ]
+    owners = [*objects, *_owners(users)]
     with (
         restored_attributes(model),
-        _restored_objects([*objects, *_owners(users)], frozenset(leave)),
+        _restored_objects([*owners, *_own_objects([model, *owners])], frozenset(leave)),
         _restored_cells(users),
         _restored_random_states(model),
     ):
@@ -123,15 +126,36 @@ def restored_attributes(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+def _own_objects(owners: Iterable[Any]) -> list[Any]:
+    """Return the objects of users' classes that are attributes of others, and theirs."""
+    known: dict[int, Any] = {}
+    pending = [*owners]
+    while pending and len(known) < _MAX_ITEMS:
+        for value in [*vars(pending.pop()).values()]:
+            is_own = type(value).__module__.partition(".")[0] not in _LIBRARIES | _STANDARD
+            if is_own and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+                if id(value) not in known and not callable(value):
+                    pending.append(value)
+                known.setdefault(id(value), value)
+    return [*known.values()]
+
+
 @contextmanager
 def _restored_objects(objects: Iterable[Any], leave: frozenset[str]) -> Iterator[None]:
     """Restore the plain attributes of objects on exit."""
-    saved = [(vars(x), _plain(vars(x), leave)) for x in objects if hasattr(x, "__dict__")]
+    saved = [
+        (vars(x), _plain(vars(x), leave), {*vars(x)}) for x in objects if hasattr(x, "__dict__")
+    ]
     try:
         yield
     finally:
-        for attributes, before in saved:
+        for attributes, before, names in saved:
             _restore_plain(attributes, before, leave)
+            for name in [*attributes]:
+                value = attributes[name]
+                root = type(value).__module__.partition(".")[0]
+                if name not in names and root not in _LIBRARIES | _STANDARD:
+                    del attributes[name]  # an object of a user's class, built when it was needed
 
 
 def _plain(attributes: dict[str, Any], leave: frozenset[str]) -> dict[str, tuple[Any, Any]]:
@@ -158,6 +182,9 @@ def _restore_plain(
 
 
 # ---------------------------------------------------------------- functions
+
+
+_STANDARD: Final = sys.stdlib_module_names | {"numpy", "datasets", "tokenizers", "safetensors"}
 
 
 def _is_of_user(function: Any) -> bool:
@@ -195,9 +222,15 @@ def _restored_cells(functions: Iterable[Any]) -> Iterator[None]:
     """Restore the closures and globals of functions on exit."""
     cells: dict[int, tuple[CellType, Any, Any]] = {}
     names: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
-    for function in _unwrapped(functions):
-        if not isinstance(function, FunctionType):
+    pending, seen = [*_unwrapped(functions)], set[int]()
+    while pending:
+        function = pending.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen:
             continue
+        seen.add(id(function))
+        called = [function.__globals__.get(name) for name in function.__code__.co_names]
+        called += [_contents(cell) for cell in function.__closure__ or ()]
+        pending += [f for f in called if isinstance(f, FunctionType) and _is_of_user(f)]
         for cell in function.__closure__ or ():
             value = _contents(cell)
             if isinstance(value, (*_IMMUTABLE, *_MUTABLE)):
@@ -205,7 +238,8 @@ def _restored_cells(functions: Iterable[Any]) -> Iterator[None]:
         around = function.__globals__
         for name in function.__code__.co_names:
             value = around.get(name)
-            if isinstance(value, (int, float, list, dict, set, deque)) and name in around:
+            plain = (int, float, list, dict, set, deque, *_GENERATORS)
+            if isinstance(value, plain) and name in around:
                 names[id(around), name] = around, value, _snapshot(value)
     try:
         yield
@@ -252,6 +286,12 @@ def _snapshot(value: Any) -> Any:
         return value.detach().clone() if is_small and not value.is_meta else None
     if isinstance(value, np.ndarray):
         return value.copy() if value.size <= _MAX_NUMEL else None
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return deepcopy(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState | torch.Generator):
+        return value.get_state()
     if not isinstance(value, list | tuple | deque | dict | set) or len(value) > _MAX_LEN:
         return None
     deep = len(value) <= _MAX_ITEMS
@@ -271,6 +311,12 @@ def _restore(value: Any, snapshot: Any) -> None:
             value.copy_(snapshot)
     elif isinstance(value, np.ndarray):
         value[...] = snapshot
+    elif isinstance(value, random.Random):
+        value.setstate(snapshot)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = snapshot
+    elif isinstance(value, np.random.RandomState | torch.Generator):
+        value.set_state(snapshot)
     elif isinstance(value, dict):
         value.clear()
         for key, (item, inner) in snapshot.items():

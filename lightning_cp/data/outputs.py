@@ -203,9 +203,9 @@ def is_close(value: Any, reference: Any, precision: torch.dtype, *, is_loss: boo
     same = (a == b) | (a.isnan() & b.isnan())
     if b.numel() == 1:
         allowed = (_LOW_SCALAR if low else _SCALAR[dtype]) * b.abs().clamp(min=1e-2)
-        if is_loss:
+        if is_loss and not low:
             allowed = allowed / _LOSS
-        share = low and not is_loss and bool(b.abs() <= 1)
+        share = low and bool(b.abs() <= 1)
         near = (a - b).abs() <= (allowed.clamp(min=_LOW_SHARE) if share else allowed)
     elif is_real:
         spread = b[b.isfinite()].std(correction=0).nan_to_num()
