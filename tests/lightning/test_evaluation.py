@@ -235,7 +235,7 @@ REFUSED = {
     "own_loss": "logged 'val_loss'",
     "counted": "logged 'num_tokens'",
     "step_metric": "logged 'value'",
-    "kept_values": "computed different values",
+    "kept_values": "kept self.kept",
 }
 
 
