@@ -1021,9 +1021,7 @@ LIGHTNING = (
         "lightning_cp.lightning.memory_choice:fits",
         "MARGIN * plan.peak <= USABLE * device",
         "plan.peak <= USABLE * device",
-        (
-            "tests/lightning/test_memory_choice.py::test_auto_takes_the_fastest_run_that_fits_and_changes_no_result",
-        ),
+        ("tests/lightning/test_memory_choice.py::test_a_run_fits_with_a_margin",),
         "auto takes a run that fits without a margin",
     ),
     Mutant(
@@ -1279,10 +1277,10 @@ HF = (
     ),
     Mutant(
         "padding-writes-states",
-        "hf_patches.mixers.delta_net:delta_rule",
-        "rows.arrange(rows.hide(key))",
-        "rows.arrange(key)",
-        (f"{_EXACT_LINEAR}[qwen3_next]",),
+        "hf_patches.mixers.mamba2:chunk_scan",
+        "rows.arrange(rows.hide(hidden_states))",
+        "rows.arrange(hidden_states)",
+        (f"{_EXACT_LINEAR}[bamba]",),
         "padding enters the state of a recurrence",
     ),
     Mutant(
@@ -1315,23 +1313,20 @@ HF = (
         "biases of XLNet are those of the next distance",
     ),
     Mutant(
-        "blocks-of-former-documents",
-        "hf_patches.mixers.block_indexer:_choose",
-        "local = torch.maximum(local, first[:, position, None])",
-        "pass",
+        "indexer-ignored",
+        "hf_patches.mixers.block_indexer:_BuildMask.call",
+        "keep = keep & (attention_mask",
+        "keep = (attention_mask",
         ("tests/hf_patches/mixers/test_keys.py::test_each_mechanism_is_exact_in_double_precision",),
-        "blocks of the document before take the place of chosen ones",
+        "queries see blocks that they have not chosen",
     ),
     Mutant(
         "dense-mask-shows-padding",
         "hf_patches.mixers.common:_table",
         "& real[:, None]",
         "",
-        (
-            "tests/hf_patches/mixers/test_keys.py::"
-            "test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing",
-        ),
-        "dense masks show padding",
+        ("tests/hf_patches/mixers/test_keys.py::test_dense_masks_hide_padding_between_tokens",),
+        "dense masks show padding between tokens",
     ),
     Mutant(
         "features-of-one-rank",
