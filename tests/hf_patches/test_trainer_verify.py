@@ -1,10 +1,12 @@
 """`verify(trainer)`: the first batches of a trainer against the stock model."""
 
 import importlib
+import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +43,10 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def random_states():
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
 def verify_batches(folder):
     """Return the reports of each collator, and the losses of training with and without them."""
     reports, curves = {}, []
@@ -54,7 +60,9 @@ def verify_batches(folder):
             trainer = build(folder)
             context_parallel(trainer, size=2)
             if is_verified:
+                before = random_states()
                 verify(trainer)
+                assert random_states() == before
             curves.append(losses(trainer))
             forget_processes()
     return reports, curves

@@ -337,6 +337,18 @@ def test_data_ranks_decide_alike(ranks):
     assert ranks(2).run(fit_uneven) == [{(True, False, False)}] * 2
 
 
+@pytest.mark.parametrize("given", [PLAIN, {"offload": "all", "checkpointing": "keep"}])
+def test_a_run_fits_with_a_margin(given):
+    shape, setup = model_shape(CONFIG), Setup(LENGTH, 2, precision="bf16-true", **given)
+    plan = plan_memory(shape, setup)
+    device, host = MARGIN * plan.peak / USABLE, HOST_MARGIN * plan.host / 2
+    check = partial(memory_choice.fits, shape, setup)
+    assert check(device=1.001 * device, host=1.001 * host)
+    assert not check(device=0.999 * device, host=1.001 * host)
+    assert (plan.host > 0) == (given is not PLAIN)
+    assert check(device=1.001 * device, host=0.999 * host) == (plan.host == 0)
+
+
 def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
     def names(is_checkpointed=False, checkpointing=False, tile=False, num_layers=0, **options):
         activations = Activations(checkpointing, tile, "layers")

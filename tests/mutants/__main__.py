@@ -74,7 +74,7 @@ def run_tests(copy: Path, arguments: list[str], limit: float) -> tuple[str, str,
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return "killed", f"no end within {limit:.0f} s", time.monotonic() - begin
+        return "error", f"no end within {limit:.0f} s: see --limit", time.monotonic() - begin
     seconds = time.monotonic() - begin
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if process.returncode == 0:
@@ -286,7 +286,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="mutants with this in their name or place")
     parser.add_argument("--survivors", action="store_true", help="run them against all tests")
     parser.add_argument("--workers", type=int, default=2, help="mutants at the same time")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one mutant")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant")
     parser.add_argument("--write", type=Path, help="write the table to this file, run nothing")
     args = parser.parse_args()
     wrong = problems()

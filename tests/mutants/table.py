@@ -240,11 +240,11 @@ DATA = (
     ),
     Mutant(
         "bad-batch-of-one-rank",
-        "lightning_cp.parallel:ContextParallel._open",
-        "problem = error",
-        "raise",
+        "lightning_cp.data.consistency:BatchChecks.check_batch",
+        "            raise problem",
+        "            if context.rank == 0:\n                raise problem",
         ("tests/parity/test_refusals.py::test_a_bad_batch_on_one_rank_is_refused_by_all",),
-        "an error is raised on one rank only",
+        "a bad batch is an error on one rank only",
     ),
     Mutant(
         "no-document-unpacked",
@@ -274,12 +274,12 @@ COMM = (
         "a sum over data x context leaves the data axis out",
     ),
     Mutant(
-        "failure-of-one-rank",
-        "lightning_cp.comm.collective_errors:together",
-        "causes = {r: cause for known in from_all(causes, group) for r, cause in known.items()}",
-        "pass",
-        (f"{_CHECKPOINT}::test_the_failure_of_one_rank_is_raised_on_all",),
-        "ranks do not learn that another one has failed",
+        "flag-of-one-rank",
+        "lightning_cp.comm.collective_errors:any_rank",
+        "count > 0 for count",
+        "count > 1 for count",
+        ("tests/hf_patches/test_on_ranks.py::test_what_only_one_rank_can_see_is_said_by_all",),
+        "what one rank alone has found is not an error on the others",
     ),
     Mutant(
         "watchdog-of-itself",
@@ -1021,9 +1021,7 @@ LIGHTNING = (
         "lightning_cp.lightning.memory_choice:fits",
         "MARGIN * plan.peak <= USABLE * device",
         "plan.peak <= USABLE * device",
-        (
-            "tests/lightning/test_memory_choice.py::test_auto_takes_the_fastest_run_that_fits_and_changes_no_result",
-        ),
+        ("tests/lightning/test_memory_choice.py::test_a_run_fits_with_a_margin",),
         "auto takes a run that fits without a margin",
     ),
     Mutant(
@@ -1279,10 +1277,10 @@ HF = (
     ),
     Mutant(
         "padding-writes-states",
-        "hf_patches.mixers.delta_net:delta_rule",
-        "rows.arrange(rows.hide(key))",
-        "rows.arrange(key)",
-        (f"{_EXACT_LINEAR}[qwen3_next]",),
+        "hf_patches.mixers.mamba2:chunk_scan",
+        "rows.arrange(rows.hide(hidden_states))",
+        "rows.arrange(hidden_states)",
+        (f"{_EXACT_LINEAR}[bamba]",),
         "padding enters the state of a recurrence",
     ),
     Mutant(
@@ -1315,23 +1313,20 @@ HF = (
         "biases of XLNet are those of the next distance",
     ),
     Mutant(
-        "blocks-of-former-documents",
-        "hf_patches.mixers.block_indexer:_choose",
-        "local = torch.maximum(local, first[:, position, None])",
-        "pass",
+        "indexer-ignored",
+        "hf_patches.mixers.block_indexer:_BuildMask.call",
+        "keep = keep & (attention_mask",
+        "keep = (attention_mask",
         ("tests/hf_patches/mixers/test_keys.py::test_each_mechanism_is_exact_in_double_precision",),
-        "blocks of the document before take the place of chosen ones",
+        "queries see blocks that they have not chosen",
     ),
     Mutant(
         "dense-mask-shows-padding",
         "hf_patches.mixers.common:_table",
         "& real[:, None]",
         "",
-        (
-            "tests/hf_patches/mixers/test_keys.py::"
-            "test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing",
-        ),
-        "dense masks show padding",
+        ("tests/hf_patches/mixers/test_keys.py::test_dense_masks_hide_padding_between_tokens",),
+        "dense masks show padding between tokens",
     ),
     Mutant(
         "features-of-one-rank",

@@ -9,7 +9,7 @@ import torch
 
 from hf_patches import enable
 from hf_patches.mixers import block_indexer, common, relative, written
-from lightning_cp import ContextParallel
+from lightning_cp import ContextParallel, active_step
 from lightning_cp.geometry.mask import Mask
 from tests.hf_patches.test_enable import loss_in_step, trace
 from tests.parity import zoo
@@ -60,6 +60,17 @@ def test_layers_may_be_recomputed_in_backward(ranks, reentrant):
 def test_an_encoder_is_exact(ranks):
     jobs = spread(("megatron-bert", "roformer"), ("packed", "left"), head="masked")
     check(ranks, 2, list(jobs))
+
+
+def test_dense_masks_hide_padding_between_tokens(cp):
+    batch = {key: x for key, x in batch_of("plain").items() if key != "attention_mask"}
+    real = torch.ones_like(batch["input_ids"])
+    real[0, 5:9] = real[1, :4] = real[1, 30] = 0
+    with cp.step({**batch, "attention_mask": real}):
+        found = common.visible_keys(Mask(causal=True), active_step.current(), torch.device("cpu"))
+    place = torch.arange(real.shape[1])
+    expected = (place <= place[:, None]) & (real[:, None, None] == 1)
+    assert torch.equal(found, expected)
 
 
 def _no_gradient_of_others():
