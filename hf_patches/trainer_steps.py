@@ -44,6 +44,10 @@ _LONGEST_WHOLE: Final = 4096
 _LARGE: Final = 1 << 26
 """Numbers of another module that are too many to be copied."""
 
+# Losses of preference trainers are differences of sums over tokens. Metrics may be choices between
+# scores that differ by rounding: the same on all ranks is all that can be asked of them.
+_LOSS_FLOOR, _METRIC_FLOOR = 2e-5, float("inf")
+
 _DATA: Final = ("train_dataset", "eval_dataset")
 _LIBRARIES: Final = ("transformers", "trl", "accelerate", "hf_patches", "lightning_cp", "torch")
 _DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -321,13 +325,19 @@ class _TrainerCall:
                 logs.clear()
             result = self._call(model, batch)
             values = {
-                f"output{leaf.path}": Value(leaf, f"returned output{leaf.path}", is_loss=True)
+                f"output{leaf.path}": Value(
+                    leaf, f"returned output{leaf.path}", is_loss=True, floor=_LOSS_FLOOR
+                )
                 for leaf in outputs.leaves(_detached(result))
             }
             metrics = {"metrics": getattr(trainer, "_metrics", {}), "log": logs}
             for kind, numbers in metrics.items():
                 for path, number in _numbers(numbers):
-                    values[f"{kind} {path}"] = Value(Leaf("", number), f"logged {path}")
+                    leaf, is_metric = Leaf("", number), kind == "metrics"
+                    floor = _METRIC_FLOOR if is_metric else 0.0
+                    values[f"{kind} {path}"] = Value(
+                        leaf, f"logged {path}", is_loss=is_metric, floor=floor
+                    )
             context = None if alone else self.cp.groups.context
             return Run(values, gradients=take_gradients(model, context))
 

@@ -18,6 +18,7 @@ from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.compare import Run, Value, own_gradients, returned_leaves, take_gradients
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
+from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.lightning.logs import Logged, loss_of, recorded_logs
@@ -81,7 +82,9 @@ class ModuleCall:
                 self._run_once(batch, alone=alone)
             step, output, logs = self._run_once(batch, alone=alone)
             context = None if alone else step.groups.context
-            gradients = take_gradients(module, context) if self.is_training else {}
+            # Towers of media share their work between ranks in a way of their own.
+            is_compared = self.is_training and not media_names(batch)
+            gradients = take_gradients(module, context) if is_compared else {}
             values = {}
             for leaf in returned_leaves(output, training=self.is_training):
                 _check_comparable(leaf, self.stage)
@@ -96,6 +99,10 @@ class ModuleCall:
                 is_global = not mark.is_replicated
                 source = "computed a loss" if is_global else "gave sample_mean() losses of mean"
                 values[f"loss {index}"] = Value(Leaf("", mark.value), source, is_global=is_global)
+            loss = self._loss(output, step)
+            if loss is not None:
+                leaf = Leaf("", loss.detach())
+                values["returned loss"] = Value(leaf, "returned a loss", is_loss=True)
             for name, metric_value in _metric_values(metrics, step.groups.context).items():
                 values[f"metric {name}"] = Value(Leaf("", metric_value), f"updated self.{name}")
             for name, number in kept_numbers(module):
@@ -116,12 +123,16 @@ class ModuleCall:
             assert step is not None  # noqa: S101
             with recorded_logs(module, step, training=self.is_training, sync=None) as logs:
                 output = self.step_fn(local)
-            loss = take_loss(output)
-            is_checked = self.is_training and step.losses  # others are refused, or declared
-            if is_checked and isinstance(loss, Tensor) and loss.requires_grad:
+            loss = self._loss(output, step)
+            if loss is not None and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
                 check_reduced(find_units(module))
         return step, output, logs
+
+    def _loss(self, output: Any, step: Step) -> Tensor | None:
+        """Return the loss of training; None for others, which are refused or declared."""
+        loss = take_loss(output) if self.is_training and step.losses else None
+        return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _check_comparable(leaf: Leaf, stage: str) -> None:
