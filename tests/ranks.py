@@ -263,7 +263,7 @@ def same_bits() -> Iterator[None]:
     """Give each tensor that is averaged a message of its own.
 
     The order of a sum of three depends on the place in the message, and with it the bits, which
-    tests/golden.json holds.
+    tools/golden.json holds.
     """
     global _keep_bits
     previous, _keep_bits = _keep_bits, True

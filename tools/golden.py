@@ -1,8 +1,8 @@
 # ruff: noqa: T201
 """A record of exact results, for changes that must not change a number.
 
-    python -m tests.golden write FILE      run all cases, write what they gave
-    python -m tests.golden compare FILE    run them again; exit status 1 if a bit differs
+    python -m tools.golden write FILE      run all cases, write what they gave
+    python -m tools.golden compare FILE    run them again; exit status 1 if a bit differs
 
 Each case is a step, a model or a training run on CPU ranks; recorded are its loss as a hexadecimal
 float and a digest of the loss, every gradient and whatever else it returns, on all ranks. Results
@@ -266,7 +266,7 @@ def record(pattern: str = "") -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.golden", description=__doc__)
     parser.add_argument("command", choices=["write", "compare"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", default="", help="only cases with this text in their name")

@@ -1,0 +1,1 @@
+"""Commands for who changes the code: they write tables and records, and are run by hand."""
