@@ -1,4 +1,4 @@
-"""Two nodes as network namespaces train as one process; more of it: `python -m tests.nodes`."""
+"""Two nodes as network namespaces train as one process; more of it: `python -m tools.nodes`."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import nodes
+from tools import nodes
 
 
 @pytest.fixture

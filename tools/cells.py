@@ -1,6 +1,6 @@
 """Every mesh of 8 ranks (replicate, shard, context, tensor, expert), compared with one process.
 
-`python -m tests.cells --write docs/cells.md` trains 20 steps in each cell, in float64, with AdamW
+`python -m tools.cells --write docs/cells.md` trains 20 steps in each cell, in float64, with AdamW
 and clipping. The checkpoint that a cell saves after ten steps is compared with that of a plain
 Trainer in one process; the next cell resumes from it, and so do cells of random pairs. Takes an
 hour on 2 cores. `--results FILE` keeps what is done, with checkpoints in a folder beside it, so
@@ -287,7 +287,7 @@ def page(results: dict[str, dict[str, dict[str, list]]]) -> str:
     lines = [
         "# Meshes that were compared with one process",
         "",
-        f"Written by `python -m tests.cells`. On {NUM_RANKS} CPU ranks, in float64: {NUM_STEPS} "
+        f"Written by `python -m tools.cells`. On {NUM_RANKS} CPU ranks, in float64: {NUM_STEPS} "
         "steps of AdamW with clipping, of a Llama with tied",
         "embeddings and of a Qwen3-MoE with 8 experts, both with 8 heads, on rows with few or "
         "many labels.",

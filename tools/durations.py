@@ -1,6 +1,6 @@
 """Where the time of `make test` goes: by phase and by file.
 
-    python -m tests.durations write FOLDER [--write PAGE --title TEXT]
+    python -m tools.durations write FOLDER [--write PAGE --title TEXT]
 
 Runs each phase of `make test` once, on a machine that does nothing else, and keeps what pytest and
 the clock said in FOLDER; a table is added to PAGE. Times of tests are those of both workers: they
@@ -78,7 +78,7 @@ def table(folder: Path, title: str) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.durations", description=__doc__)
     parser.add_argument("action", choices=["write", "table"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", type=Path, help="the page to which the table is added")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes as network namespaces: `recipes/launch/several_nodes.sh` on several, on one machine.
 
-    python -m tests.nodes --cases train sharding resume faults members names --write FILE
+    python -m tools.nodes --cases train sharding resume faults members names --write FILE
 
 Each node has an address, a host name and an /etc/hosts of its own, and a link to a common switch,
 whose rate can be limited or which can be cut. Processes, disks and clocks are the machine's. Needs
@@ -441,7 +441,7 @@ def write_config(
     config["monitor"]["verify_first_batch"] = False
     config["trainer"]["strategy"]["init_args"] = strategy
     meter = {"folder": "", "pause": pause, "stop": stop}
-    callbacks = [{"class_path": "tests.nodes.Meter", "init_args": meter}]
+    callbacks = [{"class_path": "tools.nodes.Meter", "init_args": meter}]
     if save_every:
         saver = {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": save_every}
         callbacks += [
@@ -888,7 +888,7 @@ def as_markdown(table: Table) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.nodes", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.nodes", description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--write", type=Path, help="Markdown file; the tables are printed too")
@@ -902,7 +902,7 @@ def main() -> int:
 
     parts = [
         "# Nodes as network namespaces",
-        f"`python -m tests.nodes --nodes {' '.join(map(str, args.nodes))} --cases "
+        f"`python -m tools.nodes --nodes {' '.join(map(str, args.nodes))} --cases "
         f"{' '.join(args.cases)}`, {date.today():%B %Y}: {os.cpu_count()} cores, Linux "
         f"{platform.release().split('-')[0]}, torch {torch.__version__}, Lightning "
         f"{lightning.__version__}, gloo. The model of recipes/configs/laptop.yaml, 256 tokens.",
