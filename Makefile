@@ -30,12 +30,12 @@ parity: .venv/.installed
 
 # Lightning's own tests: LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
 conformance: .venv/.installed-dev
-	$(BIN)/python -m tests.conformance $(LIGHTNING_TESTS)
+	$(BIN)/python -m tools.conformance $(LIGHTNING_TESTS)
 
 # Each fault of a rank under each launcher: half an hour on 2 cores; as root, for a small disk. Where
 # ray is installed also under Ray Train: half an hour more.
 faults: .venv/.installed-dev
-	$(BIN)/python -m tests.faults --write docs/faults.md $(if $(RESULTS),--results $(RESULTS))
+	$(BIN)/python -m tools.faults --write docs/faults.md $(if $(RESULTS),--results $(RESULTS))
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Run Lightning's tests of ModelParallelStrategy against ContextParallelStrategy.
 
     make conformance LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
-    python -m tests.conformance /path/to/pytorch-lightning/tests/tests_pytorch -k checkpoint
+    python -m tools.conformance /path/to/pytorch-lightning/tests/tests_pytorch -k checkpoint
 
 Needs a checkout of Lightning at the tag of the installed version: its tests are not on PyPI, and
 not in this repository. They are copied to a temporary folder, where "cuda" becomes "cpu", and run
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance")
+    parser = argparse.ArgumentParser(prog="python -m tools.conformance")
     parser.add_argument("tests", type=Path, help="tests/tests_pytorch of a checkout of Lightning")
     parser.add_argument("-k", default="", help="run tests that pytest selects by this")
     parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT, help="seconds per test")
@@ -198,7 +198,7 @@ def _paths() -> list[str]:
 
 def _command(strategy: str, *arguments: str) -> list[str]:
     pytest = [sys.executable, "-m", "pytest", "-qs", "-o", "console_output_style=classic"]
-    plugins = ["-p", "no:cacheprovider", "-p", "tests.conformance.plugin"]
+    plugins = ["-p", "no:cacheprovider", "-p", "tools.conformance.plugin"]
     return [*pytest, *plugins, "--strategy", strategy, *arguments]
 
 

@@ -1,8 +1,8 @@
 """Let each fault happen under each launcher, and write what was found.
 
-    python -m tests.faults --write docs/faults.md
-    python -m tests.faults --only "SIGTERM" --launcher script
-    python -m tests.faults --results faults.jsonl --write docs/faults.md    # in several runs
+    python -m tools.faults --write docs/faults.md
+    python -m tools.faults --only "SIGTERM" --launcher script
+    python -m tools.faults --results faults.jsonl --write docs/faults.md    # in several runs
 
 CPU ranks on this machine, two per job; "disk full" mounts a small disk, and needs root. The column
 of Ray Train needs `pip install 'ray[train]'`, and is left out otherwise. Takes an hour on an idle
@@ -22,12 +22,12 @@ from pathlib import Path
 import lightning
 import torch
 
-from tests.faults.matrix import FAULTS, HEARTBEAT, LAUNCHERS, LIMIT, RAY_TRAIN, Cell, run
+from tools.faults.matrix import FAULTS, HEARTBEAT, LAUNCHERS, LIMIT, RAY_TRAIN, Cell, run
 
 INTRO = """\
 # Faults of a run
 
-Made by `python -m tests.faults --write docs/faults.md`; do not edit. {date}, {processors} CPU
+Made by `python -m tools.faults --write docs/faults.md`; do not edit. {date}, {processors} CPU
 cores ({machine}, shared with other jobs), Python {python}, torch {torch}, Lightning {lightning},
 Ray {ray}.
 
@@ -59,7 +59,7 @@ NOTES = f"""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser = argparse.ArgumentParser(prog="python -m tools.faults")
     parser.add_argument("--write", type=Path, help="write the table to this file")
     parser.add_argument("--results", type=Path, help="keep results here, and continue")
     parser.add_argument("--only", default="", help="rows whose name contains this")

@@ -1,6 +1,6 @@
 """A pytest plugin that replaces `ModelParallelStrategy` in Lightning's tests by our strategy.
 
-`pytest -p tests.conformance.plugin --strategy ours` runs them with ours, `--strategy stock` with
+`pytest -p tools.conformance.plugin --strategy ours` runs them with ours, `--strategy stock` with
 Lightning's; both on CPUs. The models of the tests are adapted here, as a user would: batches are
 dicts with a sequence, the loss is global_mean(), parameters are sharded over data x context. The
 tests and their assertions are not changed.

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.faults.matrix import FAULTS, LAUNCHERS, RAY_TRAIN, Fault, run
+from tools.faults.matrix import FAULTS, LAUNCHERS, RAY_TRAIN, Fault, run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
