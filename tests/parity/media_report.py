@@ -20,7 +20,7 @@ import transformers
 
 from hf_patches.support import MULTIMODAL, Architecture
 from tests.parity import media_zoo
-from tests.parity.media import MediaJob, compare_all
+from tests.parity.media import REFUSED_BATCHES, MediaJob, compare_all
 from tests.parity.table import features_of
 from tests.ranks import RankError, RankPool
 
@@ -33,11 +33,6 @@ KINDS: Final = {2: ("plain",), 3: ("packed", "left"), 4: ("right",)}
 _OPTIONS = list(
     itertools.product(("zigzag", "contiguous", "balanced"), ("gather", "ring", "ulysses"))
 )
-# What a served model refuses: by name and kind of batch, a part of the message.
-REFUSED_BATCHES: Final = {
-    ("minimax_m3_vl", "left"): "padding before tokens",
-    ("mllama", "packed"): "its images belong to samples",
-}
 
 
 def jobs_of(name: str, turn: int, sizes: list[int]) -> dict[int, list[MediaJob]]:

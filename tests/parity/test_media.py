@@ -12,8 +12,7 @@ from hf_patches.support import MULTIMODAL
 from lightning_cp import ContextParallel
 from tests.parity import media_zoo
 from tests.parity.broken_media import BREAKS, compare_broken
-from tests.parity.media import KINDS, MediaJob, compare_all
-from tests.parity.media_report import REFUSED_BATCHES
+from tests.parity.media import KINDS, REFUSED_BATCHES, MediaJob, compare_all
 
 pytestmark = pytest.mark.ranks
 
