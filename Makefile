@@ -26,7 +26,7 @@ test-with:
 # Every architecture that is served, against the stock model: an hour and a half on 2 cores.
 # RESULTS=FILE keeps results, so that a second run continues the first.
 parity: .venv/.installed
-	$(BIN)/python -m tests.parity --write docs/support.md $(if $(RESULTS),--results $(RESULTS))
+	$(BIN)/python -m tools.parity --write docs/support.md $(if $(RESULTS),--results $(RESULTS))
 
 # Lightning's own tests: LIGHTNING_TESTS=/path/to/pytorch-lightning/tests/tests_pytorch
 conformance: .venv/.installed-dev

@@ -163,7 +163,7 @@ def test_readme_is_short():
 
 def test_stated_numbers_of_models_are_those_of_the_code():
     """Compare each count in README, CHANGELOG and docs with the table and with the parity run."""
-    from tests.parity.table import ARCHITECTURES, count_models
+    from tools.support_table import ARCHITECTURES, count_models
 
     support = (ROOT / "docs" / "support.md").read_text()
     assert count_models(ARCHITECTURES) in support

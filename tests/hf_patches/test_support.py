@@ -11,7 +11,7 @@ from hf_patches import support
 from hf_patches.mixers import INSTALLERS
 from hf_patches.support import ARCHITECTURES, Architecture
 from tests.parity import zoo
-from tests.parity.table import BEGIN, END, main, rewrite, support_table
+from tools.support_table import BEGIN, END, main, rewrite, support_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def written_names():
 def test_the_docs_hold_the_table():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     (page,) = (page for page in pages if BEGIN in page.read_text())
-    text, command = page.read_text(), f"python -m tests.parity.table {page.relative_to(ROOT)}"
+    text, command = page.read_text(), f"python -m tools.support_table {page.relative_to(ROOT)}"
     assert rewrite(text, support_table(ARCHITECTURES)) == text, f"Run `{command}`."
 
 

@@ -1,6 +1,6 @@
 """Multimodal models under context parallelism: loss and every gradient of the stock model.
 
-A subset; `python -m tests.parity.media_report` runs all names.
+A subset; `python -m tools.media_report` runs all names.
 """
 
 import pytest

@@ -21,7 +21,7 @@ from lightning_cp.sequence.halo import visible_halo
 from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, build_batch, build_cp, compare, compare_all, errors
 
-# One of each kind: `python -m tests.parity` compares all names.
+# One of each kind: `python -m tools.parity` compares all names.
 KINDS_OF_MIXERS = {
     "convolution": "lfm2",
     "gated-delta-net": "qwen3_next",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of supported architectures for the docs, generated from `hf_patches/support.py`.
 
-    python -m tests.parity.table docs/support.md
+    python -m tools.support_table docs/support.md
 
 replaces the text between the two marks.
 """
@@ -93,7 +93,7 @@ def rewrite(page: str, table: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Rewrite the table in a page."""
-    parser = argparse.ArgumentParser(prog="python -m tests.parity.table")
+    parser = argparse.ArgumentParser(prog="python -m tools.support_table")
     parser.add_argument("page", type=Path, help="a markdown file that has both marks")
     page: Path = parser.parse_args(arguments).page
     text = rewrite(page.read_text(), support_table(ARCHITECTURES))

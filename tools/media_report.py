@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare every multimodal model of transformers with the stock model, and write what was found.
 
-    python -m tests.parity.media_report
-    python -m tests.parity.media_report --names llava,qwen3_vl --write docs/support.md
+    python -m tools.media_report
+    python -m tools.media_report --names llava,qwen3_vl --write docs/support.md
 
 The exit code is 1 if something differs, or if a name is neither served nor refused with a reason.
 """
@@ -21,8 +21,8 @@ import transformers
 from hf_patches.support import MULTIMODAL, Architecture
 from tests.parity import media_zoo
 from tests.parity.media import REFUSED_BATCHES, MediaJob, compare_all
-from tests.parity.table import features_of
 from tests.ranks import RankError, RankPool
+from tools.support_table import features_of
 
 BEGIN: Final = "<!-- multimodal: begin -->"
 END: Final = "<!-- multimodal: end -->"
@@ -69,7 +69,7 @@ def run(name: str, turn: int, pools: dict[int, RankPool]) -> tuple[float, float,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.parity.media_report")
+    parser = argparse.ArgumentParser(prog="python -m tools.media_report")
     parser.add_argument("--names", default="", help="model types; all if left out")
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks")
     parser.add_argument("--write", type=Path, help="the page with the section to write")
@@ -112,7 +112,7 @@ def _shared(known: Architecture) -> str:
 _ABOUT = """\
 Images, video and audio: {exact} of the {all} names of `AutoModelForImageTextToText` and
 `AutoModelForMultimodalLM` ({refused} refused). Written by
-`python -m tests.parity.media_report`, transformers {version}: tiny random models on {ranks} ranks,
+`python -m tools.media_report`, transformers {version}: tiny random models on {ranks} ranks,
 with items of several tokens, several per sample or none, across the borders of ranks, of uneven
 sizes; towers and projectors are compared too. Plain batches ran on 2 ranks, packed and left-padded
 ones on 3, right-padded ones on 4; layouts and algorithms take turns. Limits as above. The slow

@@ -2,9 +2,9 @@
 """Compare every architecture that is served with the stock model, and write what was found.
 
     make parity
-    python -m tests.parity --names llama,gpt_oss --ranks 2
-    python -m tests.parity --write docs/support.md
-    python -m tests.parity --results parity.jsonl --write docs/support.md    # in several runs
+    python -m tools.parity --names llama,gpt_oss --ranks 2
+    python -m tools.parity --write docs/support.md
+    python -m tools.parity --results parity.jsonl --write docs/support.md    # in several runs
 
 The exit code is 1 if something differs, or if a model that is not served is let through.
 """
@@ -29,10 +29,11 @@ import transformers
 from benchmarks.measure import describe
 from hf_patches import enable
 from hf_patches.support import ARCHITECTURES, Architecture
-from tests.parity import media_report, zoo
+from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, compare_all
-from tests.parity.table import BEGIN, END, count_models, support_table
 from tests.ranks import RankError, RankPool
+from tools import media_report
+from tools.support_table import BEGIN, END, count_models, support_table
 
 LAYOUTS = ("zigzag", "balanced", "contiguous")
 ALGORITHMS = ("gather", "ring", "ulysses")
@@ -147,7 +148,7 @@ class Refusal:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.parity")
+    parser = argparse.ArgumentParser(prog="python -m tools.parity")
     parser.add_argument("--names", default="", help="model types or variants; all if left out")
     parser.add_argument("--parts", default="", help=f"of {', '.join(_PARTS)}; all if left out")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
@@ -503,7 +504,7 @@ causal and masked language models, token and sequence classification, question a
 text; models that take images, video or audio are in [a table of their own](#multimodal-models).
 Model types that are not in the table are refused, and so are encoder-decoder models (of `bart` and
 similar models the decoder alone runs). The table is written by
-`python -m tests.parity.table docs/support.md`, the rest of this page by `make parity`.
+`python -m tools.support_table docs/support.md`, the rest of this page by `make parity`.
 """
 
 _MORE = """\
