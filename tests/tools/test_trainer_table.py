@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf_patches import trainer_table
-from tests.hf_patches.trainer_table import BEGIN, CASES, END, Failure, build_row, rewrite
+from tools import trainer_table
+from tools.trainer_table import BEGIN, CASES, END, Failure, build_row, rewrite
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trainer.md").read_text()
 

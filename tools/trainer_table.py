@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Hugging Face's own context parallelism does in each case, and what ours does.
 
-    python -m tests.hf_patches.trainer_table
-    python -m tests.hf_patches.trainer_table --write docs/from-trainer.md
+    python -m tools.trainer_table
+    python -m tools.trainer_table --write docs/from-trainer.md
 
 replaces the text between the two marks. Every case runs, on two CPU processes: a whole run of the
 trainer with `ParallelismConfig(cp_size=2)`, and one with `context_parallel(trainer, size=2)`, each
@@ -383,7 +383,7 @@ def rewrite(page: str, table: str) -> str:
 
 def main() -> int:
     """Run the cases; the exit status is 1 if one of ours is not exact."""
-    parser = argparse.ArgumentParser(prog="python -m tests.hf_patches.trainer_table")
+    parser = argparse.ArgumentParser(prog="python -m tools.trainer_table")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a page that has both marks")
     parser.add_argument("--cases", default="", help="only those whose title matches this pattern")
     args = parser.parse_args()
