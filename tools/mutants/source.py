@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.mutants.table import MUTANTS, RETIRED, Mutant
+from tools.mutants.table import MUTANTS, RETIRED, Mutant
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.mutants.source import MisplacedError, mutated, problems
-from tests.mutants.table import MUTANTS
+from tools.mutants.source import MisplacedError, mutated, problems
+from tools.mutants.table import MUTANTS
 
 
 def test_each_mutant_fits_the_source_and_names_its_tests():

@@ -1,9 +1,9 @@
 """Break the code in small ways, one after the other, and see which tests notice.
 
-    python -m tests.mutants --check                       # does each mutant fit the source?
-    python -m tests.mutants --results mutants.jsonl       # again: continues
-    python -m tests.mutants --results mutants.jsonl --survivors       # against all tests
-    python -m tests.mutants --results mutants.jsonl --write benchmarks/results/mutants_202611.md
+    python -m tools.mutants --check                       # does each mutant fit the source?
+    python -m tools.mutants --results mutants.jsonl       # again: continues
+    python -m tools.mutants --results mutants.jsonl --survivors       # against all tests
+    python -m tools.mutants --results mutants.jsonl --write benchmarks/results/mutants_202611.md
 
 Each mutant is put into a copy of the tree, and its tests run there until one fails. They also run
 in an unchanged copy: a test that fails anyway notices nothing. The exit code is 1 if a mutant
@@ -28,8 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.source import ROOT, file_of, mutated, problems
-from tests.mutants.table import MUTANTS, RETIRED, Mutant
+from tools.mutants.source import ROOT, file_of, mutated, problems
+from tools.mutants.table import MUTANTS, RETIRED, Mutant
 
 MARKS = "not slow and not gpu"
 CHUNK = 12
@@ -179,10 +179,9 @@ def changed_since(commit: str) -> tuple[str, ...]:
 
 
 def matters(file: str, tests: set[str]) -> bool:
-    """Return whether what some tests notice may depend on a file."""
+    """Return whether what some tests notice may depend on a file; no such test imports a tool."""
     if file.startswith("tests/"):
-        is_other = Path(file).name.startswith("test_") or file.startswith("tests/mutants/")
-        return file in tests or not is_other
+        return file in tests or not Path(file).name.startswith("test_")
     return file == "pyproject.toml" or file.startswith(("lightning_cp/", "hf_patches/", "recipes/"))
 
 
@@ -247,9 +246,9 @@ def table(run: Run) -> str:
     page = [
         "# Mutants",
         "",
-        "Made by `python -m tests.mutants --results FILE --write ...`; do not edit. "
+        "Made by `python -m tools.mutants --results FILE --write ...`; do not edit. "
         f"{datetime.date.today()}, {os.cpu_count()} CPU cores, which other jobs share. A mutant is "
-        "a small fault in the code (`tests/mutants/table.py`); its tests run until one fails.",
+        "a small fault in the code (`tools/mutants/table.py`); its tests run until one fails.",
         "",
         *(f"- {line}" for line in lines),
         f"- {seconds / 60:.0f} minutes of one core for the listed tests",
@@ -280,7 +279,7 @@ def table(run: Run) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants")
     parser.add_argument("--check", action="store_true", help="only see whether mutants fit")
     parser.add_argument("--results", type=Path, help="keep results here, and continue")
     parser.add_argument("--only", action="append", help="mutants with this in their name or place")
