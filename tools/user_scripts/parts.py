@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 
 from lightning_cp.loss import global_mean
-from tests.user_scripts.models import ANY, CAUSAL, VOCAB, WIDTH, build_model, next_token_loss
+from tools.user_scripts.models import ANY, CAUSAL, VOCAB, WIDTH, build_model, next_token_loss
 
 HF = (*CAUSAL, "bert")
 LORA = tuple(f"{name}+lora" for name in CAUSAL)

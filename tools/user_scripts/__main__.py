@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run generated scripts with and without us, and say which are equal, refused or different.
 
-    python -m tests.user_scripts --results FILE                   # 15 to 20 minutes on 2 cores
-    python -m tests.user_scripts --results FILE --cases probe     # those whose name has this text
-    python -m tests.user_scripts --results FILE --write benchmarks/results/user_scripts_202611.md
+    python -m tools.user_scripts --results FILE                   # 15 to 20 minutes on 2 cores
+    python -m tools.user_scripts --results FILE --cases probe     # those whose name has this text
+    python -m tools.user_scripts --results FILE --write benchmarks/results/user_scripts_202611.md
 
 Scripts whose result at this commit is in FILE are not run again; the page has a column for each
 commit in it, and lists the scripts that have changed. The exit code is 1 if a script is different
@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from tests.ranks import RankError, RankPool
-from tests.user_scripts import doors
-from tests.user_scripts.doors import Found, Script
+from tools.user_scripts import doors
+from tools.user_scripts.doors import Found, Script
 
 SIZES = (1, 2, 3)
 RESULTS = ("equal", "different", "broken", "refused")
@@ -50,7 +50,7 @@ _locks = {size: threading.Lock() for size in SIZES}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.user_scripts")
+    parser = argparse.ArgumentParser(prog="python -m tools.user_scripts")
     parser.add_argument("--results", type=Path, required=True, help="JSON lines")
     parser.add_argument("--cases", default="", help="text in the names of scripts, or a number")
     parser.add_argument("--count", type=int, default=200, help="number of scripts")
@@ -245,7 +245,7 @@ MARK = "<!-- written by hand from here -->"
 
 _HEAD = """# Scripts as users write them
 
-Written by `python -m tests.user_scripts --results FILE --write PAGE`. 200 scripts, 100 through
+Written by `python -m tools.user_scripts --results FILE --write PAGE`. 200 scripts, 100 through
 Lightning and 100 through transformers' Trainer, on 1, 2 and 3 CPU ranks, in float32, each compared
 with one process without us over 3 steps of SGD; 89 under FSDP2.
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.user_scripts.__main__ import compare
-from tests.user_scripts.doors import Found, Script
+from tools.user_scripts.__main__ import compare
+from tools.user_scripts.doors import Found, Script
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/user_scripts_202611.jsonl"
 

@@ -26,8 +26,8 @@ from lightning_cp import ContextParallelStrategy, token_mean
 from tests.hf_patches.trainer_jobs import fsdp_on_cpu, only
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.parity.trainer_step import processes
-from tests.user_scripts.models import KINDS, build_batches, next_token_loss, twin
-from tests.user_scripts.parts import PARTS, Part, Use
+from tools.user_scripts.models import KINDS, build_batches, next_token_loss, twin
+from tools.user_scripts.parts import PARTS, Part, Use
 
 DOORS = ("lightning", "trainer")
 STEPS = 3
