@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightning_cp import ContextParallel, token_mean
+from lightning_cp import token_mean
 from lightning_cp.accumulate import GradientWindow
+from tests import doors
 
-CP = ContextParallel(None)
+CP = doors.parallel(None)
 
 
 def build_batches(num_labels):

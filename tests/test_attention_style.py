@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from lightning_cp import ContextParallel, ContextParallelAttention, Mask, attention
+from lightning_cp import ContextParallelAttention, Mask, attention
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
+from tests import doors
 from tests.oracle import errors
 
 WINDOW = 5
@@ -157,9 +158,7 @@ def train(model, x, slope):
 def train_sharded(length, layout_name, whole, inside):
     """Return errors of a plan that divides heads over tensor ranks, tokens over context ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
-    cp = ContextParallel(
-        mesh["context"], tensor=mesh["tensor"], check_batches=0, layout=layout_name
-    )
+    cp = doors.parallel(mesh["context"], tensor=mesh["tensor"], check_batches=0, layout=layout_name)
     model = Attention(length)
     style = ContextParallelAttention(cp, seq_dim=1 if whole else 2, layout=layout_name)
     plan = {**dict.fromkeys("qkv", ColwiseParallel()), "out": RowwiseParallel()}
@@ -268,7 +267,7 @@ def test_what_the_style_cannot_know_is_refused_on_all_ranks(ranks, case, message
 
 def run_again(reentrant, forward_inside):
     """Run forward inside or outside of a step, and backward in the other place."""
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     core = ContextParallelAttention(cp, seq_dim=2, layout="zigzag").apply(
         Core("window by attention", 8)
     )
@@ -300,7 +299,7 @@ def test_what_runs_again_in_another_step_is_refused(reentrant):
 
 
 def test_a_module_can_be_copied():
-    style = ContextParallelAttention(ContextParallel(None), seq_dim=2, layout="zigzag")
+    style = ContextParallelAttention(doors.parallel(None), seq_dim=2, layout="zigzag")
     core, x = style.apply(Core("causal", 8)), draw(0, 1, 2, 8, 8)
     copy = deepcopy(core)
     copy.how = "full"
@@ -316,7 +315,7 @@ def test_parts_of_hugging_face_models_and_other_layouts_are_refused():
 
 
 def test_attention_that_is_paused_or_declared_unsharded_is_left_alone():
-    cp, x = ContextParallel(None), draw(0, 1, 2, 6, 8)
+    cp, x = doors.parallel(None), draw(0, 1, 2, 6, 8)
     core = Core("causal", 6)
     expected = core(x, x, x)
     ContextParallelAttention(cp, seq_dim=9, layout="zigzag").apply(core)

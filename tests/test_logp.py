@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_cp import ContextParallel, chunked_loss, sequence_logp, token_logp
+from lightning_cp import chunked_loss, sequence_logp, token_logp
+from tests import doors
 
 WIDTH, VOCAB = 6, 11
 
@@ -146,7 +147,7 @@ def test_segments_by_ids():
         if batch is None:
             found = sequence_logp(logp, labels, per=ids)
         else:
-            with ContextParallel(None, sequence_dims={"ids": 1}).step(batch) as local:
+            with doors.parallel(None, sequence_dims={"ids": 1}).step(batch) as local:
                 found = sequence_logp(logp, local["labels"], per=local["ids"])
         for segment in range(4):
             part = (inside == segment) & valid
@@ -200,7 +201,7 @@ def test_documents_are_known_inside_a_step():
         sequence_logp(hidden[:, 1:, 0], labels, per="document")
     message = "got 9 tokens per sample inside a step whose ranks hold 8 each"
     with (
-        ContextParallel(None).step({"input_ids": torch.zeros(2, 8).long()}),
+        doors.parallel(None).step({"input_ids": torch.zeros(2, 8).long()}),
         pytest.raises(ValueError, match=message),
     ):
         token_logp((hidden, head), labels)

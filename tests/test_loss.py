@@ -5,9 +5,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, active_step, chunked_loss, sample_mean, token_mean
+from lightning_cp import active_step, chunked_loss, sample_mean, token_mean
 from lightning_cp.accumulate import GradientWindow
 from lightning_cp.loss import chunked_token_mean, global_mean
+from tests import doors
 from tests.oracle import errors
 
 
@@ -38,7 +39,7 @@ def test_no_valid_label_is_zero_with_zero_gradient():
 
 
 def test_one_rank_walks_the_same_code():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     logits, labels = torch.randn(2, 6, 7), torch.randint(0, 7, (2, 6))
     with cp.step({"input_ids": labels, "labels": labels}) as local:
         inside = token_mean(logits, local["labels"])
@@ -371,7 +372,7 @@ def test_chunked_inside_activation_checkpointing(reentrant):
         weights = list(head.parameters())
         return chunked_token_mean(spy, x.tanh(), labels, parameters=weights, chunk_len=7)
 
-    with ContextParallel(None).step({"input_ids": labels.clamp(min=0)}):
+    with doors.parallel(None).step({"input_ids": labels.clamp(min=0)}):
         loss = checkpoint(loss_of, hidden, use_reentrant=reentrant)
         (loss * 3).backward()
         assert len(active_step.current().losses) == 1
@@ -414,7 +415,7 @@ def test_chunked_is_left_out_of_compiled_graphs():
 
 
 def test_chunked_marks_its_loss_in_a_step_as_token_mean_does():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     cp.position_edges = (2, 5)
     head, hidden, labels = build()
     with cp.step({"input_ids": labels.clamp(min=0), "labels": labels}) as local:
@@ -428,7 +429,7 @@ def test_chunked_marks_its_loss_in_a_step_as_token_mean_does():
 
 
 def test_chunked_is_not_recomputed_after_its_step():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     head, hidden, labels = build()
     with cp.step({"input_ids": labels.clamp(min=0), "labels": labels}):
         loss = checkpoint(lambda x: chunked(head, x, labels), hidden, use_reentrant=True)
@@ -448,7 +449,7 @@ def test_chunked_shapes_that_do_not_fit_are_refused(hidden, labels):
 
 
 def test_chunked_whole_rows_inside_a_step_are_refused():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     head, hidden, labels = build()
     message = "got 9 tokens per sample inside a step whose ranks hold 8 each"
     with (
@@ -515,7 +516,7 @@ def run_samples(batches):
     """Accumulate a token mean and a sample mean of w; return the gradient of w."""
     w, window, cp = nn.Parameter(torch.ones((), dtype=torch.float64)), GradientWindow(), None
     for num_tokens, losses in batches:
-        cp = cp or ContextParallel(None)
+        cp = cp or doors.parallel(None)
         with cp.step({"input_ids": torch.zeros(3, 4).long()}):
             loss = global_mean(w * num_tokens, torch.tensor(num_tokens))
             loss = loss + sample_mean(w * torch.tensor(losses))

@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, active_step, routing
+from lightning_cp import active_step, routing
+from tests import doors
 
 LENGTH, DIM = 6, 8
 ORIGINAL = functional.scaled_dot_product_attention
@@ -35,7 +36,7 @@ def routed(monkeypatch):
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 @pytest.fixture

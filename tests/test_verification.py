@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 
-from lightning_cp import ContextParallel, token_mean, verify
+from lightning_cp import token_mean, verify
 from lightning_cp.verification import Report, truncate_batch
+from tests import doors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import build_model
 
@@ -43,7 +44,7 @@ def run_verify(kind, batch, sharded, dp_size=1, max_len=None):
         (dp_size, dist.get_world_size() // dp_size),  # noqa: TID251
         mesh_dim_names=("data_parallel", "context_parallel"),
     )
-    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    cp = doors.parallel(mesh["context_parallel"], mesh["data_parallel"])
     model = Broken(kind).train()
     if sharded:
         fully_shard(model, mesh=mesh["data_parallel", "context_parallel"]._flatten("dp_cp"))
@@ -92,7 +93,7 @@ def test_what_mixes_tokens_unseen_is_stopped_with_the_worst_parameters(ranks, ki
 
 
 def test_rows_are_cut_around_their_first_label():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     batch = {"input_ids": torch.arange(100)[None], "labels": torch.full((1, 100), -100)}
     batch["labels"][:, 70:] = 1
     cut = truncate_batch(batch, cp=cp, max_len=20)
@@ -101,7 +102,7 @@ def test_rows_are_cut_around_their_first_label():
 
 
 def test_packed_lengths_become_document_ids_when_rows_are_cut():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     batch = {"input_ids": torch.arange(12)[None], "cu_seq_lens_q": torch.tensor([0, 5, 12])}
     cut = truncate_batch(batch, cp=cp, max_len=7)
     assert cut["document_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1]]

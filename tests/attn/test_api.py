@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, Mask, active_step, attention
+from lightning_cp import Mask, active_step, attention
 from lightning_cp.attn import choose
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import Request, Scores
@@ -25,6 +25,7 @@ from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.options import Options
 from lightning_cp.step import Step, StepMask, StepReference
+from tests import doors
 from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
 
@@ -48,7 +49,7 @@ def test_documents_and_padding_come_from_the_step_unless_the_mask_says_otherwise
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
     told = attention(q, q, q, mask=Mask(causal=True, documents=ids))
     ignored = attention(q, q, q, mask=Mask(causal=True))
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     with cp.step({"input_ids": torch.arange(6)[None], "document_ids": ids}):
         assert torch.equal(attention(q, q, q, mask=Mask(causal=True)), told)
         assert torch.equal(attention(q, q, q, mask=cp.mask(causal=True)), told)
@@ -58,7 +59,7 @@ def test_documents_and_padding_come_from_the_step_unless_the_mask_says_otherwise
 def test_a_bound_mask_outlives_its_step():
     q = draw(1, 2, 6, 4)
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     with cp.step({"input_ids": torch.arange(6)[None], "document_ids": ids}):
         mask = cp.mask(causal=True)
     told = attention(q, q, q, mask=Mask(causal=True, documents=ids))
@@ -67,7 +68,7 @@ def test_a_bound_mask_outlives_its_step():
 
 def test_what_is_recomputed_in_another_step_does_not_go_backward():
     """A step that is opened inside of a checkpointed function is another one when it runs again."""
-    q, cp = draw(1, 2, 6, 4).requires_grad_(), ContextParallel(None)
+    q, cp = draw(1, 2, 6, 4).requires_grad_(), doors.parallel(None)
     batch = {"input_ids": torch.arange(6)[None]}
     batches = iter([batch, {**batch, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1]])}])
 
@@ -122,7 +123,7 @@ def test_layers_share_one_plan(monkeypatch):
     monkeypatch.setattr(choose, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw))
     q, ids = draw(1, 2, 6, 4), torch.arange(6)[None]
     batch = {"input_ids": ids, "document_ids": ids // 4}
-    with ContextParallel(None, layout="contiguous").step(batch):
+    with doors.parallel(None, layout="contiguous").step(batch):
         for _ in range(5):
             attention(q, q, q, mask=Mask(causal=True))
             attention(q, q, q, mask=Mask(causal=True, window=3))
@@ -133,7 +134,7 @@ def test_rows_of_one_document_are_planned_once(monkeypatch):
     built, build = [], choose.build_plan
     monkeypatch.setattr(choose, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw))
     q, found = draw(1, 2, 71, 4), []
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     for length in (71, 71, 67, 71):
         with cp.step({"input_ids": torch.arange(length)[None]}):
             part = q[:, :, :length]
@@ -155,7 +156,7 @@ def test_the_choice_is_logged_once(caplog):
     q = draw(1, 2, 6, 4)
     with (
         caplog.at_level(logging.INFO, logger="lightning_cp"),
-        ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}),
+        doors.parallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}),
     ):
         attention(q, q, q, mask=Mask(causal=True))
         attention(q, q, q, mask=Mask(causal=True))
@@ -210,7 +211,7 @@ def test_a_mask_whose_tensor_was_edited_is_worked_out_again():
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
     mask = Mask(causal=True, documents=ids)
     q = draw(1, 2, 6, 4)
-    with ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
+    with doors.parallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
         attention(q, q, q, mask=mask)
         ids[:, 1:] = 1
         found = attention(q, q, q, mask=mask)
@@ -224,12 +225,12 @@ def test_compiled_code_breaks_around_it():
     q = draw(1, 2, 6, 4)
     compiled = torch.compile(layer, backend="eager")
     torch.testing.assert_close(compiled(q), layer(q))
-    with ContextParallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
+    with doors.parallel(None, layout="contiguous").step({"input_ids": torch.arange(6)[None]}):
         torch.testing.assert_close(compiled(q), layer(q))
 
 
 def test_a_step_ends_with_its_last_user():
-    cp, q = ContextParallel(None, layout="contiguous"), draw(1, 2, 6, 4)
+    cp, q = doors.parallel(None, layout="contiguous"), draw(1, 2, 6, 4)
     with cp.step({"input_ids": torch.arange(6)[None]}):
         step = weakref.ref(active_step.current())
         attention(q, q, q, mask=cp.mask(causal=True))
@@ -280,13 +281,13 @@ def test_an_empty_row_is_refused():
 
 def test_memory_for_nothing_is_refused():
     with pytest.raises(ValueError, match=r"attention_memory=-1: give the GiB .* above 0, or None"):
-        ContextParallel(None, attention_memory=-1)
+        doors.parallel(None, attention_memory=-1)
 
 
 def test_a_wire_that_does_not_exist_is_refused():
     message = "gradient_wire='bf16' is unknown. Use one of 'float32', 'model'"
     with pytest.raises(ValueError, match=message):
-        ContextParallel(None, gradient_wire="bf16")
+        doors.parallel(None, gradient_wire="bf16")
 
 
 def own_step(transport, wire, kernel, layout):
@@ -317,7 +318,7 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
 
 
 def test_steps_know_the_wire():
-    cp = ContextParallel(None, gradient_wire="model")
+    cp = doors.parallel(None, gradient_wire="model")
     with cp.step({"input_ids": torch.arange(6)[None]}):
         assert active_step.current().options.gradient_wire == "model"
 
@@ -381,7 +382,7 @@ def test_a_step_has_its_kernel_for_itself(monkeypatch):
     for_step = CpuKernel()
     monkeypatch.setattr(CpuKernel, "for_step", lambda self: for_step)
     q = torch.randn(1, 2, 8, 4)
-    with ContextParallel(None).step({"input_ids": torch.zeros(1, 8, dtype=torch.long)}):
+    with doors.parallel(None).step({"input_ids": torch.zeros(1, 8, dtype=torch.long)}):
         attention(q, q, q, mask=Mask(causal=True))
         calls = [x for x in active_step.current().cache.values() if isinstance(x, BlockwiseCall)]
     assert [call.kernel for call in calls] == [for_step]

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from hf_patches import enable
-from lightning_cp import ContextParallel, Mask, active_step, attention, token_mean
+from lightning_cp import Mask, active_step, attention, token_mean
 from lightning_cp.attn import kept
 from lightning_cp.attn.blockwise import function
 from lightning_cp.attn.flex import from_mask
+from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch
 from tests.tiny import TinyLM
@@ -102,7 +103,7 @@ def run(how, keep, *, backwards=1, options=None, batch=None, cp=None):
     """Return loss, gradients, attention forwards of the step, and regions alive after it."""
     with pytest.MonkeyPatch.context() as patch:
         group = dist.group.WORLD if dist.is_initialized() else None
-        cp = cp or ContextParallel(group, keep_attention=keep, **(options or {}))
+        cp = cp or doors.parallel(group, keep_attention=keep, **(options or {}))
         watch, model = Watch(patch), build_model()
         with cp.step(batch or make_batch()) as local:
             logits = FORWARDS[how](model, local["input_ids"], cp.position_ids())
@@ -217,7 +218,7 @@ def test_results_are_kept_until_the_budget_is_used(options):
 
 
 def test_steps_in_flight_have_regions_of_their_own():
-    cp, model = ContextParallel(None, keep_attention="all"), build_model()
+    cp, model = doors.parallel(None, keep_attention="all"), build_model()
     losses = []
     for seed in (1, 2):
         batch = make_batch(seed=seed)
@@ -237,7 +238,7 @@ def test_steps_in_flight_have_regions_of_their_own():
 
 @each_kernel
 def test_nothing_stays_after_an_error_or_a_forward_without_backward(options, monkeypatch):
-    cp = ContextParallel(None, keep_attention="all", **options)
+    cp = doors.parallel(None, keep_attention="all", **options)
     model, batch, watch = build_model(), make_batch(), Watch(monkeypatch)
 
     def fail(q, k, v, mask, sinks):
@@ -256,7 +257,7 @@ def test_nothing_stays_after_an_error_or_a_forward_without_backward(options, mon
 
 
 def test_another_batch_finds_nothing_of_the_last_one():
-    cp = ContextParallel(None, keep_attention="all")
+    cp = doors.parallel(None, keep_attention="all")
     for seed in range(3):
         batch = make_batch(seed=seed)
         _, found, forwards, _ = run("per layer", "all", batch=batch, cp=cp)
@@ -266,7 +267,7 @@ def test_another_batch_finds_nothing_of_the_last_one():
 
 
 def test_reentrant_checkpointing_computes_again_as_before():
-    cp, model, batch = ContextParallel(None, keep_attention="all"), build_model(), make_batch()
+    cp, model, batch = doors.parallel(None, keep_attention="all"), build_model(), make_batch()
     call = partial(checkpoint, use_reentrant=True)
     with cp.step(batch) as local:
         logits = model(local["input_ids"], cp.position_ids(), checkpoint=call)
@@ -279,7 +280,7 @@ def test_reentrant_checkpointing_computes_again_as_before():
 def test_hugging_face_models_keep_theirs(name, monkeypatch):
     gradients, forwards = [], []
     for keep in ("none", "all"):
-        cp = ContextParallel(None, keep_attention=keep)
+        cp = doors.parallel(None, keep_attention=keep)
         watch = Watch(monkeypatch)
         model = zoo.build_model(name).train()
         enable(model)
@@ -299,7 +300,7 @@ def test_hugging_face_models_keep_theirs(name, monkeypatch):
 @pytest.mark.parametrize(("keep", "share"), [("none", 1.0), ("auto", 0.5), ("all", 0.0)])
 def test_auto_recomputes_layers_with_a_window(keep, share, kernel, monkeypatch):
     # Two layers, of which one has a window; it has less to compute, and its result is as large.
-    cp = ContextParallel(None, keep_attention=keep, kernel=kernel)
+    cp = doors.parallel(None, keep_attention=keep, kernel=kernel)
     model = zoo.build_model("gpt_oss").train()
     assert len(model.config.layer_types) == 2 * model.config.layer_types.count("full_attention")
     enable(model)
@@ -336,7 +337,7 @@ def test_a_window_that_reaches_everything_is_none(mask, seq_len, expected):
 )
 def test_other_values_are_refused(value, message):
     with pytest.raises(ValueError, match=message):
-        ContextParallel(None, keep_attention=value)
+        doors.parallel(None, keep_attention=value)
 
 
 def test_without_a_region_nothing_is_stored():

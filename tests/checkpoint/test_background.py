@@ -13,10 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_cp import ContextParallelStrategy, checkpoint
+from lightning_cp import checkpoint
 from lightning_cp.checkpoint import background
 from lightning_cp.checkpoint.background import BackgroundSaver
 from lightning_cp.checkpoint.host_copies import HostCopies
+from tests import doors
 from tests.checkpoint.test_checkpoint import (
     assert_same,
     build,
@@ -276,7 +277,7 @@ def run_lightning(folder, *, kill=False, resume=None, by_plugin=False, backgroun
         keep = ModelCheckpoint(folder, filename="{epoch}", save_on_train_epoch_end=True)
         module = AdamModule()
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(async_checkpoint=background and not by_plugin),
+            strategy=doors.strategy(async_checkpoint=background and not by_plugin),
             plugins=[pl.plugins.AsyncCheckpointIO()] if by_plugin else None,
             max_epochs=5,
             callbacks=[keep] if background else None,
@@ -313,7 +314,7 @@ def test_lightnings_plugin_saves_folders_in_the_background(ranks, tmp_path):
 def run_link(folder, **options):
     with elastic_environment():
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(async_checkpoint=True),
+            strategy=doors.strategy(async_checkpoint=True),
             callbacks=[ModelCheckpoint(folder, **options)],
             enable_checkpointing=True,
         )
@@ -325,10 +326,10 @@ def run_link(folder, **options):
 
 def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
     with pytest.raises(ValueError, match="save_distributed_checkpoint=False saves one file. Leave"):
-        ContextParallelStrategy(async_checkpoint=True, save_distributed_checkpoint=False)
+        doors.strategy(async_checkpoint=True, save_distributed_checkpoint=False)
     with pytest.raises(ValueError, match="checkpoint_staging_dir='/local' is where .*=True"):
-        ContextParallelStrategy(checkpoint_staging_dir="/local")
-    strategy = ContextParallelStrategy(async_checkpoint=True, checkpoint_staging_dir="/local")
+        doors.strategy(checkpoint_staging_dir="/local")
+    strategy = doors.strategy(async_checkpoint=True, checkpoint_staging_dir="/local")
     assert strategy._saver._staging_dir == Path("/local")
     for message in ranks(2).run(partial(run_link, str(tmp_path), save_last="link")):
         assert "ModelCheckpoint(save_last='link') replaces its link before" in message

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_cp import ContextParallel, Mask, attention, token_mean
+from lightning_cp import Mask, attention, token_mean
 from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, unpack_documents
 from lightning_cp.data.consistency import find_differing
+from tests import doors
 from tests.ranks import run_threads
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -19,7 +20,7 @@ def read(batch, sequence_dims=None, **more):
 
 def test_a_step_yields_exactly_the_users_keys():
     batch = {"input_ids": TOKENS, "labels": TOKENS, "name": "a", "index": torch.arange(2)}
-    with ContextParallel(None).step(batch) as local:
+    with doors.parallel(None).step(batch) as local:
         assert list(local) == list(batch)
         assert local["name"] == "a"
         assert torch.equal(local["labels"], TOKENS)
@@ -27,7 +28,7 @@ def test_a_step_yields_exactly_the_users_keys():
 
 def test_the_users_batch_is_left_as_it_was():
     batch = {"input_ids": TOKENS.clone(), "labels": TOKENS.clone()}
-    with ContextParallel(None, layout="zigzag").step(batch) as local:
+    with doors.parallel(None, layout="zigzag").step(batch) as local:
         local["labels"].fill_(-100)
     assert torch.equal(batch["labels"], TOKENS)
 
@@ -45,7 +46,7 @@ def test_the_users_word_goes_before_the_defaults():
 
 
 def test_an_unknown_key_is_judged_by_the_first_batch_only():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     with cp.step({"input_ids": TOKENS, "ages": torch.ones(2, 5)}):
         pass
     with cp.step({"input_ids": TOKENS[:, :5], "ages": torch.ones(2, 5)}) as local:
@@ -88,7 +89,7 @@ def test_documents_of_one_row_are_numbered_along_it():
 
 
 def test_position_ids_restart_in_each_document():
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     ids = torch.tensor([[7, 7, 3, 3, 3, 3], [1, 1, 1, 1, 2, 2]])
     with cp.step({"input_ids": TOKENS, "document_ids": ids}):
         assert cp.position_ids().tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]]
@@ -122,7 +123,7 @@ def test_a_hole_does_not_cut_a_document_in_two():
 
 
 def test_position_ids_of_one_row_serve_all():
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     with cp.step({"input_ids": TOKENS, "position_ids": positions}):
         assert cp.position_ids().shape == (2, 6)
@@ -135,7 +136,7 @@ def test_lengths_may_be_a_list_and_embeddings_stand_for_tokens():
 
 
 def test_a_key_that_was_none_is_judged_when_it_comes():
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     with cp.step({"input_ids": TOKENS, "extra": None}):
         pass
     with (
@@ -147,7 +148,7 @@ def test_a_key_that_was_none_is_judged_when_it_comes():
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_steps_work_without_gradients(mode):
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     with mode(), cp.step({"input_ids": TOKENS, "labels": TOKENS}) as local:
         q = torch.randn(2, 2, 6, 4)
         attention(q, q, q, mask=Mask(causal=True))
@@ -155,7 +156,7 @@ def test_steps_work_without_gradients(mode):
 
 
 def test_a_step_of_another_object_is_not_taken_for_ones_own():
-    ours, theirs = ContextParallel(None), ContextParallel(None)
+    ours, theirs = doors.parallel(None), doors.parallel(None)
     with (
         theirs.step({"input_ids": TOKENS}),
         pytest.raises(
@@ -168,11 +169,11 @@ def test_a_step_of_another_object_is_not_taken_for_ones_own():
 @pytest.mark.parametrize("name", ["position_ids", "mask", "recompute"])
 def test_what_needs_a_step_says_so_outside(name):
     with pytest.raises(RuntimeError, match=rf"cp.{name}\(\) was called outside a step"):
-        getattr(ContextParallel(None), name)()
+        getattr(doors.parallel(None), name)()
 
 
 def test_unshard_names_the_length_that_it_needs():
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     with (
         cp.step({"input_ids": TOKENS}),
         pytest.raises(ValueError, match=r"shape \(2, 5\), but this rank holds 6 tokens"),
@@ -242,7 +243,7 @@ class Sample:
     ids=lambda batch: type(batch).__name__,
 )
 def test_a_step_gives_back_the_structure_that_it_got(batch):
-    with ContextParallel(None, layout="contiguous").step(batch) as local:
+    with doors.parallel(None, layout="contiguous").step(batch) as local:
         assert type(local) is type(batch)
         assert repr(local) == repr(batch)
 
@@ -340,7 +341,7 @@ def test_padding_beside_no_tokens_is_that_of_all():
 
 def test_a_batch_that_is_kept_whole_is_handed_over():
     batch = {"a": {"input_ids": TOKENS}, "b": (TOKENS[:, :4],)}
-    cp = ContextParallel(None, sequence_dims={"a": None, "b": None})
+    cp = doors.parallel(None, sequence_dims={"a": None, "b": None})
     with cp.step(batch) as whole:
         assert whole is batch
         for call in (
@@ -362,7 +363,7 @@ def test_a_batch_that_is_kept_whole_is_handed_over():
 
 def test_a_part_that_is_kept_whole_again_is_refused():
     batch = [(TOKENS, TOKENS), (TOKENS, TOKENS)]
-    cp = ContextParallel(None, sequence_dims={"0": None, "1": None})
+    cp = doors.parallel(None, sequence_dims={"0": None, "1": None})
     with cp.step(batch) as whole:
         with (
             pytest.raises(ValueError, match=r"cp.step\(part, sequence_dims=\{...\}\)"),
@@ -378,7 +379,7 @@ def test_a_document_of_padding_alone_is_padding_of_the_one_before_it():
     q = torch.randn(1, 2, 6, 4, dtype=torch.float64)
     own = attention(q, q, q, mask=Mask(causal=True, documents=ids, padding=mask == 0))
     assert not own[:, :, 2:4].any()
-    cp = ContextParallel(None, layout="contiguous")
+    cp = doors.parallel(None, layout="contiguous")
     with cp.step({"input_ids": ids, "document_ids": ids, "attention_mask": mask}):
         read_ = attention(q, q, q, mask=Mask(causal=True))
     joined = torch.tensor([[0, 0, 0, 0, 2, 2]])

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cp import ContextParallel
 from lightning_cp.data.sharding import shard, shift_labels, unshard
 from lightning_cp.geometry.layout import build_layout
+from tests import doors
 from tests.ranks import run_threads
 
 LAYOUTS = ["zigzag", "contiguous", "balanced"]
@@ -104,7 +104,7 @@ class Output(NamedTuple):
 
 
 def test_outputs_keep_their_types_when_they_are_put_together():
-    cp = ContextParallel(None, sequence_dims={"across": 2, "kept": None})
+    cp = doors.parallel(None, sequence_dims={"across": 2, "kept": None})
     with cp.step({"input_ids": torch.arange(6).view(2, 3)}) as local:
         x = local["input_ids"]
         whole = cp.unshard_all(

@@ -11,8 +11,8 @@ from torch._inductor import config as inductor_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
 from lightning_cp.memory import compile_layers, tile_modules
+from tests import doors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def compare(dtype, tiles):
     inductor_config.compile_threads = 1  # a rank may not have children of its own
     torch._dynamo.reset()
     counters.clear()
-    cp = ContextParallel(dist.group.WORLD, kernel="reference")
+    cp = doors.parallel(dist.group.WORLD, kernel="reference")
     plain = build(dtype)
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     for model in (plain, exact, ours):

@@ -15,12 +15,13 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_cp import ContextParallel, Mask, active_step, attention
+from lightning_cp import Mask, active_step, attention
 from lightning_cp.attn import api as attention_module
 from lightning_cp.attn import choose
 from lightning_cp.attn.flex import from_mask
 from lightning_cp.attn.flex.from_mask import FlexCall
 from lightning_cp.data.sharding import shard
+from tests import doors
 from tests.attn import cases
 from tests.attn.flex.cases import flex_whole, make_flex_case
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
@@ -96,7 +97,7 @@ def count_compilations(kind):
     inductor_config.compile_threads = 1
     torch._dynamo.reset()
     counters.clear()
-    cp = ContextParallel(dist.group.WORLD, kernel="flex" if kind == "mask" else "auto")
+    cp = doors.parallel(dist.group.WORLD, kernel="flex" if kind == "mask" else "auto")
     counts = []
     for seed in range(4):
         starts = torch.rand(2, 700, generator=torch.Generator().manual_seed(seed)) < 0.02
@@ -134,7 +135,7 @@ def train_lengths(lengths, kind):
     inductor_config.compile_threads = 1
     torch._dynamo.reset()
     counters.clear()
-    cp = ContextParallel(dist.group.WORLD, kernel="flex")
+    cp = doors.parallel(dist.group.WORLD, kernel="flex")
     found = []
     for turn, length in enumerate(lengths):
         batch = {"inputs_embeds": torch.zeros(2, length, 1, device="cuda")}
@@ -277,7 +278,7 @@ CHOICES = {
 def kernel_of(name, how):
     """Return whether a call went to FlexAttention, and its error over that of bfloat16."""
     mask, added, dim, _ = CHOICES[name]
-    cp = ContextParallel(dist.group.WORLD, algorithm="ring" if how == "ring" else "auto")
+    cp = doors.parallel(dist.group.WORLD, algorithm="ring" if how == "ring" else "auto")
     inputs = make_inputs(
         batch=1, heads=(2, 2), length=1024, dims=(dim, dim), sinks=False, seed=3
     ).to(torch.bfloat16)
@@ -337,7 +338,7 @@ def test_auto_takes_flex_where_dense_kernels_are_bad(nccl, name, how):
 def peak_memory():
     """Return the bytes that forward and backward of 4k tokens need beside their inputs."""
     inductor_config.compile_threads = 1
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(1, 4096, 1, device="cuda")}):
         q, k, v = (
             torch.randn(1, 8, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -368,7 +369,7 @@ def test_functions_that_captured_this_ranks_part_are_refused(nccl, which):
 def no_gradients():
     """Train after evaluation in inference mode: what was kept from it serves autograd, too."""
     inductor_config.compile_threads = 1
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     x = torch.randn(1, 2, 600, 64, generator=torch.Generator().manual_seed(0))
     found = []
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
@@ -391,7 +392,7 @@ def test_evaluation_before_training(nccl):
 def backward_twice():
     """Return how far a second backward of the same graph is from the first."""
     inductor_config.compile_threads = 1
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(1, 1024, 1, device="cuda")}):
         leaves = [
             torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
 from lightning_cp.memory import checkpoint_layers, tile_modules
+from tests import doors
 
 pytestmark = pytest.mark.gpu
 
@@ -181,7 +181,7 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def shared(name: str, packed: bool, way: str) -> tuple[float, dict[str, Tensor]]:
-    cp = ContextParallel(dist.group.WORLD, check_batches=0, **WAYS[way])
+    cp = doors.parallel(dist.group.WORLD, check_batches=0, **WAYS[way])
     model = build(name, torch.bfloat16, "eager" if name == "gpt_oss" else "sdpa").train()
     enable(model)
     if "tiled" in way:

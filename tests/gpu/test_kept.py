@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp import Mask, attention
 from lightning_cp.attn.blockwise import function
 from lightning_cp.attn.flex import from_mask
+from tests import doors
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +53,7 @@ def run(name, keep):
     patch.setattr(from_mask, "attend_compiled", counted(from_mask.attend_compiled))
     torch.manual_seed(0)
     layers = [Layer().to("cuda", torch.bfloat16) for _ in range(LAYERS)]
-    cp = ContextParallel(None, keep_attention=keep, check_batches=0)
+    cp = doors.parallel(None, keep_attention=keep, check_batches=0)
     batch = {"x": torch.randn(1, LENGTH, HEADS * DIM, device="cuda", dtype=torch.bfloat16)}
     if name == "documents":
         batch["document_ids"] = (torch.arange(LENGTH, device="cuda") // 700)[None]

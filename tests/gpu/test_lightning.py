@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
+from lightning_cp import ContextParallelCallback, token_mean
+from tests import doors
 from tests.lightning.jobs import elastic_environment
 from tests.tiny import TinyLM
 
@@ -108,7 +109,7 @@ def run(job):
         # Ranks that share a GPU look like nodes with one GPU each.
         size = dist.get_world_size()  # noqa: TID251
         os.environ |= {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0"}
-        strategy = ContextParallelStrategy(
+        strategy = doors.strategy(
             context_parallel_size=size // job.dp_size,
             algorithm=job.algorithm,
             layout=job.layout,

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, Mask, attention, token_mean
+from lightning_cp import Mask, attention, token_mean
 from lightning_cp.memory import offload
 from lightning_cp.memory.arena import Arena, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.memory.offload import Parcel, Store
+from tests import doors
 from tests.tiny import TinyLM
 
 pytestmark = [
@@ -60,7 +61,7 @@ def train(steps, *, lengths=(LENGTH,), in_flight=1, **options):
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Fused kernels sum gradients in any order.
     options = {"kernel": "reference", **options}
-    cp, model = ContextParallel(group(), **options), build_model()
+    cp, model = doors.parallel(group(), **options), build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses, memory = [], []
     for step in range(steps):
@@ -127,7 +128,7 @@ def test_two_hundred_steps_take_no_more_memory():
 
 def peak(**options):
     """Return the peak of GPU memory of a step after the first, above what the model takes."""
-    cp, model = ContextParallel(None, **options), build_model()
+    cp, model = doors.parallel(None, **options), build_model()
     for _ in range(3):
         model.zero_grad(set_to_none=False)  # in backward they would come as regions go
         gc.collect()

@@ -8,7 +8,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
+from tests import doors
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_forward_and_backward_do_not_wait(waiting_raises, build, kind):
     model = build().to(device="cuda", dtype=torch.bfloat16)
     model.set_attn_implementation("sdpa")
     enable(model)
-    cp, batch = ContextParallel(None), batch_of(kind)
+    cp, batch = doors.parallel(None), batch_of(kind)
 
     def run_step(*, strictly):
         # Documents and padding are read from the batch when a step is opened.

@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy
+from lightning_cp import ContextParallelCallback
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import media_zoo
 from tests.parity.hf import Double
@@ -181,7 +182,7 @@ def train(
 def fresh_trainer(job: Training) -> Trainer:
     verified = ContextParallelCallback(verify_first_batch=True, verify_max_len=job.max_len or 1)
     return build_trainer(
-        strategy=ContextParallelStrategy(
+        strategy=doors.strategy(
             data_parallel_size=job.dp_size, parameter_sharding=job.weights, **job.strategy
         ),
         max_epochs=job.epochs,

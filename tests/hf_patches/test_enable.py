@@ -21,7 +21,8 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable, forward, guard
 from hf_patches.probe import find_mixing
-from lightning_cp import ContextParallel, chunked_loss
+from lightning_cp import chunked_loss
+from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, unpack
 
@@ -30,7 +31,7 @@ PAD = 1
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 @pytest.fixture
@@ -541,7 +542,7 @@ def test_packed_documents_are_not_searched_for_in_a_step(monkeypatch):
     enable(model)
     batch = zoo.sample_batch("llama", rows=2, length=12)
     batch = {name: batch[name] for name in ("input_ids", "labels")}
-    with ContextParallel(None).step(batch) as local:
+    with doors.parallel(None).step(batch) as local:
         model(**local)
     assert not searched
     model(**batch, use_cache=False)
@@ -559,6 +560,6 @@ def test_a_model_with_attention_of_its_own_keeps_its_documents():
         "position_ids": torch.tensor([[*range(5), *range(7)]]),
     }
     expected = model(**batch, use_cache=False).logits
-    with ContextParallel(None).step(batch) as local:
+    with doors.parallel(None).step(batch) as local:
         found = model(**local, use_cache=False).logits
     torch.testing.assert_close(found, expected)

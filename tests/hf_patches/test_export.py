@@ -25,9 +25,9 @@ from transformers import (
 from hf_patches import weight_files
 from hf_patches.__main__ import main
 from hf_patches.export import export
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.adapters import describe_models
 from lightning_cp.checkpoint import model_state, save_folder
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import zoo
 
@@ -95,7 +95,7 @@ def holder(**parts):
 def train(path, base, options):
     with elastic_environment():
         module = Module("llama", base)
-        trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_steps=2)
+        trainer = build_trainer(strategy=doors.strategy(**options), max_steps=2)
         batch = {"input_ids": IDS, "labels": IDS}
         trainer.fit(module, DataLoader([batch, batch], batch_size=None))
         trainer.save_checkpoint(path)

@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama import modeling_llama
 
 from hf_patches import enable
-from lightning_cp import ContextParallel, routing
+from lightning_cp import routing
 from lightning_cp.fsdp import gathering
 from lightning_cp.fsdp.sharding import shard_parameters
 from lightning_cp.memory import checkpoint_layers, tile_modules
+from tests import doors
 from tests.parity import zoo
 
 
@@ -39,7 +40,7 @@ def seen(monkeypatch):
 
 def step(model, name="llama", length=12):
     batch = zoo.sample_batch(name, rows=2, length=length)
-    with ContextParallel(None).step(batch) as local:
+    with doors.parallel(None).step(batch) as local:
         loss = model(**local).loss
         loss.backward()
     return loss
@@ -308,7 +309,7 @@ def test_an_error_in_a_layer_restores_the_mode(seen):
     batch = zoo.sample_batch("llama", rows=2, length=12)
     mlp = model.model.layers[1].mlp
     weight, mlp.gate_proj.weight = mlp.gate_proj.weight, nn.Parameter(torch.zeros(1, 1))
-    with ContextParallel(None).step(batch) as local:
+    with doors.parallel(None).step(batch) as local:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model(**local)
         assert not model.model.layers[0].forward.args[0].stack.is_unrouted
@@ -331,7 +332,7 @@ def run_roots():
     gathering.gather_parts(nn.Sequential(model))
     batch = zoo.sample_batch("llama", rows=2, length=12)
     for one in (model, alone):
-        with ContextParallel(None).step(batch) as local:
+        with doors.parallel(None).step(batch) as local:
             (one(**local).loss + one(**local).loss).backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     return max(

@@ -6,7 +6,8 @@ from lightning.pytorch import LightningModule
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy
+from lightning_cp import ContextParallelCallback
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, unpack
@@ -68,7 +69,7 @@ def train(name, lora, options):
     with elastic_environment():
         module = Module(name, lora)
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(**options),
+            strategy=doors.strategy(**options),
             max_epochs=1,
             gradient_clip_val=1.0,
             callbacks=[ContextParallelCallback(verify_first_batch=True)],

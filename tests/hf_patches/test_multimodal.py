@@ -13,14 +13,15 @@ from hf_patches.input_checks import _ids_out_of_range, _placeholders
 from hf_patches.multimodal import seam
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.support import MULTIMODAL
-from lightning_cp import ContextParallel, active_step
+from lightning_cp import active_step
+from tests import doors
 from tests.hf_patches.test_enable import trace
 from tests.parity import hf, media_zoo, zoo
 
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 def run(model, cp, batch):

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
+from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, build_cp, errors
 
@@ -113,7 +113,7 @@ def test_sharded_models_and_heads_are_exact(ranks, name, chunked):
 def said(name, batch, given, head="causal"):
     """Return what a rank was told, having edited its part of the batch."""
     model, cp = zoo.build_model(name, head=head), build_cp(layout="contiguous")
-    checked = ContextParallel(dist.group.WORLD) if given == "ids" else cp
+    checked = doors.parallel(dist.group.WORLD) if given == "ids" else cp
     enable(model)
     try:
         with checked.step(batch) as local:
@@ -159,7 +159,7 @@ def data_rows(head):
     with Double():
         stock(**{k: v.clone() for k, v in whole.items()}).loss.backward()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    cp = ContextParallel(mesh["context"], mesh["data"])
+    cp = doors.parallel(mesh["context"], mesh["data"])
     rank = mesh["data"].get_local_rank()
     model = zoo.build_model("bert", head=head, dtype=torch.float64).eval()
     enable(model)

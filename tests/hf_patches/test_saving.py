@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_patches.export import export
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import zoo
 
@@ -90,7 +91,7 @@ def train_masked(kinds, sharding, build=Masked):
             trainer.fit(module, DataLoader(masked_batches(), batch_size=None))
         else:
             with elastic_environment():
-                strategy = ContextParallelStrategy(parameter_sharding=sharding)
+                strategy = doors.strategy(parameter_sharding=sharding)
                 trainer = build_trainer(strategy=strategy, max_epochs=1)
                 trainer.fit(module, DataLoader(masked_batches(), batch_size=None))
         weights = {n: full(p.detach()) for n, p in module.named_parameters()}
@@ -208,7 +209,7 @@ def run_saving(folder, lora, sharding):
     """Return the weights, and what was said where only one rank saves."""
     with elastic_environment():
         module = Causal(lora, folder)
-        strategy = ContextParallelStrategy(parameter_sharding=sharding)
+        strategy = doors.strategy(parameter_sharding=sharding)
         trainer = build_trainer(strategy=strategy, max_epochs=1)
         batch = {"input_ids": IDS, "labels": IDS}
         trainer.fit(module, DataLoader([batch, batch], batch_size=None))

@@ -18,8 +18,9 @@ from transformers import (
 
 from hf_patches import enable
 from hf_patches.forward import TokenLogpOutput
-from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp import Mask, attention
 from lightning_cp.sequence import halo
+from tests import doors
 
 SMALL = {
     "vocab_size": 31,
@@ -61,12 +62,12 @@ def test_a_model_returns_log_probabilities(chunked):
     outside = model(**inputs, token_logp=True)
     assert isinstance(outside, TokenLogpOutput)
     torch.testing.assert_close(outside.token_logp, exact, atol=1e-5, rtol=1e-5)
-    with ContextParallel(None).step(inputs) as local:
+    with doors.parallel(None).step(inputs) as local:
         inside = model(**local, token_logp=True).token_logp
     torch.testing.assert_close(inside, exact, atol=1e-5, rtol=1e-5)
     found = torch.autograd.grad((inside * weights).sum(), list(model.parameters()))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    with ContextParallel(None).step(inputs) as local, torch.no_grad():
+    with doors.parallel(None).step(inputs) as local, torch.no_grad():
         as_tuple = model(**local, token_logp=True, return_dict=False)
     torch.testing.assert_close(as_tuple[0], exact, atol=1e-5, rtol=1e-5)
 
@@ -81,7 +82,7 @@ def test_what_has_no_log_probabilities_is_refused():
     model = Qwen3MoeForCausalLM(config)
     enable(model)
     with (
-        ContextParallel(None).step(inputs) as local,
+        doors.parallel(None).step(inputs) as local,
         pytest.raises(ValueError, match="would leave out the balance loss of its experts"),
     ):
         model(**local, token_logp=True)
@@ -122,7 +123,7 @@ def test_models_that_know_no_branches_are_refused(build_model, message):
     model = build_model()
     enable(model)
     with (
-        ContextParallel(None).step(forked()) as local,
+        doors.parallel(None).step(forked()) as local,
         pytest.raises(ValueError, match=message),
     ):
         model(**local, token_logp=True)
@@ -131,7 +132,7 @@ def test_models_that_know_no_branches_are_refused(build_model, message):
 def test_a_window_that_hides_nothing_is_no_window():
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64))
     enable(model)
-    with ContextParallel(None).step(forked()) as local:
+    with doors.parallel(None).step(forked()) as local:
         assert model(**local, token_logp=True).token_logp.shape == (2, 12)
 
 
@@ -144,7 +145,7 @@ def test_learned_positions_go_on_behind_the_prompt():
     alone = {name: x[:, [0, 1, 2, 3, *range(8, 13)]] for name, x in inputs.items()}
     exact = plain(model, alone)[:, 4:]
     enable(model)
-    with ContextParallel(None).step(inputs) as local:
+    with doors.parallel(None).step(inputs) as local:
         found = model(**local, token_logp=True).token_logp[:, 8:]
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
@@ -155,7 +156,7 @@ def test_a_branch_does_not_predict_the_next_one():
     labels = torch.arange(26).view(2, 13)
     documents = torch.tensor([0] * 10 + [1] * 2 + [-1])
     for more in ({}, {"document_ids": documents.expand(2, -1)}):
-        cp = ContextParallel(None)
+        cp = doors.parallel(None)
         with cp.step({**inputs, "labels": labels, **more}) as local:
             found = cp.shift_labels(local["labels"])[0].tolist()
         ends = {7, 12, *((9, 11) if more else ())}
@@ -163,7 +164,7 @@ def test_a_branch_does_not_predict_the_next_one():
 
 
 def test_attention_that_knows_no_branches_is_refused():
-    cp, x = ContextParallel(None), torch.randn(2, 2, 13, 8)
+    cp, x = doors.parallel(None), torch.randn(2, 2, 13, 8)
     calls = {
         "a window or chunks": lambda: attention(x, x, x, mask=Mask(causal=True, window=3)),
         "no causal mask": lambda: attention(x, x, x, mask=Mask()),
@@ -180,7 +181,7 @@ def test_attention_that_knows_no_branches_is_refused():
 
 
 def test_batches_with_branches_that_cannot_be_read_are_refused():
-    cp, inputs = ContextParallel(None), forked()
+    cp, inputs = doors.parallel(None), forked()
     with (
         pytest.raises(ValueError, match=r"`branch_ids` must be integers of shape \[2, 13\]"),
         cp.step({**inputs, "branch_ids": inputs["branch_ids"].float()}),

@@ -25,8 +25,8 @@ from hf_patches.__main__ import main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
 from hf_patches.verify_inputs import build_batch, build_model
-from lightning_cp import ContextParallel
 from lightning_cp.verification import Report
+from tests import doors
 from tests.parity import hf, zoo
 from tests.parity.broken import BREAKS
 from tests.parity.hf import Job
@@ -108,7 +108,7 @@ def test_of_a_lora_model_the_adapter_is_compared(ranks):
 
 def verify_on_data_ranks(job):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "context"))
-    cp = ContextParallel(mesh["context"], mesh["data"])
+    cp = doors.parallel(mesh["context"], mesh["data"])
     model, batch = given(job)
     if dist.get_rank() == 1:
         batch = {key: x.flip(0) for key, x in batch.items()}
@@ -195,7 +195,7 @@ def test_ranks_fail_together(ranks):
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 def test_verify_leaves_no_trace(cp):

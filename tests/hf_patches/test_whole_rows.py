@@ -16,8 +16,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from hf_patches import enable, whole_rows
 from hf_patches.left_out import LeftOutError
-from lightning_cp import ContextParallel
 from lightning_cp.comm.mesh import build_groups
+from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, errors, exact_gradients
 
@@ -192,7 +192,7 @@ def sharded(batch, cp):
 
 
 def run_cases():
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     return dict(cases(cp))
 
 
@@ -231,7 +231,7 @@ def fused_cases(cp):
 
 
 def run_fused_cases():
-    return dict(fused_cases(ContextParallel(dist.group.WORLD)))
+    return dict(fused_cases(doors.parallel(dist.group.WORLD)))
 
 
 @pytest.mark.ranks
@@ -244,7 +244,7 @@ def test_trls_fused_head_returns_what_it_returns_for_full_sequences(ranks, num_r
 
 
 def generate_on_ranks():
-    cp, tokens = ContextParallel(dist.group.WORLD), batch_of("plain")["input_ids"]
+    cp, tokens = doors.parallel(dist.group.WORLD), batch_of("plain")["input_ids"]
     stock, ours = build(), build()
     whole_rows(ours, cp)
     # Each rank alone, and for as long as it likes.
@@ -267,7 +267,7 @@ def test_generation_and_caches_are_those_of_the_stock_model(ranks):
 
 
 def refuse_other_rows():
-    cp, model = ContextParallel(dist.group.WORLD), build()
+    cp, model = doors.parallel(dist.group.WORLD), build()
     whole_rows(model, cp)
     with pytest.raises(ValueError, match="same batch"):
         model(torch.full((1, 9 + cp.cp_rank), 7))
@@ -286,7 +286,7 @@ NOT_IN_DOUBLE = ("hunyuan_v1_moe", "xglm", "xlnet")
 
 def served_exactly(names):
     """Return the errors of the loss and the worst gradient by name; None where it is refused."""
-    cp, found = ContextParallel(dist.group.WORLD), {}
+    cp, found = doors.parallel(dist.group.WORLD), {}
     for name in names:
         kind = "right" if name == "cpmant" else "packed"
         try:
@@ -322,7 +322,7 @@ def test_every_causal_model_returns_the_loss_of_its_documents(ranks):
 def test_undo_restores_the_model():
     model, tokens = build(), torch.arange(5, 15)[None]
     exact = model(tokens).logits
-    handle = whole_rows(model, ContextParallel(None))
+    handle = whole_rows(model, doors.parallel(None))
     assert model(tokens).past_key_values is None
     handle.undo()
     handle.undo()
@@ -335,16 +335,16 @@ def test_undo_restores_the_model():
 def test_undo_leaves_a_model_enabled_that_was_enabled_before():
     model = build()
     enabled = enable(model)
-    whole_rows(model, ContextParallel(None)).undo()
+    whole_rows(model, doors.parallel(None)).undo()
     assert model.config._attn_implementation == "lightning_cp"
-    with ContextParallel(None).step({"input_ids": torch.arange(5, 15)[None]}) as local:
+    with doors.parallel(None).step({"input_ids": torch.arange(5, 15)[None]}) as local:
         model(**local)
     enabled.undo()
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_step_and_a_pause_inside_take_what_an_enabled_model_takes():
-    model, cp = build(), ContextParallel(None)
+    model, cp = build(), doors.parallel(None)
     whole_rows(model, cp)
     batch = batch_of("right")
     exact = model(**batch).loss.item()
@@ -356,7 +356,7 @@ def test_a_step_and_a_pause_inside_take_what_an_enabled_model_takes():
 
 def test_a_copy_takes_full_sequences_too():
     model = build()
-    handle = whole_rows(model, ContextParallel(None))
+    handle = whole_rows(model, doors.parallel(None))
     copied = copy.deepcopy(model)
     assert copied.forward.__self__ is copied
     handle.undo()
@@ -371,7 +371,7 @@ def test_a_model_that_accelerate_unwraps_still_takes_full_sequences():
     from accelerate.state import AcceleratorState
 
     model = zoo.build_model("llama").eval()
-    whole_rows(model, ContextParallel(None))
+    whole_rows(model, doors.parallel(None))
     exact = model(**batch_of("right")).loss
     AcceleratorState._reset_state(True)  # other tests of this process have one
     with pytest.MonkeyPatch.context() as patch:
@@ -395,7 +395,7 @@ READS = {
 
 def test_logits_that_were_left_out_say_how_to_get_them(monkeypatch):
     model = build("qwen3_moe").train()
-    handle = whole_rows(model, ContextParallel(None))
+    handle = whole_rows(model, doors.parallel(None))
     call = {**batch_of("right"), "output_router_logits": True}
     output = model(**call)
     copies = pickle.loads(pickle.dumps(output)), copy.copy(output)
@@ -421,16 +421,16 @@ def test_logits_that_were_left_out_say_how_to_get_them(monkeypatch):
 
 
 def test_a_second_call_takes_the_same_ranks_only():
-    model, cp = build(), ContextParallel(None)
+    model, cp = build(), doors.parallel(None)
     whole_rows(model, cp)
     assert whole_rows(model, cp).model is model
     with pytest.raises(ValueError, match="with another ContextParallel. Call undo"):
-        whole_rows(model, ContextParallel(None))
+        whole_rows(model, doors.parallel(None))
 
 
 def test_a_fused_head_must_have_been_added_before():
     model = build()
-    whole_rows(model, ContextParallel(None))
+    whole_rows(model, doors.parallel(None))
     with pytest.raises(ValueError, match="add_fused_lm_head.* before whole_rows"):
         model(**batch_of("right"), fused_lm_head=True)
 
@@ -448,7 +448,7 @@ def test_fields_that_cannot_be_unsharded_are_refused():
 def with_data_ranks():
     groups = build_groups(None, data=dist.group.WORLD)
     with pytest.raises(ValueError, match="2 data ranks.*Build it without them"):
-        whole_rows(build(), ContextParallel(groups))
+        whole_rows(build(), doors.parallel(groups))
 
 
 @pytest.mark.ranks

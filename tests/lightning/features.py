@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
+from tests import doors
 from tests.lightning.jobs import elastic_environment, full
 
 LENGTH = 23  # odd: every layout pads it
@@ -144,7 +145,7 @@ def build_trainer(path: Path, **options: Any) -> pl.Trainer:
     if alone():
         quiet |= {"devices": 1, "strategy": "auto"}
     else:
-        quiet |= {"devices": dist.get_world_size(), "strategy": ContextParallelStrategy()}  # noqa: TID251
+        quiet |= {"devices": dist.get_world_size(), "strategy": doors.strategy()}  # noqa: TID251
     return pl.Trainer(**{**quiet, **options})
 
 
@@ -485,7 +486,7 @@ def prune(path: Path, **options: Any) -> Any:
     module = Module()
     parts = [(module.head, "weight"), (module.backbone.blocks[0].qkv, "weight")]
     pruning = cb.ModelPruning("l1_unstructured", parameters_to_prune=parts, amount=0.5)
-    strategy = {} if alone() else {"strategy": ContextParallelStrategy(**options)}
+    strategy = {} if alone() else {"strategy": doors.strategy(**options)}
     return fit(path, module, callbacks=[pruning], **strategy)
 
 
@@ -892,7 +893,7 @@ def _(path):
 def save_through(path: Path, io: Any, distributed: bool = True) -> Any:
     options: dict[str, Any] = {"plugins": [io], "enable_checkpointing": True}
     if not alone() and not distributed:
-        options["strategy"] = ContextParallelStrategy(save_distributed_checkpoint=False)
+        options["strategy"] = doors.strategy(save_distributed_checkpoint=False)
     keep = cb.ModelCheckpoint(path / "kept", save_last=True)
     first = fit(path, callbacks=[keep], **options)
     return first, resume(path, path / "kept" / "last.ckpt")

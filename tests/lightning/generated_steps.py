@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
 from lightning_cp.loss import global_mean
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment
 
 # The local length of a sequence on two ranks: sizes are ambiguous.
@@ -346,7 +347,7 @@ def run_on_ranks(seeds: list[int]) -> dict[int, list[Any]]:
     results = {}
     for seed in seeds:
         with elastic_environment():
-            trainer = build_trainer(strategy=ContextParallelStrategy())
+            trainer = build_trainer(strategy=doors.strategy())
             results[seed] = run_case(Case(seed), trainer)
     return results
 

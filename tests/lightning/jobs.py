@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.checkpoint.blocks import full_tensor
+from tests import doors
 from tests.parity.steps import Rows, build_model, whole_loss
 
 LENGTH = 23  # odd: every layout pads it
@@ -209,7 +210,7 @@ def build_strategy(**options: Any) -> ContextParallelStrategy:
     if on_gpu():  # the default is the processes of a node
         dp_size = options.get("data_parallel_size", 1)
         options.setdefault("context_parallel_size", dist.get_world_size() // dp_size)  # noqa: TID251
-    return ContextParallelStrategy(**options)
+    return doors.strategy(**options)
 
 
 def build_trainer(**options: Any) -> Trainer:
@@ -249,7 +250,7 @@ def run_fit(fit: Fit) -> dict[str, Any]:
             "gradient_clip_algorithm": fit.clip_by,
         }
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(data_parallel_size=fit.dp_size, **fit.strategy),
+            strategy=doors.strategy(data_parallel_size=fit.dp_size, **fit.strategy),
             max_epochs=fit.epochs,
             precision=fit.precision,
             **({} if fit.manual else automatic),

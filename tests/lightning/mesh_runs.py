@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lightning_cp import ContextParallelStrategy
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 
 LENGTH, GLOBAL_BATCH = 19, 8
@@ -120,7 +120,7 @@ def run_fit(
         module, samples = (kind or Module)(name), Samples(num_batches, length)
         sampler = DistributedSampler(samples, data_size, dist.get_rank() // num_same, shuffle=False)
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(context, **options),
+            strategy=doors.strategy(context, **options),
             max_epochs=epochs,
             gradient_clip_val=0.5,
             accumulate_grad_batches=accumulate,

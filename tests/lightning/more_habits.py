@@ -11,7 +11,8 @@ from lightning.pytorch import callbacks as cb
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
+from tests import doors
 from tests.lightning.features import (
     LENGTH,
     VOCAB,
@@ -811,7 +812,7 @@ def _(path):
 
 def fit_compiled(path, module):
     """Fit twice, and validate between; few graphs, which are slow to compile."""
-    options = {} if alone() else {"strategy": ContextParallelStrategy(verify_steps=False)}
+    options = {} if alone() else {"strategy": doors.strategy(verify_steps=False)}
     limits = dict.fromkeys(("limit_train_batches", "limit_val_batches"), 1)
     trainer = build_trainer(path, max_epochs=1, num_sanity_val_steps=0, **limits, **options)
     module.model.model.layers = module.model.model.layers[:1]
@@ -928,13 +929,11 @@ def _(path):
 @case("saved by one strategy, resumed by another")
 def _(path):
     module = Module()
-    options = (
-        {} if alone() else {"strategy": ContextParallelStrategy(save_distributed_checkpoint=False)}
-    )
+    options = {} if alone() else {"strategy": doors.strategy(save_distributed_checkpoint=False)}
     trainer = build_trainer(path, max_epochs=1, **options)
     trainer.fit(module)
     trainer.save_checkpoint(path / "x.ckpt")
-    options = {} if alone() else {"strategy": ContextParallelStrategy(parameter_sharding="none")}
+    options = {} if alone() else {"strategy": doors.strategy(parameter_sharding="none")}
     module = Module()
     trainer = build_trainer(path, max_epochs=2, **options)
     trainer.fit(module, ckpt_path=path / "x.ckpt")

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp import (
-    ContextParallel,
     ContextParallelCallback,
-    ContextParallelStrategy,
     token_mean,
 )
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity.steps import build_model
 
@@ -151,11 +150,11 @@ def run(name, plain=False):
     val = [loaders(name), loaders(name)] if name == "tuple" else loaders(name)  # one after another
     if plain:
         trainer = build_trainer(**options, devices=1, strategy="auto")
-        with ContextParallel(None).paused():  # other jobs of this process had steps
+        with doors.parallel(None).paused():  # other jobs of this process had steps
             trainer.fit(module, loaders(name), val)
     else:
         with elastic_environment():
-            strategy = ContextParallelStrategy(sequence_dims=sequence_dims)
+            strategy = doors.strategy(sequence_dims=sequence_dims)
             callbacks = [ContextParallelCallback(verify_first_batch=kind != "manual")]
             trainer = build_trainer(**options, strategy=strategy, callbacks=callbacks)
             trainer.fit(module, loaders(name), val)
@@ -218,7 +217,7 @@ class Hf(pl.LightningModule):
 
 def run_hf():
     with elastic_environment():
-        module, strategy = Hf(), ContextParallelStrategy(sequence_dims=KEPT)
+        module, strategy = Hf(), doors.strategy(sequence_dims=KEPT)
         loader = CombinedLoader({"a": rows(LONG, 1), "b": rows(SHORT, 2)}, "min_size")
         callbacks = [ContextParallelCallback(verify_first_batch=True)]
         trainer = build_trainer(strategy=strategy, max_epochs=1, callbacks=callbacks)
@@ -237,7 +236,7 @@ def test_a_model_of_hugging_face_takes_parts_one_after_the_other(ranks):
 def refusal(name, sequence_dims, accumulate=1):
     """Return the errors of runs on parts with different lengths."""
     with elastic_environment():
-        module, strategy = Module("apart"), ContextParallelStrategy(sequence_dims=sequence_dims)
+        module, strategy = Module("apart"), doors.strategy(sequence_dims=sequence_dims)
         if name == "outside":
             module.kind = "together"
         trainer = build_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate)
@@ -270,9 +269,7 @@ def test_parts_are_refused_with_what_helps(ranks):
 def run_one_long():
     """Train and validate on two data ranks; the batches of one are too long for a trial run."""
     with elastic_environment():
-        strategy = ContextParallelStrategy(
-            sequence_dims=KEPT, data_parallel_size=2, verify_max_len=32
-        )
+        strategy = doors.strategy(sequence_dims=KEPT, data_parallel_size=2, verify_max_len=32)
         length = LONG if torch.distributed.get_rank() < 2 else 40
         batches = [{"a": a, "b": b} for a, b in zip(rows(length, 1), rows(SHORT, 2), strict=True)]
         loader = DataLoader(batches, batch_size=None)

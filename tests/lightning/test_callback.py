@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy
+from lightning_cp import ContextParallelCallback
 from lightning_cp.attn import choose
+from tests import doors
 from tests.lightning.jobs import (
     LENGTH,
     VOCAB,
@@ -68,7 +69,7 @@ def run(module_class, dp_size, options, *arguments):
             strategy = {"data_parallel_size": dp_size, **options.pop("strategy", {})}
             callback = ContextParallelCallback(**options)
             trainer = build_trainer(
-                strategy=ContextParallelStrategy(**strategy),
+                strategy=doors.strategy(**strategy),
                 max_epochs=1,
                 callbacks=[callback],
             )
@@ -139,9 +140,7 @@ def run_counting():
     """Return the tokens of four steps, from the speed at which they would have taken 100 s."""
     with elastic_environment():
         callback = ContextParallelCallback(every_n_steps=100)
-        trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_epochs=1, callbacks=[callback]
-        )
+        trainer = build_trainer(strategy=doors.strategy(), max_epochs=1, callbacks=[callback])
         trainer.fit(Module(), loader(PackedRows(8), 1))
         callback._start_time = time.perf_counter() - 100
         return 100 * callback._measure(trainer.strategy)["tokens_per_second"]

@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.__main__ import main
 from lightning_cp.checkpoint import consolidate, load_weights
+from tests import doors
 from tests.lightning.jobs import (
     Module,
     PackedRows,
@@ -91,7 +91,7 @@ def run(job):
     with elastic_environment():
         module = job.module()
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(data_parallel_size=job.dp_size, **job.strategy),
+            strategy=doors.strategy(data_parallel_size=job.dp_size, **job.strategy),
             max_epochs=job.epochs,
         )
         try:
@@ -224,7 +224,7 @@ def run_model_checkpoint(folder, distributed):
         keep = ModelCheckpoint(
             folder, monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}"
         )
-        strategy = ContextParallelStrategy(save_distributed_checkpoint=distributed)
+        strategy = doors.strategy(save_distributed_checkpoint=distributed)
         trainer = build_trainer(
             strategy=strategy, max_epochs=4, callbacks=[keep], enable_checkpointing=True
         )
@@ -272,7 +272,7 @@ def run_meta(source):
         TinyBlock.reset_parameters = lambda self: nn.init.normal_(self.sinks)
         module = OnMeta()
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_steps=1, callbacks=[LoadAtStart(source)]
+            strategy=doors.strategy(), max_steps=1, callbacks=[LoadAtStart(source)]
         )
         trainer.fit(module, loader(PackedRows(4), 1))
         return module.losses, module.finite
@@ -302,7 +302,7 @@ def test_a_model_on_the_meta_device_is_filled_and_loaded_by_parts(ranks, tmp_pat
 
 def communicate_by_hosts():
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
-    strategy = ContextParallelStrategy(async_checkpoint=True)
+    strategy = doors.strategy(async_checkpoint=True)
     strategy._group_of_hosts = lambda: group  # as on GPUs
     strategy.barrier("here")
     decide = strategy.reduce_boolean_decision
@@ -322,7 +322,7 @@ def test_with_background_saves_callbacks_communicate_by_gloo(ranks):
     [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)],
 )
 def test_only_background_saves_from_gpus_need_gloo(monkeypatch, is_async, device, is_used):
-    strategy = ContextParallelStrategy(async_checkpoint=is_async)
+    strategy = doors.strategy(async_checkpoint=is_async)
     monkeypatch.setattr(type(strategy), "root_device", torch.device(device))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", lambda **_: "gloo")

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_cp import ContextParallelStrategy
+from tests import doors
 from tests.lightning import jobs
 from tests.lightning.scripts import fault
 from tests.lightning.scripts.start import FAULT, Job
@@ -54,7 +54,7 @@ def resume(path):
     """Load a checkpoint on the ranks of the pool, and train one step more."""
     with jobs.elastic_environment():
         module = jobs.Module()
-        trainer = jobs.build_trainer(strategy=ContextParallelStrategy(), max_steps=LAST_SAVED + 1)
+        trainer = jobs.build_trainer(strategy=doors.strategy(), max_steps=LAST_SAVED + 1)
         rows = jobs.loader(jobs.PackedRows(2 * fault.NUM_MICROBATCHES), dp_size=1)
         callbacks = list(trainer.callbacks)
         trainer.fit(module, rows, ckpt_path=path)
@@ -198,4 +198,4 @@ def test_a_rank_that_sleeps_past_the_timeout_is_found_where_it_sleeps(job, ranks
 
 def test_a_short_heartbeat_timeout_is_refused():
     with pytest.raises(ValueError, match="heartbeat_timeout=0:00:02 is too short"):
-        ContextParallelStrategy(heartbeat_timeout=timedelta(seconds=2))
+        doors.strategy(heartbeat_timeout=timedelta(seconds=2))

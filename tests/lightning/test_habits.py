@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy, token_mean
+from lightning_cp import ContextParallelCallback, token_mean
 from lightning_cp.active_step import current
 from lightning_cp.loss import global_mean
+from tests import doors
 from tests.lightning.jobs import Module as Base
 from tests.lightning.jobs import (
     PackedRows,
@@ -140,7 +141,7 @@ def run(kind, options):
     """Return the weights after four batches."""
     with elastic_environment():
         module = JOBS[kind](kind)
-        trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_epochs=1)
+        trainer = build_trainer(strategy=doors.strategy(**options), max_epochs=1)
         rows = HalfAndHalf(8) if kind == "experts" else PackedRows(8)
         trainer.fit(module, loader(rows, 1))
         return {name: full(p.detach()) for name, p in module.named_parameters()}
@@ -226,7 +227,7 @@ class Failing(Module):
 
 def fit_message(module, rows=PackedRows, **options):
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_steps=1)
+        trainer = build_trainer(strategy=doors.strategy(**options), max_steps=1)
         try:
             trainer.fit(module, loader(rows(4), 1))
         except (ValueError, RuntimeError) as error:
@@ -301,7 +302,7 @@ def run_verified(verify, verify_steps):
         torch.manual_seed(7)
         module = Drawing()
         callbacks = [ContextParallelCallback(verify_first_batch=verify)]
-        strategy = ContextParallelStrategy(verify_steps=verify_steps)
+        strategy = doors.strategy(verify_steps=verify_steps)
         trainer = build_trainer(strategy=strategy, max_epochs=1, callbacks=callbacks)
         trainer.fit(module, loader(PackedRows(8), 1))
         weights = {name: full(p.detach()) for name, p in module.named_parameters()}
@@ -339,7 +340,7 @@ class Flat(Module):
 
 def run_predictions():
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy())
+        trainer = build_trainer(strategy=doors.strategy())
         (found,) = trainer.predict(Predicting(), loader(PackedRows(2), 1))
         try:
             trainer.predict(Flat(), loader(PackedRows(2), 1))
@@ -366,7 +367,7 @@ class Logging(Module):
 
 def run_logs():
     with elastic_environment():
-        strategy = ContextParallelStrategy(data_parallel_size=2)
+        strategy = doors.strategy(data_parallel_size=2)
         trainer = build_trainer(strategy=strategy)
         return trainer.validate(Logging(), loader(PackedRows(8), 2), verbose=False)[0]
 
@@ -380,7 +381,7 @@ def test_however_a_loss_is_logged_it_is_the_mean_over_all_tokens(ranks):
 def run_check_after_validation():
     """Validate often, then train on samples that differ between ranks."""
     with elastic_environment():
-        strategy = ContextParallelStrategy(verify_steps=False)  # a trial run compares always
+        strategy = doors.strategy(verify_steps=False)  # a trial run compares always
         trainer = build_trainer(strategy=strategy, max_steps=2)
         module = Module()
         trainer.validate(module, loader(PackedRows(20), 1), verbose=False)
@@ -398,7 +399,7 @@ def test_evaluation_does_not_use_up_the_check_of_batches(ranks):
 
 def run_uneven(sharding):
     with elastic_environment():
-        strategy = ContextParallelStrategy(data_parallel_size=2, parameter_sharding=sharding)
+        strategy = doors.strategy(data_parallel_size=2, parameter_sharding=sharding)
         trainer = build_trainer(strategy=strategy, max_epochs=1)
         rank = torch.distributed.get_rank()
         try:

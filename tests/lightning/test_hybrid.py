@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable
-from lightning_cp import ContextParallel, ContextParallelCallback, ContextParallelStrategy
+from lightning_cp import ContextParallelCallback
 from lightning_cp.comm.mesh import resolve_shard_size
 from lightning_cp.fsdp import sharding
 from lightning_cp.lightning import model_setup, preparation
 from lightning_cp.lightning.model_setup import choose_sharding
 from lightning_cp.loss import global_mean
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.lightning.mesh_runs import (
     GLOBAL_BATCH,
@@ -52,7 +53,7 @@ def test_copies_of_shards_train_as_one_process(ranks, name, context):
 def run_loop(num_batches):
     """Train in a loop of torch's own, with a copy of the parameters for each data rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "context_parallel"))
-    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    cp = doors.parallel(mesh["context_parallel"], mesh["data_parallel"])
     model, samples, losses = build("llama"), Samples(num_batches), []
     enable(model)
     for unit in (*model.model.layers, model):
@@ -137,9 +138,7 @@ class Averaged(Module):
 
 def run_refused(kind):
     with elastic_environment():
-        trainer = build_trainer(
-            strategy=ContextParallelStrategy(2, parameter_offload=True), max_steps=1
-        )
+        trainer = build_trainer(strategy=doors.strategy(2, parameter_offload=True), max_steps=1)
         module = kind("llama")
         try:
             for _ in range(2):  # a second run finds what the first one has sharded
@@ -151,7 +150,7 @@ def run_refused(kind):
 @pytest.mark.ranks
 def test_what_cannot_be_offloaded_is_refused(ranks):
     with pytest.raises(ValueError, match="parameter_sharding='none' replicates them. Use param"):
-        ContextParallelStrategy(parameter_offload=True, parameter_sharding="none")
+        doors.strategy(parameter_offload=True, parameter_sharding="none")
     assert (
         "but configure_model() has sharded the model" in ranks(2).run(run_refused, SharedByUser)[0]
     )
@@ -197,7 +196,7 @@ def run_export(path):
     """Train one step, save the model for transformers, and return its weights."""
     with elastic_environment():
         module = Module("llama")
-        trainer = build_trainer(strategy=ContextParallelStrategy(2, **hybrid(2)), max_steps=1)
+        trainer = build_trainer(strategy=doors.strategy(2, **hybrid(2)), max_steps=1)
         trainer.fit(module, DataLoader(Samples(1), GLOBAL_BATCH))
         module.model.save_pretrained(path)
         return {n: full(p.detach()) for n, p in module.model.named_parameters()}
@@ -234,7 +233,7 @@ def run_verified(kind, options):
     with elastic_environment():
         module = kind("llama")
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(2, **options),
+            strategy=doors.strategy(2, **options),
             max_epochs=1,
             callbacks=[ContextParallelCallback(verify_first_batch=kind is Float32)],
         )
@@ -273,7 +272,7 @@ class Skipping(LightningModule):
 def run_skipping(every):
     with elastic_environment():
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(
+            strategy=doors.strategy(
                 2, **hybrid(2), reduce_every_microbatch=every, verify_steps=False
             ),
             max_epochs=1,
@@ -304,7 +303,7 @@ def run_auto(memory):
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
         module = Module("llama")
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(parameter_sharding="auto"),
+            strategy=doors.strategy(parameter_sharding="auto"),
             devices=2,
             num_nodes=2,
             max_steps=1,
@@ -361,7 +360,7 @@ def test_auto_counts_frozen_weights_once(monkeypatch):
 )
 def test_sizes_without_a_meaning_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        ContextParallelStrategy(**options)
+        doors.strategy(**options)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelStrategy
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.lightning.mesh_runs import GLOBAL_BATCH, Module, Samples, check, hybrid, run_alone
 
@@ -26,7 +26,7 @@ def run_twice(options):
         module, samples = Module("llama"), Samples(4)
         for callbacks in ([Stop()], []):
             trainer = build_trainer(
-                strategy=ContextParallelStrategy(dist.group.WORLD.size(), **options),
+                strategy=doors.strategy(dist.group.WORLD.size(), **options),
                 max_epochs=1,
                 gradient_clip_val=0.5,
                 accumulate_grad_batches=2,

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from torch import nn
 
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.lightning.registry import read_folders, undo_read_folders
+from tests import doors
 from tests.lightning.jobs import (
     Module,
     PackedRows,
@@ -72,7 +72,7 @@ def fit_and_load(folder, sharding):
             folder, monitor="val_loss", mode="min", save_top_k=1, save_last=True, filename="best"
         )
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(parameter_sharding=sharding),
+            strategy=doors.strategy(parameter_sharding=sharding),
             max_epochs=2,
             callbacks=[keep],
             enable_checkpointing=True,
@@ -195,7 +195,7 @@ def fit_from_command_line(path):
         layer["init_args"]["out_features"] = 5
         config = {"model": {"layer": layer, "lr": 0.2}}
         cli = LightningCLI(FromCommandLine, run=False, args=config, save_config_callback=None)
-        trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+        trainer = build_trainer(strategy=doors.strategy(), max_steps=1)
         trainer.fit(cli.model, loader(PackedRows(4), 1))
         trainer.save_checkpoint(path)
         return full(cli.model.layer.weight.detach())

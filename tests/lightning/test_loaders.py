@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.comm.mesh import DATA_AXIS
 from lightning_cp.lightning.loaders import Loaders
+from tests import doors
 from tests.lightning.jobs import LENGTH, Module, PackedRows, build_trainer, elastic_environment
 
 pytestmark = pytest.mark.ranks
@@ -74,7 +74,7 @@ def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit",
             torch.manual_seed(dist.get_rank())
         module = Watching()
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(**(strategy or {})),
+            strategy=doors.strategy(**(strategy or {})),
             max_epochs=1,
             **{"use_distributed_sampler": True, **options},
         )
@@ -180,7 +180,7 @@ def run_uneven(lengths, stage="fit", fails=False, sharding="full"):
     with elastic_environment(), warnings.catch_warnings(record=True) as records:
         warnings.resetwarnings()
         module, data = Watching(), Uneven(lengths, fails)
-        strategy = ContextParallelStrategy(data_parallel_size=2, parameter_sharding=sharding)
+        strategy = doors.strategy(data_parallel_size=2, parameter_sharding=sharding)
         trainer = build_trainer(strategy=strategy, max_epochs=2)
         data.rank = dist.get_rank()
         loader = DataLoader(data, batch_size=1)

@@ -7,9 +7,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp import ContextParallel, routing
+from lightning_cp import routing
 from lightning_cp.lightning.logs import recorded_logs
 from lightning_cp.loss import global_mean
+from tests import doors
 
 VALUE = torch.tensor(2.0)
 
@@ -125,7 +126,7 @@ BATCH = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
 
 def log_loss(module, sync):
     """Log the loss of a step, a mean over three tokens."""
-    with ContextParallel(None).step(BATCH):
+    with doors.parallel(None).step(BATCH):
         step = routing.active_step.current()
         loss = global_mean(torch.tensor(6.0), torch.tensor(3))
         with recorded_logs(module, step, training=True, sync=sync):
@@ -184,7 +185,7 @@ def test_a_method_of_a_user_runs_with_the_mode_of_the_step():
     """It may compute scalars of sharded parameters."""
     module = Computes()
     with (
-        ContextParallel(None).step(BATCH),
+        doors.parallel(None).step(BATCH),
         recorded_logs(module, None, training=True, sync="never"),
     ):
         module.log("a", VALUE)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches.model_shape import model_shape
-from lightning_cp import ContextParallel, ContextParallelStrategy, token_mean
+from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.lightning import memory_choice, memory_plan
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.memory_choice import HOST_MARGIN, MARGIN, RunSetup
@@ -22,6 +22,7 @@ from lightning_cp.options import Options
 from lightning_cp.planner import Setup
 from lightning_cp.planner import memory as planner_memory
 from lightning_cp.planner.memory import USABLE, plan_memory
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.lightning.test_memory_plan import Lines
 from tests.tiny import TinyLM
@@ -110,7 +111,7 @@ def fit(total, *, host=1e12, cls=Module, lengths=(LENGTH, LENGTH), **options):
             RunSetup, "of", lambda run, *args: plan(replace(run, precision="bf16-true"), *args)
         )
         module = cls()
-        strategy = ContextParallelStrategy(verify_steps=False, **options)
+        strategy = doors.strategy(verify_steps=False, **options)
         trainer = build_trainer(strategy=strategy, max_steps=len(lengths))
         try:
             trainer.fit(module, DataLoader(batches(*lengths), batch_size=None))
@@ -408,5 +409,5 @@ def test_config_files_may_say_auto(name):
 
 
 def test_a_loop_of_ones_own_has_no_plan():
-    assert ContextParallel(None, offload="auto", keep_attention="auto").offloaded is None
+    assert doors.parallel(None, offload="auto", keep_attention="auto").offloaded is None
     assert Options(offload="auto").offload_bytes == Options(keep_attention="auto").kept_bytes == 0

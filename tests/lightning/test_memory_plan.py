@@ -10,12 +10,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy
+from lightning_cp import ContextParallelCallback
 from lightning_cp.lightning import memory_plan
 from lightning_cp.lightning.memory_plan import _leaner, _refusal
 from lightning_cp.memory import budget
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import plan_memory
+from tests import doors
 from tests.hf_patches.test_lightning import Batches, build
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.tiny import TinyLM
@@ -54,7 +55,7 @@ def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, host=1e12, *
         module = Module(lora)
         if freeze:
             module.model.get_input_embeddings().requires_grad_(False)
-        strategy = ContextParallelStrategy(verify_steps=False, **options)
+        strategy = doors.strategy(verify_steps=False, **options)
         trainer = build_trainer(
             strategy=strategy,
             precision=precision,

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
 from lightning_cp.fsdp import sharding
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 
 TOKENS = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(0))
@@ -73,9 +74,7 @@ def run(path, mixed):
     with elastic_environment():
         module = Module()
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(
-                mixed_precision=mixed, save_distributed_checkpoint=False
-            ),
+            strategy=doors.strategy(mixed_precision=mixed, save_distributed_checkpoint=False),
             precision="bf16-mixed",
             max_steps=1,
         )
@@ -118,14 +117,14 @@ def test_activations_are_bfloat16_and_everything_kept_is_float32(ranks, tmp_path
 
 def test_unknown_and_replicated_are_refused():
     with pytest.raises(ValueError, match="mixed_precision='half' is unknown"):
-        ContextParallelStrategy(mixed_precision="half")
+        doors.strategy(mixed_precision="half")
     with pytest.raises(ValueError, match="parameter_sharding='none' replicates them"):
-        ContextParallelStrategy(mixed_precision="fsdp", parameter_sharding="none")
+        doors.strategy(mixed_precision="fsdp", parameter_sharding="none")
 
 
 def run_refused(precision, sharded):
     with elastic_environment():
-        strategy = ContextParallelStrategy(mixed_precision="fsdp")
+        strategy = doors.strategy(mixed_precision="fsdp")
         trainer = build_trainer(strategy=strategy, precision=precision, max_steps=1)
         trainer.fit(Module(sharded=sharded), batches())
 
@@ -187,7 +186,7 @@ def run_quantised(module, mixed="fsdp", precision="bf16-mixed", keep=True):
     with elastic_environment(), pytest.MonkeyPatch.context() as patch:
         if not keep:  # what a torch would do that does not know what `keep_packed` relies on
             patch.setattr(sharding, "keep_packed", lambda unit, packed: None)
-        strategy = ContextParallelStrategy(mixed_precision=mixed)
+        strategy = doors.strategy(mixed_precision=mixed)
         trainer = build_trainer(strategy=strategy, precision=precision, max_steps=3)
         try:
             trainer.fit(module, DataLoader([batch for batch in batches() for _ in range(3)], None))

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
+from tests import doors
 from tests.lightning.jobs import (
     Module,
     PackedRows,
@@ -143,7 +144,7 @@ AVERAGING = {
 def build(case):
     automatic = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.clip}
     return build_trainer(
-        strategy=ContextParallelStrategy(data_parallel_size=case.dp_size, **case.strategy),
+        strategy=doors.strategy(data_parallel_size=case.dp_size, **case.strategy),
         max_epochs=case.epochs,
         callbacks=[AVERAGING[case.averaging]()] if case.averaging else [],
         **({} if case.manual else automatic),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.lightning import preparation
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.preparation import Preparation
+from tests import doors
 
 
 def build(**options):
@@ -61,5 +61,5 @@ def test_auto_is_chosen_for_a_run_and_chosen_again_for_the_next(monkeypatch, cho
 
 
 def test_the_gradient_window_is_there_before_a_run():
-    strategy = ContextParallelStrategy()
+    strategy = doors.strategy()
     assert strategy.gradient_window is strategy.gradient_window

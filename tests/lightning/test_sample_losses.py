@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy, sample_mean, token_mean
+from lightning_cp import ContextParallelCallback, sample_mean, token_mean
+from tests import doors
 from tests.lightning import features
 from tests.lightning.features import Rows, alone, results
 from tests.lightning.jobs import build_trainer, elastic_environment
@@ -123,7 +124,7 @@ def fit(kind, dp_size, rows=None, **options):
         trainer = features.build_trainer(None, **options)
     else:
         dims = {"question": None, "answer": None} if kind == "parts" else None
-        strategy = ContextParallelStrategy(data_parallel_size=dp_size, sequence_dims=dims)
+        strategy = doors.strategy(data_parallel_size=dp_size, sequence_dims=dims)
         verify = [ContextParallelCallback(verify_first_batch=kind != "manual")]
         trainer = build_trainer(strategy=strategy, callbacks=verify, **options)
     trainer.fit(module, build_loader(rows, 4, dp_size), build_loader(Uneven(6, 1), 4, dp_size))
@@ -185,7 +186,7 @@ def refusals(kinds, dp_size):
         if kind == "local, later":
             options |= {"check_batches": 1, "verify_steps": False}
         with elastic_environment():
-            trainer = build_trainer(strategy=ContextParallelStrategy(**options), max_epochs=1)
+            trainer = build_trainer(strategy=doors.strategy(**options), max_epochs=1)
             try:
                 trainer.fit(Wrong(kind), build_loader(Rows(12 * dp_size), 2 * dp_size, dp_size))
             except ValueError as error:

@@ -7,7 +7,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp import token_mean
+from tests import doors
 from tests.lightning.jobs import (
     LENGTH,
     VOCAB,
@@ -68,7 +69,7 @@ def run_local_mean(manual, loss):
         module = ManualLocalMean() if manual else LocalMean()
         options = {} if manual else {"accumulate_grad_batches": 2}
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(loss=loss, verify_steps=not manual),
+            strategy=doors.strategy(loss=loss, verify_steps=not manual),
             max_epochs=1,
             **options,
         )
@@ -110,7 +111,7 @@ def test_a_loss_of_unknown_origin_raises(ranks, manual):
 def run_predict():
     with elastic_environment():
         module = Module()
-        trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+        trainer = build_trainer(strategy=doors.strategy(), max_steps=1)
         predictions = trainer.predict(module, loader(PackedRows(4), 1))
         tested = trainer.test(module, loader(PackedRows(4), 1), verbose=False)
         trainer.validate(module, loader(PackedRows(4), 1), verbose=False)
@@ -139,10 +140,10 @@ class Transposed(Module):
 
 def run_transposed():
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy())
+        trainer = build_trainer(strategy=doors.strategy())
         (found,) = trainer.predict(Transposed(), loader(PackedRows(2), 1))
         (logits,) = trainer.predict(Module(), loader(PackedRows(2), 1))
-        unverified = build_trainer(strategy=ContextParallelStrategy(verify_steps=False))
+        unverified = build_trainer(strategy=doors.strategy(verify_steps=False))
         try:
             unverified.predict(Transposed(), loader(PackedRows(2), 1))
         except ValueError as error:
@@ -188,9 +189,7 @@ def run_sdpa(reentrant):
     with elastic_environment():
         module = SdpaModule(reentrant)
         rows = DataLoader(NoDocuments(4), batch_size=2)
-        trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_steps=1, accumulate_grad_batches=2
-        )
+        trainer = build_trainer(strategy=doors.strategy(), max_steps=1, accumulate_grad_batches=2)
         trainer.fit(module, rows)
         return module.grads
 
@@ -210,9 +209,7 @@ def test_activation_checkpointing_of_stock_attention_is_exact(ranks):
 def run_precision(precision):
     with elastic_environment():
         module = Module()
-        trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_epochs=1, precision=precision
-        )
+        trainer = build_trainer(strategy=doors.strategy(), max_epochs=1, precision=precision)
         trainer.fit(module, loader(PackedRows(8), 1), loader(PackedRows(2), 1))
         dtypes = {p.dtype for p in module.parameters()}
         return module.losses, dtypes
@@ -246,7 +243,7 @@ class TwoLosses(Module):
 def run_two_losses(accumulate):
     with elastic_environment():
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(), max_steps=1, accumulate_grad_batches=accumulate
+            strategy=doors.strategy(), max_steps=1, accumulate_grad_batches=accumulate
         )
         try:
             trainer.fit(TwoLosses(), loader(PackedRows(8), 1))

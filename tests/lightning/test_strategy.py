@@ -19,6 +19,7 @@ import lightning_cp.adapters
 from lightning_cp import ContextParallelStrategy, torch_private
 from lightning_cp.comm.mesh import Sizes, resolve_sizes
 from lightning_cp.lightning import launch
+from tests import doors
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
 
 pytestmark = pytest.mark.ranks
@@ -92,7 +93,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
 )
 def test_options_that_do_not_exist_are_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
-        ContextParallelStrategy(**options)
+        doors.strategy(**options)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +107,13 @@ def test_options_that_do_not_exist_are_refused_at_once(options, message):
     ],
 )
 def test_tensor_ranks_that_cannot_be_are_refused(options, message):
-    ContextParallelStrategy(tensor_parallel_size="auto")
+    doors.strategy(tensor_parallel_size="auto")
     with pytest.raises(ValueError, match=message):
-        ContextParallelStrategy(**options)
+        doors.strategy(**options)
 
 
 def test_properties_that_need_processes_say_when_they_are_available():
-    strategy = ContextParallelStrategy()
+    strategy = doors.strategy()
     with pytest.raises(RuntimeError, match="strategy.context_parallel is available once"):
         _ = strategy.context_parallel
     with pytest.raises(RuntimeError, match="strategy.shard_mesh is available once"):
@@ -137,7 +138,7 @@ def test_names_are_registered_whichever_is_imported_first(first):
 def test_an_interactive_session_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "_is_interactive", lambda: True)
     with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
-        pl.Trainer(strategy=ContextParallelStrategy(), accelerator="cpu", devices=2, logger=False)
+        pl.Trainer(strategy=doors.strategy(), accelerator="cpu", devices=2, logger=False)
 
 
 class Iterating(Module):
@@ -173,7 +174,7 @@ class HookedGradient(Module):
 def count_accumulated(**options):
     """Return how often each weight got a gradient in one step."""
     module = HookedGradient()
-    message = fit_message(module, ContextParallelStrategy(**options))
+    message = fit_message(module, doors.strategy(**options))
     return message, len(module.calls) / len([*module.parameters()])
 
 
@@ -301,7 +302,7 @@ def run_groups():
     """Return the timeouts of all groups, how many groups a fit makes, and the rank's places."""
     with elastic_environment():
         before = len(distributed_c10d._world.pg_names)
-        strategy = ContextParallelStrategy(
+        strategy = doors.strategy(
             context_parallel_size=2, timeout=timedelta(seconds=77), parameter_sharding="full"
         )
         trainer = build_trainer(strategy=strategy, max_steps=1)
@@ -339,7 +340,7 @@ def run_inference_mode():
     """Return whether evaluation ran in inference mode, and the settings of the Trainer's loops."""
     with elastic_environment():
         module = Watching()
-        trainer = build_trainer(strategy=ContextParallelStrategy())
+        trainer = build_trainer(strategy=doors.strategy())
         loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         trainer.predict_loop.inference_mode = False
         trainer.validate(module, loader(PackedRows(2), 1), verbose=False)
@@ -363,7 +364,7 @@ def run_exits(num_fits):
         patch.setattr(torch_private.atexit, "register", lambda *call: left.append(call))
         torch_private.delay_exit_for_gloo.cache_clear()
         for _ in range(num_fits):
-            trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=1)
+            trainer = build_trainer(strategy=doors.strategy(), max_steps=1)
             trainer.fit(Module(), loader(PackedRows(4), 1))
     torch_private.delay_exit_for_gloo.cache_clear()
     return left
@@ -378,7 +379,7 @@ def run_spread(nodes, per_node, cp_size):
     messages = []
     with elastic_environment(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "rank_zero_warn", messages.append)
-        strategy = ContextParallelStrategy(context_parallel_size=cp_size)
+        strategy = doors.strategy(context_parallel_size=cp_size)
         trainer = build_trainer(strategy=strategy, max_steps=1)
         sizes = resolve_sizes(cp_size, "auto", world_size=4, ranks_per_node=per_node)
         trainer.fit(Module(), loader(PackedRows(4), sizes.data))
@@ -417,7 +418,7 @@ def test_a_precision_that_is_refused_is_refused_by_our_name():
         pl.Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=ContextParallelStrategy(),
+            strategy=doors.strategy(),
             precision="16-mixed",
             logger=False,
         )
@@ -434,7 +435,7 @@ class Logging(Module):
 def run_and_listen():
     with elastic_environment(), warnings.catch_warnings(record=True) as records:
         warnings.resetwarnings()
-        trainer = build_trainer(strategy=ContextParallelStrategy(), max_epochs=1)
+        trainer = build_trainer(strategy=doors.strategy(), max_epochs=1)
         trainer.fit(Logging(), loader(PackedRows(2), 1))
     return [str(warning.message) for warning in records]
 

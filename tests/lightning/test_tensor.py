@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import ApertusConfig, ApertusForCausalLM
 
 from hf_patches.enable import enable, is_enabled
-from lightning_cp import ContextParallelStrategy, chunked_loss, token_mean
+from lightning_cp import chunked_loss, token_mean
 from lightning_cp.vocabulary import sharded_cross_entropy
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.lightning.mesh_runs import (
     GLOBAL_BATCH,
@@ -200,7 +201,7 @@ class UserPlan(LightningModule):
 def run_user_plan(context):
     with elastic_environment():
         module = UserPlan()
-        strategy = ContextParallelStrategy(context, tensor_parallel_size=2)
+        strategy = doors.strategy(context, tensor_parallel_size=2)
         trainer = build_trainer(strategy=strategy, max_epochs=1)
         trainer.fit(module, DataLoader(Samples(3), GLOBAL_BATCH))
         return module.losses[-3:], {n: full(p.detach()) for n, p in module.named_parameters()}
@@ -237,7 +238,7 @@ class NoPlan(UserPlan):
 
 def run_refused(kind, options):
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy(1, **options), max_steps=1)
+        trainer = build_trainer(strategy=doors.strategy(1, **options), max_steps=1)
         try:
             trainer.fit(kind(), DataLoader(Samples(1), GLOBAL_BATCH))
         except ValueError as error:
@@ -291,7 +292,7 @@ def test_models_that_cannot_be_shared_are_refused(ranks):
 
 def run_other_batch():
     with elastic_environment():
-        trainer = build_trainer(strategy=ContextParallelStrategy(2, **tensor()), max_steps=1)
+        trainer = build_trainer(strategy=doors.strategy(2, **tensor()), max_steps=1)
         samples = Samples(1)
         samples.tokens = samples.tokens.roll(dist.get_rank() % 2, 0)  # by tensor rank
         try:
@@ -320,7 +321,7 @@ class Dropping(UserPlan):
 def run_dropping():
     with elastic_environment():
         torch.manual_seed(dist.get_rank())
-        strategy = ContextParallelStrategy(1, tensor_parallel_size=4, verify_steps=False)
+        strategy = doors.strategy(1, tensor_parallel_size=4, verify_steps=False)
         module = Dropping()
         torch.manual_seed(dist.get_rank())
         build_trainer(strategy=strategy, max_steps=2).fit(

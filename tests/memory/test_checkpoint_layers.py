@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp import ContextParallel, token_mean
+from lightning_cp import token_mean
 from lightning_cp.memory import checkpoint_layers
 from lightning_cp.memory.checkpointing import switched_layers
+from tests import doors
 from tests.attn.test_kept import make_batch
 from tests.parity import zoo
 from tests.tiny import TinyLM
@@ -32,7 +33,7 @@ def regions(monkeypatch):
 
 def gradients(model):
     model.zero_grad()
-    cp, batch = ContextParallel(None), make_batch()
+    cp, batch = doors.parallel(None), make_batch()
     with cp.step(batch) as local:
         token_mean(model(local["input_ids"], cp.position_ids()), local["labels"]).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable
-from lightning_cp import ContextParallel, token_mean
+from lightning_cp import token_mean
 from lightning_cp.comm.mesh import lone_groups
 from lightning_cp.memory import arena as arenas
 from lightning_cp.memory import budget as budgets
@@ -23,6 +23,7 @@ from lightning_cp.memory.arena import Arena, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.memory.offload import Parcel, Saved, Store
 from lightning_cp.options import Options
+from tests import doors
 from tests.attn.test_kept import attention_of, identical, in_pairs, make_batch
 from tests.hf_patches import test_lightning as lightning_job
 from tests.parity import zoo
@@ -112,7 +113,7 @@ def run(how="per layer", *, backwards=1, cp=None, batch=None, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "SMALL_BYTES", 0)
         group = dist.group.WORLD if dist.is_initialized() else None
-        cp = cp or ContextParallel(group, **options)
+        cp = cp or doors.parallel(group, **options)
         copies, model = Copies(patch), build_model()
         with cp.step(batch or make_batch()) as local:
             logits = HOW[how](model, local["input_ids"], cp.position_ids())
@@ -227,7 +228,7 @@ def test_what_exceeds_the_budget_stays_on_the_device(layers, sent):
 @pytest.mark.parametrize(("layers", "sent"), [(0.9, 4), (1, 3), (2.5, 2), (4, 0)], ids=str)
 def test_the_first_regions_stay_within_offload_after(layers, sent):
     exact, *_ = run("plain")
-    cp = ContextParallel(None, offload="all", offload_after=layers * HIDDEN / GIB)
+    cp = doors.parallel(None, offload="all", offload_after=layers * HIDDEN / GIB)
     for _ in range(2):  # what stayed in the first step is not counted in the second
         found, copies, used, store = run(cp=cp)
         assert identical(found, exact)
@@ -267,7 +268,7 @@ def test_a_graph_that_is_kept_is_fetched_again():
 def test_batches_in_flight(order):
     gradients = []
     for how in ("none", "all"):
-        cp = ContextParallel(None, offload=how, keep_attention="all")
+        cp = doors.parallel(None, offload=how, keep_attention="all")
         model, losses = build_model(), []
         for seed in (1, 2, 3):
             with cp.step(make_batch(seed=seed, length=37 + seed)) as local:
@@ -285,7 +286,7 @@ def test_batches_in_flight(order):
 
 
 def test_memory_is_reused_from_step_to_step():
-    cp = ContextParallel(None, offload="all", keep_attention="all")
+    cp = doors.parallel(None, offload="all", keep_attention="all")
     sizes, lengths = set(), [37, 21, 64, 37, 50]
     for step in range(25):
         batch = make_batch(seed=step, length=lengths[step % 5])
@@ -302,7 +303,7 @@ def test_memory_is_reused_from_step_to_step():
 
 
 def test_device_memory_is_freed_and_the_graph_owns_the_rest(monkeypatch):
-    cp, model, seen = ContextParallel(None, offload="all"), build_model(), []
+    cp, model, seen = doors.parallel(None, offload="all"), build_model(), []
     copies = Copies(monkeypatch)
 
     def watched(block, x, attend):
@@ -324,7 +325,7 @@ def test_device_memory_is_freed_and_the_graph_owns_the_rest(monkeypatch):
 
 
 def test_errors_leave_nothing_behind(monkeypatch):
-    cp, model = ContextParallel(None, offload="all", keep_attention="all"), build_model()
+    cp, model = doors.parallel(None, offload="all", keep_attention="all"), build_model()
     copies, count = Copies(monkeypatch), []
 
     def fail(at, q, k, v, mask, sinks):
@@ -354,7 +355,7 @@ def test_errors_leave_nothing_behind(monkeypatch):
 def test_a_hidden_state_that_was_changed_is_an_error_as_without_offload():
     for how in ("none", "all"):
         for index in range(NUM_LAYERS):  # moved, and not moved
-            cp, model = ContextParallel(None, offload=how), build_model()
+            cp, model = doors.parallel(None, offload=how), build_model()
             hidden = []
 
             def noted(block, x, attend, hidden=hidden):
@@ -375,7 +376,7 @@ def test_an_attention_output_that_was_changed_is_computed_again():
 
     gradients = []
     for how in ("none", "all"):
-        cp, model = ContextParallel(None, offload=how, keep_attention=how), build_model()
+        cp, model = doors.parallel(None, offload=how, keep_attention=how), build_model()
         with cp.step(make_batch()) as local:
             ids, at = local["input_ids"], cp.position_ids()
             model(ids, at, attend=changed, checkpoint=recompute).sum().backward()
@@ -390,7 +391,7 @@ def test_parameters_small_tensors_and_shared_tensors_stay(monkeypatch):
         return (x @ weight + encoded.sum() + mask).sin()
 
     def train(how):
-        cp = ContextParallel(None, offload=how)
+        cp = doors.parallel(None, offload=how)
         weight.grad = None
         with cp.step({"input_ids": torch.arange(6).view(1, 6)}):
             x = torch.ones(4, 6, 32, requires_grad=True)
@@ -420,7 +421,7 @@ def test_what_selective_checkpointing_counts_is_unchanged():
     context_fn = partial(create_selective_checkpoint_contexts, policy)
     gradients = []
     for how in ("none", "all"):
-        cp, model = ContextParallel(None, offload=how, keep_attention="all"), build_model()
+        cp, model = doors.parallel(None, offload=how, keep_attention="all"), build_model()
         call = partial(recompute, context_fn=context_fn)
         with cp.step(make_batch()) as local:
             model(local["input_ids"], cp.position_ids(), checkpoint=call).sum().backward()
@@ -429,7 +430,7 @@ def test_what_selective_checkpointing_counts_is_unchanged():
 
 
 def test_without_gradients_nothing_is_saved(monkeypatch):
-    cp, copies = ContextParallel(None, offload="all"), Copies(monkeypatch)
+    cp, copies = doors.parallel(None, offload="all"), Copies(monkeypatch)
     with torch.no_grad(), cp.step(make_batch()) as local:
         per_layer(build_model(), local["input_ids"], cp.position_ids())
     assert copies.items == []
@@ -458,7 +459,7 @@ def hf_gradients(frozen, **options):
     model = build_llama(frozen)
     enable(model)
     group = dist.group.WORLD if dist.is_initialized() else None
-    cp = ContextParallel(group, **options)
+    cp = doors.parallel(group, **options)
     with cp.step(build_batch(Job("llama", "packed"), zoo.VOCAB_SIZE, 1)) as local:
         loss = model(**{k: v for k, v in local.items() if v is not None}).loss
     loss.backward()
@@ -662,12 +663,12 @@ def test_more_than_the_host_has_is_refused(monkeypatch):
         r"available. Give offload=10.0 or less"
     )
     with pytest.raises(ValueError, match=message):
-        ContextParallel(None, offload=12)
+        doors.parallel(None, offload=12)
     assert budgets.resolve_budget(Options(offload=10), lone_groups()) == Budget(10 * GIB)
     budget = budgets.resolve_budget(Options(offload="all", offload_after=2), lone_groups())
     assert budget == Budget(8 * GIB, 2 * GIB, is_complete=True)
     monkeypatch.setattr(budgets, "available_bytes", lambda: None)
-    ContextParallel(None, offload=10**6)  # nobody knows
+    doors.parallel(None, offload=10**6)  # nobody knows
 
 
 def ask_for_host_memory(available, wanted):
@@ -676,7 +677,7 @@ def ask_for_host_memory(available, wanted):
         rank = dist.get_rank()
         patch.setattr(budgets, "available_bytes", lambda: available[rank] * GIB)
         try:
-            return ContextParallel(dist.group.WORLD, offload=wanted).offloaded.budget
+            return doors.parallel(dist.group.WORLD, offload=wanted).offloaded.budget
         except ValueError as error:
             return str(error)
 
@@ -702,7 +703,7 @@ def test_ranks_of_a_host_share_its_memory_and_decide_alike(ranks):
 )
 def test_other_values_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        ContextParallel(None, **options)
+        doors.parallel(None, **options)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lightning_cp import ContextParallel
+from tests import doors
 from tests.parity import hf
 
 
@@ -17,7 +18,7 @@ def build_cp(data: int, tensor: int) -> tuple[ContextParallel, int]:
     """Return context parallelism beside data and tensor ranks, and this one's data index."""
     sizes = (data, dist.group.WORLD.size() // (data * tensor), tensor)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor"))
-    cp = ContextParallel(mesh["context"], mesh["data"], tensor=mesh["tensor"], check_batches=0)
+    cp = doors.parallel(mesh["context"], mesh["data"], tensor=mesh["tensor"], check_batches=0)
     return cp, mesh["data"].get_local_rank()
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from hf_patches import enable
 from lightning_cp import ContextParallel
 from lightning_cp.lightning.model_setup import place_model
+from tests import doors
 from tests.parity import zoo
 from tests.parity.trainer_step import trainer_step
 from tests.ranks import average_over_ranks
@@ -227,7 +228,7 @@ def _full(x: Tensor) -> Tensor:
 
 @cache
 def build_cp(**options: Any) -> ContextParallel:
-    return ContextParallel(dist.group.WORLD, check_batches=0, **options)
+    return doors.parallel(dist.group.WORLD, check_batches=0, **options)
 
 
 def run(job: Job) -> dict[str, Tensor]:
@@ -261,7 +262,7 @@ def build_meshes(tensor: int) -> DeviceMesh:
 @cache
 def build_tensor_cp(tensor: int, **options: Any) -> ContextParallel:
     mesh = build_meshes(tensor)
-    return ContextParallel(
+    return doors.parallel(
         mesh["context_parallel"], tensor=mesh["tensor_parallel"], check_batches=0, **options
     )
 

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, token_mean
+from lightning_cp import token_mean
+from tests import doors
 from tests.parity.steps import average_, gradients
 
 DIM, HEADS, VOCAB = 24, 4, 19
@@ -159,7 +160,7 @@ class SdpaJob:
 def shared(job: SdpaJob) -> dict[str, Tensor]:
     """Return loss and averaged gradients of the same model inside steps."""
     options = {"algorithm": job.algorithm, "layout": job.layout, "sequence_dims": DIMS}
-    cp = ContextParallel(dist.group.WORLD, **options)
+    cp = doors.parallel(dist.group.WORLD, **options)
     model = build(job.kind).to(job.device)
     whole = {key: value.to(job.device) for key, value in batch().items()}
     call: Callable[..., Any] = plain_call

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallel, Mask, attention, token_mean
+from tests import doors
 from tests.oracle import visible
 from tests.ranks import average_over_ranks
 from tests.tiny import TinyLM, attend_shared
@@ -133,7 +134,7 @@ def build_cp(device: str, dp_size: int, **options: Any) -> tuple[ContextParallel
         mesh_dim_names=("data_parallel", "context_parallel"),
     )
     data = mesh["data_parallel"] if dp_size > 1 else None
-    cp = ContextParallel(mesh["context_parallel"], data, **options)
+    cp = doors.parallel(mesh["context_parallel"], data, **options)
     return cp, mesh["data_parallel"].get_local_rank()
 
 

@@ -21,8 +21,9 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
-from lightning_cp import ContextParallel, Mask, active_step, attention
+from lightning_cp import Mask, active_step, attention
 from lightning_cp.data.sharding import shard
+from tests import doors
 from tests.attn import cases
 from tests.attn.flex.cases import (
     MASKS,
@@ -78,7 +79,7 @@ CALLERS = {
 def run_shared(case, *, how="imported", mask_by="cp", options=None, outside=False, device="cpu"):
     """Return whole rows of out, lse and gradients of one call inside a step."""
     case = case.to(case.inputs.q.dtype, device)
-    cp = ContextParallel(dist.group.WORLD, layout=case.layout, **(options or {}))
+    cp = doors.parallel(dist.group.WORLD, layout=case.layout, **(options or {}))
     inputs, old = case.inputs, case.captured
     batch, heads, length = inputs.q.shape[:3]
     table = old.table.clone().requires_grad_()
@@ -198,7 +199,7 @@ def test_calls_are_exact_whichever_way_they_come(ranks, cp_size):
 
 def other_ways(case):
     """Return the largest error of calls whose gradients nobody asks for, in several modes."""
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     inputs, exact = case.inputs, flex_whole(case)["out"]
     mask_mod = and_masks(build(case.mask, MASKS, case.captured), lambda b, h, q, k: k >= 0)
     worst = []
@@ -225,7 +226,7 @@ def test_evaluation_inference_mode_and_autocast(ranks):
 
 
 def captured_cut_message(which, device="cpu"):
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     ids = (torch.arange(24).view(2, 12) // 5).to(device)
     batch = {"document_ids": ids, "inputs_embeds": torch.zeros(2, 12, 1, device=device)}
     with cp.step(batch) as local:
@@ -255,7 +256,7 @@ def test_functions_that_captured_this_ranks_part_are_refused(ranks, which):
 
 
 def local_block_mask_message(lengths):
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, *lengths, device="cpu")
     with cp.step({"inputs_embeds": torch.zeros(2, 12, 1)}):
         q = torch.zeros(2, 2, 6, 4)
@@ -275,7 +276,7 @@ def test_a_block_mask_that_is_not_of_the_row_is_refused(ranks, lengths):
 
 def run_kernel(case, options, device="cpu", recompute=False):
     """Return whole rows of `attention()` and its gradients by the flex kernel."""
-    cp = ContextParallel(dist.group.WORLD, kernel="flex", **options)
+    cp = doors.parallel(dist.group.WORLD, kernel="flex", **options)
     inputs = case.inputs.on(torch.device(device))
     rows = {"inputs_embeds": torch.zeros(2, inputs.q.shape[2], 1, device=device)}
     with cp.step(rows):
@@ -372,7 +373,7 @@ class Model(torch.nn.Module):
 
 def train_against_alone(length, sharded):
     """Return the largest difference of loss and gradients between a step and whole rows alone."""
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     torch.manual_seed(0)
     model = Model(length).double()
     position = torch.arange(length)
@@ -412,7 +413,7 @@ def test_a_learned_bias_is_trained_as_on_whole_rows(ranks, cp_size, sharded):
 
 
 def keep_masks():
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     ids = torch.zeros(1, 8).long()
 
     def mask_mod(b, h, q, k):
@@ -434,7 +435,7 @@ def test_masks_are_kept_over_layers_and_steps(ranks):
 
 def documents_by_mask(length):
     """Return how far FlexAttention with documents is from `Mask` with the same documents."""
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     ids = cases.documents(2, length)
     with cp.step({"document_ids": ids, "inputs_embeds": torch.zeros(2, length, 1)}):
         q = torch.randn(2, 2, active_step.current().layout.local_len, 8, dtype=torch.float64)

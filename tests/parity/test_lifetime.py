@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, Mask, active_step, attention, token_mean
+from lightning_cp import Mask, active_step, attention, token_mean
 from lightning_cp import loss as loss_module
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.plan import Plan
@@ -17,6 +17,7 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.step import Step
 from lightning_cp.torch_private import num_process_groups
+from tests import doors
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import average_, build_model, gradients, whole_step
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 
 def build(**options):
-    return ContextParallel(dist.group.WORLD, **options)
+    return doors.parallel(dist.group.WORLD, **options)
 
 
 def several_steps_then_one_backward(batches, kind):
@@ -301,7 +302,7 @@ def evaluate_unevenly(steps):
     mesh = torch.distributed.device_mesh.init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("data_parallel", "context_parallel")
     )
-    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    cp = doors.parallel(mesh["context_parallel"], mesh["data_parallel"])
     model, losses = build_model(), []
     with torch.no_grad():
         for _ in range(steps[mesh["data_parallel"].get_local_rank()]):

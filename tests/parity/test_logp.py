@@ -13,7 +13,8 @@ from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, sequence_logp, token_logp
+from lightning_cp import sequence_logp, token_logp
+from tests import doors
 from tests.oracle import errors
 from tests.parity.batches import BATCHES, VOCAB
 from tests.parity.steps import IGNORED, Rows, average_, build_cp, gradients
@@ -211,7 +212,7 @@ def test_one_rank_walks_the_same_code():
     for build_rows in ROWS.values():
         for kind in ("head", "logits"):
             rows = build_rows(3)
-            check(run_job(Job(rows, kind), ContextParallel(None)), expected(rows))
+            check(run_job(Job(rows, kind), doors.parallel(None)), expected(rows))
 
 
 def data_axis(all_rows):
@@ -237,7 +238,7 @@ def test_global_mean_over_sequences_of_data_ranks(ranks):
     all_rows = [BATCHES["document_ids"](6), BATCHES["cu_seq_lens"](7)]
     model, total, count = build(), 0.0, 0
     for rows in all_rows:
-        with ContextParallel(None).step(rows.batch) as local:
+        with doors.parallel(None).step(rows.batch) as local:
             hidden = model(local["input_ids"], rows.positions)
             logp = token_logp(model.out(hidden), local["labels"])
             found = sequence_logp(logp, local["labels"], per="document")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_patches import enable
 from hf_patches.support import MULTIMODAL
-from lightning_cp import ContextParallel
+from tests import doors
 from tests.parity import media_zoo
 from tests.parity.broken_media import BREAKS, compare_broken
 from tests.parity.media import KINDS, REFUSED_BATCHES, MediaJob, compare_all
@@ -127,7 +127,7 @@ def _bad_batches():
 
 def bad_media():
     """Return what each of some bad batches raises on this rank."""
-    cp, model = ContextParallel(dist.group.WORLD), media_zoo.build_model("qwen3_vl")
+    cp, model = doors.parallel(dist.group.WORLD), media_zoo.build_model("qwen3_vl")
     enable(model)
     found = {}
     for what, batch in _bad_batches().items():

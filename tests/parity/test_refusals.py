@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_cp import ContextParallel, Mask, attention, token_mean
+from lightning_cp import Mask, attention, token_mean
 from lightning_cp.attn.choose import name_algorithm
+from tests import doors
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -19,7 +20,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 def step_message(batches, options):
     """Return what this rank says to its batch."""
-    cp = ContextParallel(dist.group.WORLD, **options)
+    cp = doors.parallel(dist.group.WORLD, **options)
     try:
         with cp.step(batches[dist.get_rank() % len(batches)]):
             return "accepted"
@@ -170,7 +171,7 @@ def test_a_bad_batch_on_one_rank_is_refused_by_all(ranks, bad, pattern):
 
 def data_axis_message(batches):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "context_parallel"))
-    cp = ContextParallel(mesh["context_parallel"], mesh["data_parallel"])
+    cp = doors.parallel(mesh["context_parallel"], mesh["data_parallel"])
     try:
         with cp.step(batches[mesh["data_parallel"].get_local_rank()]):
             return "accepted"
@@ -187,7 +188,7 @@ def test_a_bad_batch_in_one_group_stops_the_groups_beside_it(ranks):
 
 def build_message(arguments):
     try:
-        ContextParallel(*arguments.pop("positional", ()), **arguments)
+        doors.parallel(*arguments.pop("positional", ()), **arguments)
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -252,7 +253,7 @@ def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
 
 def build_on_two_axes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_between", "cp_inside"))
-    cp = ContextParallel(mesh, algorithm="ring")
+    cp = doors.parallel(mesh, algorithm="ring")
     return name_algorithm(cp.options.algorithm, cp.groups), cp.cp_size, cp.cp_rank
 
 
@@ -263,7 +264,7 @@ def test_a_mesh_of_two_axes_that_share_rows(ranks):
 
 def attention_message(shape, arguments, options):
     """Return what this rank says to an attention call inside a step of 12 tokens."""
-    cp = ContextParallel(dist.group.WORLD, **options)
+    cp = doors.parallel(dist.group.WORLD, **options)
     q = torch.randn(*shape)
     with cp.step({"input_ids": TOKENS}):
         try:
@@ -320,7 +321,7 @@ def test_all_ranks_refuse_a_bad_attention_call(ranks, name):
 
 def rows_message():
     """Give a mask of too many rows to two ranks, of which one holds only padding."""
-    cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+    cp = doors.parallel(dist.group.WORLD, layout="contiguous")
     q = torch.randn(3, 1, 1, 4)
     with cp.step({"input_ids": torch.zeros(3, 1, dtype=torch.long)}):
         try:
@@ -338,7 +339,7 @@ def test_ranks_that_hold_only_padding_refuse_too(ranks):
 def uneven_groups_message():
     dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
     try:
-        ContextParallel(dist.group.WORLD)
+        doors.parallel(dist.group.WORLD)
     except RuntimeError as error:
         return str(error)
     return "accepted"
@@ -354,7 +355,7 @@ def test_ranks_with_different_numbers_of_groups_are_told():
 
 
 def timeout_seconds():
-    cp = ContextParallel(dist.group.WORLD, timeout=timedelta(seconds=17))
+    cp = doors.parallel(dist.group.WORLD, timeout=timedelta(seconds=17))
     group = cp._groups.attend.group
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
@@ -364,7 +365,7 @@ def test_the_timeout_reaches_the_group_of_attention(ranks):
 
 
 def loss_message():
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     with cp.step({"input_ids": TOKENS}):
         try:
             token_mean(torch.zeros(2, 12, 5), torch.zeros(2, 12).long())

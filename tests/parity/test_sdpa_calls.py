@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lightning_cp import ContextParallel, active_step
+from lightning_cp import active_step
 from lightning_cp.data.sharding import shard
+from tests import doors
 from tests.oracle import errors
 
 pytestmark = pytest.mark.ranks
@@ -40,7 +41,7 @@ def run_whole(mask, **kwargs):
 
 def run_shared(mask, cut, options, compiled=False, **kwargs):
     """Return whole rows of out and gradients of one call inside a step."""
-    cp = ContextParallel(dist.group.WORLD, **options)
+    cp = doors.parallel(dist.group.WORLD, **options)
     inputs = whole_inputs(kwargs.pop("kv_heads", 4))
     kwargs["enable_gqa"] = inputs[1].shape[1] != 4
 
@@ -102,7 +103,7 @@ def test_masks_of_every_shape(ranks, cp_size, dtype):
 
 def short_rows(length):
     """Give keys of very short rows a mask, this rank's part of it; return the largest error."""
-    cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+    cp = doors.parallel(dist.group.WORLD, layout="contiguous")
     q, k, v = (draw(seed, 2, 4, length, 8) for seed in range(3))
     mask = draw(20, 2, 1, 1, length)
     with cp.step({"inputs_embeds": torch.zeros(2, length, 1)}):
@@ -149,7 +150,7 @@ def test_what_torch_checks_of_its_own(ranks, cp_size):
 
 def cut_and_put_back(layout):
     """Cut several buffers along several dims and put them back, with what torch refuses."""
-    cp = ContextParallel(
+    cp = doors.parallel(
         dist.group.WORLD,
         layout=layout,
         sequence_dims={"rope": 0, "scores": 2, "flags": 1, "line": 0},
@@ -176,7 +177,7 @@ def test_buffers_are_cut_and_put_back(ranks, cp_size, layout):
 
 
 def mask_message(shape):
-    cp = ContextParallel(dist.group.WORLD)
+    cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(2, 12, 1)}):
         q = torch.zeros(2, 4, 6, 8)
         try:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from transformers import AutoModelForCausalLM
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
 from lightning_cp.memory import tile_modules
+from tests import doors
 
 # In bfloat16 they take 250 times as long on CPUs without instructions for it.
 _SLOW = {
@@ -105,7 +105,7 @@ def measure(
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(5, config.vocab_size, (1, num_tokens))
     batch = {"input_ids": ids, "labels": ids}
-    cp = ContextParallel(None, kernel="cpu", keep_attention=keep_attention)
+    cp = doors.parallel(None, kernel="cpu", keep_attention=keep_attention)
     live = Live(model)
     cast = torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
     with live, cp.step(batch) as local:

@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_cp import ContextParallelStrategy
 from recipes.data import ChatData, PasskeyData, TextData
 from recipes.data.loader import SampleLoader, plan_evaluation, plan_training
 from recipes.data.module import SampleData
 from recipes.data.packing import OPEN_SAMPLES, document, pack
 from recipes.data.sources import find_source
 from recipes.tokens import byte_tokenizer, load_tokenizer
+from tests import doors
 
 # ---------------------------------------------------------------- packing
 
@@ -866,7 +866,7 @@ def fit_on_ranks(data_size, folder):
         with elastic_environment():
             module = OnRanks()
             trainer = build_trainer(
-                strategy=ContextParallelStrategy(data_parallel_size=data_size),
+                strategy=doors.strategy(data_parallel_size=data_size),
                 max_epochs=2,
                 use_distributed_sampler=True,  # Lightning's default
                 enable_checkpointing=checkpoint is None,

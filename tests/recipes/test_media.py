@@ -18,7 +18,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from hf_patches.auto import auto_class
 from hf_patches.export import export
 from hf_patches.model_shape import model_shape
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.checkpoint import consolidate
 from recipes.data import MediaChatData
 from recipes.data.media import Conversation
@@ -26,6 +25,7 @@ from recipes.data.pictures import BLIND_LOSS, COLOURS, Pictures
 from recipes.module import CausalLMModule
 from recipes.processors import load_processor, tiny_processor
 from recipes.weights import LoraOptions, add_lora, load_config
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.recipes.test_data import fake_trainer
 
@@ -583,7 +583,7 @@ def fit(folder, options, devices, build=generated):
         module = Doubled(lr=1e-2, warmup_steps=1, gradient_checkpointing=False, **options)
         data = build(folder)
         run = build_trainer(
-            strategy=ContextParallelStrategy(context_parallel_size=devices),
+            strategy=doors.strategy(context_parallel_size=devices),
             default_root_dir=folder,
             max_steps=3,
             max_epochs=-1,
@@ -601,9 +601,7 @@ def validate_folder(folder, path):
     """Return the validation loss of pretrained weights."""
     with elastic_environment():
         data = generated(folder, processor=path)
-        run = build_trainer(
-            strategy=ContextParallelStrategy(), default_root_dir=folder, limit_val_batches=1
-        )
+        run = build_trainer(strategy=doors.strategy(), default_root_dir=folder, limit_val_batches=1)
         (found,) = run.validate(Doubled(model=path), data, verbose=False)
     return found["val_loss"]
 
@@ -758,7 +756,7 @@ def fit_adapters(folder, path):
         module = Doubled(model=path, lora=lora, lr=0.1, warmup_steps=1)
         data = generated(folder, processor=path)
         run = build_trainer(
-            strategy=ContextParallelStrategy(),
+            strategy=doors.strategy(),
             default_root_dir=folder,
             max_steps=2,
             max_epochs=-1,

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from hf_patches.export import export
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.checkpoint import consolidate
 from recipes.data import PasskeyData, TextData
 from recipes.module import CausalLMModule
 from recipes.schedule import decay_groups, lr_factor
 from recipes.tokens import byte_tokenizer
 from recipes.weights import change_config, load_config, tiny_config
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.recipes.shrunken import ARCHITECTURES, pack_experts, write_config
 
@@ -126,7 +126,7 @@ def on_ranks(fn, folder, *args):
 def trainer(folder, **options):
     return build_trainer(
         **{
-            "strategy": ContextParallelStrategy(),
+            "strategy": doors.strategy(),
             "default_root_dir": folder,
             "limit_val_batches": 1,
             "num_sanity_val_steps": 0,
@@ -254,7 +254,7 @@ def test_experts_may_stay_on_their_ranks(ranks, tmp_path):
     (alone,) = ranks(1).run(on_ranks, fit, tmp_path / "alone", {"model": path}, steps)
     for name, size, strategy in (("shared", 2, {}), ("tensor", 4, {"tensor_parallel_size": 2})):
         options = {"model": path, "expert_parallel_size": 2}
-        others = {**steps, "strategy": ContextParallelStrategy(2, **strategy)}
+        others = {**steps, "strategy": doors.strategy(2, **strategy)}
         for found in ranks(size).run(on_ranks, fit, tmp_path / name, options, others):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-4, atol=0)
     # A checkpoint of it resumes without it, and is exported as any other.

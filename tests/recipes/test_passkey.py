@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from lightning_cp import ContextParallel, ContextParallelStrategy
 from recipes.data import PasskeyData, RetrievalGrid, heat_map, retrieval_accuracy
 from recipes.data.passkey import is_held_out
 from recipes.module import CausalLMModule
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment
 
 
@@ -175,7 +175,7 @@ def test_a_row_counts_only_if_every_digit_is_right():
 def score_on_ranks(layout, lengths):
     data = passkeys(seq_len=max(lengths), lengths=lengths)
     batch, logits = answers(data, range(6), wrong=WRONG)
-    cp = ContextParallel(dist.group.WORLD, layout=layout, sequence_dims={"logits": 1})
+    cp = doors.parallel(dist.group.WORLD, layout=layout, sequence_dims={"logits": 1})
     with cp.step({**batch, "logits": logits}) as local:
         assert local["logits"].shape[1] < logits.shape[1]
         answered = retrieval_accuracy(local["logits"], local, cp=cp)
@@ -276,7 +276,7 @@ def learn(folder, max_steps, data_options):
             gradient_checkpointing=False,
         )
         trainer = build_trainer(
-            strategy=ContextParallelStrategy(),
+            strategy=doors.strategy(),
             default_root_dir=folder,
             max_steps=max_steps,
             max_epochs=-1,

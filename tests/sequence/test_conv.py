@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_cp import ContextParallel
 from lightning_cp.sequence import causal_conv1d
+from tests import doors
 from tests.oracle import errors
 from tests.ranks import run_threads
 from tests.sequence.cases import LAYOUTS, Case, cases, convolve
@@ -80,7 +80,7 @@ def test_outside_a_step_it_is_the_layer_of_torch():
     x = torch.randn(2, 4, 7)
     out = causal_conv1d(x, layer.weight.squeeze(1), layer.bias)
     torch.testing.assert_close(out, layer(x)[..., :7])
-    with ContextParallel(None).step({"input_ids": torch.arange(14).view(2, 7)}):
+    with doors.parallel(None).step({"input_ids": torch.arange(14).view(2, 7)}):
         inside = causal_conv1d(x, layer.weight.squeeze(1), layer.bias)
     torch.testing.assert_close(inside, out)
 
@@ -92,7 +92,7 @@ def test_without_a_bias():
         "input_ids": torch.arange(10).view(2, 5),
         "document_ids": torch.from_numpy(case.document_ids).expand(2, -1),
     }
-    with ContextParallel(None).step(batch):
+    with doors.parallel(None).step(batch):
         out = causal_conv1d(x, weight)
     torch.testing.assert_close(out, convolve(case, x, weight, None))
 

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cp import ContextParallel
 from lightning_cp.sequence import halo
 from lightning_cp.sequence.ranges import held_ranges
+from tests import doors
 from tests.ranks import run_threads
 from tests.sequence.cases import LAYOUTS, Case, cases
 
@@ -100,7 +100,7 @@ def test_a_negative_halo_is_refused():
 
 def test_a_second_derivative_is_refused():
     x = torch.randn(1, 4, 2, requires_grad=True)
-    with ContextParallel(None).step({"input_ids": torch.arange(4)[None]}):
+    with doors.parallel(None).step({"input_ids": torch.arange(4)[None]}):
         (part,) = halo(x, 2)
     with pytest.raises(RuntimeError, match="Context parallelism has no second derivative"):
         torch.autograd.grad(part.sum(), x, create_graph=True)
@@ -108,7 +108,7 @@ def test_a_second_derivative_is_refused():
 
 def test_outside_a_step_and_in_a_step_of_one_rank_halos_are_zero():
     x = torch.randn(2, 4, 3)
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     with cp.step({"input_ids": torch.arange(8).view(2, 4)}):
         inside = halo(x, 6)
         with cp.paused():

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.functional import logsigmoid, silu
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp import Mask, attention
 from lightning_cp.loss import global_mean
 from lightning_cp.sequence import causal_conv1d, document_starts, initial_states, split_ranges
+from tests import doors
 from tests.sequence import test_conv, test_recurrence
 from tests.sequence.cases import LAYOUTS, Case, convolve, recur
 
@@ -46,7 +47,7 @@ def run_cases(cases):
     """Return the results of convolutions and recurrences of each case."""
     results = []
     for case in cases:
-        cp = ContextParallel(dist.group.WORLD, layout=case.layout)
+        cp = doors.parallel(dist.group.WORLD, layout=case.layout)
         with cp.step(batch_of(case)):
             full, weight, bias, dout = test_conv.draw(case, 4)
             x = case.cut(full, 2, cp.cp_rank).requires_grad_()
@@ -103,7 +104,7 @@ class Hybrid(nn.Module):
 
 def train(batch, layout, recompute, num_steps):
     """Return losses and gradients of a few steps under context parallelism, and on one rank."""
-    cp = ContextParallel(dist.group.WORLD, layout=layout)
+    cp = doors.parallel(dist.group.WORLD, layout=layout)
     torch.manual_seed(0)
     embed, layers = nn.Embedding(64, 6).double(), [Hybrid(6).double() for _ in range(3)]
     weights = [p for module in (embed, *layers) for p in module.parameters()]

@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_cp import ContextParallel
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.sequence import document_starts, split_ranges
 from lightning_cp.sequence.ranges import build_token_map, held_ranges
+from tests import doors
 from tests.sequence.cases import Case, cases
 
 
@@ -39,7 +39,7 @@ def test_documents_start_where_a_token_sees_nothing_before_it(case):
 
 def test_a_step_of_one_rank_has_one_range_and_its_documents():
     ids, documents = torch.arange(12).view(2, 6), torch.tensor([[0] * 6, [0, 0, 1, 2, 2, 2]])
-    with ContextParallel(None).step({"input_ids": ids, "document_ids": documents}) as local:
+    with doors.parallel(None).step({"input_ids": ids, "document_ids": documents}) as local:
         (part,) = split_ranges(local["input_ids"])
         assert torch.equal(part, ids)
         starts = document_starts(torch.zeros(2, 3, 6), dim=-1)
@@ -58,7 +58,7 @@ def test_a_step_of_one_rank_has_one_range_and_its_documents():
 )
 def test_tensors_that_do_not_hold_the_tokens_are_refused(shape, dim, message):
     batch = {"input_ids": torch.zeros(2, 6).long(), "document_ids": torch.arange(12).view(2, 6)}
-    with ContextParallel(None).step(batch), pytest.raises(ValueError, match=message):
+    with doors.parallel(None).step(batch), pytest.raises(ValueError, match=message):
         split_ranges(torch.zeros(shape), dim=dim)
 
 

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp import ContextParallel
 from lightning_cp.sequence import document_starts, initial_states, split_ranges
 from lightning_cp.sequence.ranges import build_token_map, held_ranges
+from tests import doors
 from tests.ranks import run_threads
 from tests.sequence.cases import LAYOUTS, Case, cases, recur
 
@@ -228,7 +228,7 @@ def test_outside_a_step_states_are_zero():
 )
 def test_pairs_that_do_not_fit_are_refused(decay, state, message):
     batch = {"input_ids": torch.zeros(2, 6).long(), "document_ids": torch.arange(12).view(2, 6)}
-    with ContextParallel(None).step(batch), pytest.raises(ValueError, match=message):
+    with doors.parallel(None).step(batch), pytest.raises(ValueError, match=message):
         initial_states(torch.zeros(decay), torch.zeros(state))
 
 

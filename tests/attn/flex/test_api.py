@@ -12,9 +12,10 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
-from lightning_cp import ContextParallel, Mask, attention, routing, torch_private
+from lightning_cp import Mask, attention, routing, torch_private
 from lightning_cp.attn.flex import api, kernel
 from lightning_cp.attn.flex import api as flex_api
+from tests import doors
 from tests.attn.flex.cases import (
     MASKS,
     SCORES,
@@ -32,7 +33,7 @@ CODE = flex_attention.__code__
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 @pytest.fixture
@@ -333,7 +334,7 @@ def test_a_block_mask_belongs_to_a_step(cp, batch):
     with pytest.raises(RuntimeError, match=r"cp.block_mask\(\) was called outside a step"):
         cp.block_mask(causal)
     with (
-        ContextParallel(None).step(batch),
+        doors.parallel(None).step(batch),
         pytest.raises(RuntimeError, match="of another ContextParallel"),
     ):
         cp.block_mask(causal)
@@ -343,8 +344,8 @@ def test_the_flex_kernel_wants_whole_rows():
     with pytest.raises(
         ValueError, match="kernel='flex' computes full sequences in one call.*algorithm='gather'"
     ):
-        ContextParallel(None, kernel="flex", algorithm="ring")
-    ContextParallel(None, kernel="flex", algorithm="gather")
+        doors.parallel(None, kernel="flex", algorithm="ring")
+    doors.parallel(None, kernel="flex", algorithm="gather")
 
 
 def test_auto_does_not_take_the_flex_kernel_on_a_cpu(cp, batch, monkeypatch):
@@ -355,7 +356,7 @@ def test_auto_does_not_take_the_flex_kernel_on_a_cpu(cp, batch, monkeypatch):
     with cp.step(batch):
         attention(heads(), heads(), heads(), mask=Mask(causal=True), softcap=2.0)
     with (
-        ContextParallel(None, kernel="flex").step(batch),
+        doors.parallel(None, kernel="flex").step(batch),
         pytest.raises(AssertionError, match="was taken"),
     ):
         attention(heads(), heads(), heads(), mask=Mask(causal=True))

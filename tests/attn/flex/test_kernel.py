@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from lightning_cp import ContextParallel, Mask
+from lightning_cp import Mask
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.flex import api as flex_api
 from lightning_cp.attn.flex import kernel as kernel
@@ -28,6 +28,7 @@ from lightning_cp.attn.flex.mods import (
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
+from tests import doors
 from tests.attn import cases
 from tests.attn.flex.cases import (
     MASKS,
@@ -291,7 +292,7 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
 def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch, inside):
     """Three batches with other documents, two layers, gradients, the mode of a step around it."""
     monkeypatch.setattr(flex_api, "needs_plain_torch", lambda *_: False)
-    cp = ContextParallel(None)
+    cp = doors.parallel(None)
     for seed in range(3):
         case = document_case(seed)
         ids, slopes = case.captured.documents, case.captured.slopes

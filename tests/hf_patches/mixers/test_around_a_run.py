@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import hf_patches
 from hf_patches.__main__ import main
 from hf_patches.mixers import delta_net, mamba2
-from lightning_cp import ContextParallelStrategy
 from lightning_cp.sequence import initial_states
+from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.parity import hf, zoo
 from tests.parity.hf import Job
@@ -108,7 +108,7 @@ def train(name, base, path):
     """Train two steps; return the loss of validation, logits and weights."""
     with elastic_environment():
         module = Module(name, base)
-        trainer = build_trainer(strategy=ContextParallelStrategy(), max_steps=2)
+        trainer = build_trainer(strategy=doors.strategy(), max_steps=2)
         trainer.fit(module, DataLoader(batches(), batch_size=None))
         trainer.save_checkpoint(path)
         (metrics,) = trainer.validate(module, DataLoader(batches(), batch_size=None))

@@ -9,8 +9,9 @@ import torch
 
 from hf_patches import enable
 from hf_patches.mixers import block_indexer, common, relative, written
-from lightning_cp import ContextParallel, active_step
+from lightning_cp import active_step
 from lightning_cp.geometry.mask import Mask
+from tests import doors
 from tests.hf_patches.test_enable import loss_in_step, trace
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, compare, compare_all, unpack
@@ -23,7 +24,7 @@ EACH = ("gpt_neo", "bloom", "mpt", "rembert", "deepseek_v32", "minimax_m3_vl_tex
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 def batch_of(kind="packed"):

@@ -16,8 +16,8 @@ from hf_patches import enable
 from hf_patches.mixers import INSTALLERS, delta_net, mamba2, rows
 from hf_patches.mixers.functions import Mixer, _with_globals
 from hf_patches.support import ARCHITECTURES
-from lightning_cp import ContextParallel
 from lightning_cp.sequence.halo import visible_halo
+from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, build_batch, build_cp, compare, compare_all, errors
 
@@ -200,7 +200,7 @@ def test_the_suite_notices(ranks, what):
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 
 from hf_patches import enable
 from hf_patches.mixers import whole
-from lightning_cp import ContextParallel
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.sequence.ranges import build_token_map
+from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, build_cp, compare, errors
 from tests.parity.test_hf import check, spread
@@ -214,7 +214,7 @@ def compare_broken(what):
 
 @pytest.fixture
 def cp():
-    return ContextParallel(None)
+    return doors.parallel(None)
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
 from recipes.preference.losses import Completions, dpo_losses, kto_losses, orpo_losses
 from recipes.preference.module import PreferenceModule
 from recipes.preference.pairs import Pair, lay_out, pack_pairs
 from recipes.weights import LoraOptions, add_lora
+from tests import doors
 from tests.oracle import errors
 from tests.parity.hf import Double
 from tests.parity.steps import average_, build_cp, gradients
@@ -218,7 +218,7 @@ def check(found, job):
 
 def test_one_rank_and_shared_prompts_are_the_stock_model():
     for job in (Job("sigmoid", True), Job("kto", True), Job("orpo", False)):
-        check(run_job(job, ContextParallel(None)), job)
+        check(run_job(job, doors.parallel(None)), job)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_losses_metrics_and_gradients_are_those_of_the_stock_model(ranks, cp_siz
 
 
 def test_a_comparison_with_the_stock_model_is_refused():
-    module, cp = build_module("sigmoid"), ContextParallel(None)
+    module, cp = build_module("sigmoid"), doors.parallel(None)
     with (
         cp.alone(batch_of(Job("sigmoid", False)), stock=True) as full,
         pytest.raises(ValueError, match=r"Set monitor.verify_first_batch to false"),
