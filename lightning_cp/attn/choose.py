@@ -323,11 +323,11 @@ def _flex_call(spec: CallSpec, transport: Transport) -> FlexCall:
     request, problem, options = spec.request, spec.problem, spec.options
     layout = spec.query_shard.layout
     plain = needs_plain_torch(request.device, request.dtype, options.kernel, layout.local_len)
-    # Of keys and values, and of their gradients. Equal on all ranks, although their buffers differ
-    # in length: messages must pair up.
+    # Equal on all ranks: messages of head groups must pair up.
+    buffer_len = longest_key_buffer(layout, spec.bounds, plain=plain)
+    # Of keys and values, and of their gradients.
     itemsize = problem.itemsize + accumulation_dtype(request.dtype).itemsize
     token_bytes = problem.batch_size * (problem.head_dim + problem.value_dim) * itemsize
-    head_bytes = token_bytes * longest_key_buffer(layout, spec.bounds, plain=plain)
     return build_flex_call(
         spec.bounds,
         request.scores,
@@ -336,7 +336,11 @@ def _flex_call(spec: CallSpec, transport: Transport) -> FlexCall:
         batch=problem.batch_size,
         device=request.device,
         num_kv_heads=spec.num_kv_heads,
-        num_groups=count_flex_groups(spec.num_kv_heads, head_bytes, spec.memory_budget),
+        num_groups=count_flex_groups(
+            spec.num_kv_heads, token_bytes * buffer_len, spec.memory_budget
+        ),
+        # In plain torch, entries that are not needed would be computed with.
+        buffer_len=None if plain else buffer_len,
         plain=plain,
         uid=options.uid,
         gradient_wire=options.gradient_wire,

@@ -42,7 +42,7 @@ from lightning_cp.precision import autocast_off
 from lightning_cp.torch_private import without_modes
 
 SHORT_SEQUENCE = 65536
-"""Sequences up to this have one buffer length: compiling for another one takes 4 to 40 s."""
+"""Sequences up to this have one buffer length, up to twice this two: each is compiled for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +145,7 @@ def build_flex_call(
     device: torch.device,
     num_kv_heads: int,
     num_groups: int = 1,
+    buffer_len: int | None = None,
     plain: bool = True,
     uid: int = 0,
     gradient_wire: GradientWire = "float32",
@@ -161,6 +162,7 @@ def build_flex_call(
         device: of the tensors.
         num_kv_heads: key heads that this rank computes.
         num_groups: head groups; divides the key heads.
+        buffer_len: entries of the key buffer; as many as are needed when None.
         plain: whether functions are evaluated in plain torch.
         uid: the step.
         gradient_wire: precision of gradients of keys in reduce-scatters.
@@ -179,7 +181,7 @@ def build_flex_call(
             block_size=_block_size(plain=plain),
         ).stages
         stage = replace(stage, heads=Range(0, num_kv_heads // num_groups))
-        keys = _buffered_keys(stage, query_shard, plain=plain)
+        keys = _buffered_keys(stage, query_shard, buffer_len)
         stages = (stage,) * num_groups
     else:  # no builder makes such a layout; a shard would not be in the order of the buffer
         keys, stages = all_keys(layout), ()
@@ -227,9 +229,10 @@ def _padded_buffer_len(num_needed: int, layout: Layout, *, plain: bool) -> int:
     """Return the length of a buffer for ``num_needed`` entries.
 
     Fused kernels are compiled for one length. With documents the number of needed keys changes with
-    every batch, so buffers are as long as the sequence; of long ones 3/4, 1/2, 3/8, 1/4 of it, and
-    so on down to the shard of a rank. The sequence is as long as the padded queries of all ranks,
-    so that each length of queries has the same few buffers. Empty entries cost memory, but no time.
+    every batch, so buffers are as long as the sequence; of long ones also a quarter of it, of
+    longer ones 3/4, 1/2, 3/8, 1/4 of it, and so on down to the shard of a rank. The sequence is as
+    long as the padded queries of all ranks, so that each length of queries has the same few
+    buffers. Empty entries cost memory, but no time.
     """
     if plain:
         return max(1, num_needed)
@@ -240,14 +243,15 @@ def _padded_buffer_len(num_needed: int, layout: Layout, *, plain: bool) -> int:
     halvings = range(layout.cp_size.bit_length())
     quarters = [(part, (4 << n) * BLOCK_SIZE) for n in halvings for part in (4, 3)]
     lengths = [-(-seq_len * part // size) * BLOCK_SIZE for part, size in quarters]
+    if seq_len <= 2 * SHORT_SEQUENCE:
+        lengths = lengths[::4]
     return min(seq_len, *(length for length in lengths if length >= num_needed))
 
 
-def _buffered_keys(stage: Stage, query_shard: QueryShard, *, plain: bool) -> BufferedKeys:
+def _buffered_keys(stage: Stage, query_shard: QueryShard, buffer_len: int | None) -> BufferedKeys:
     layout, positions = query_shard.layout, _key_positions(stage, query_shard)
-    num_keys = len(positions)
     # A rank may need its own shard only, which may include our padding.
-    buffer_len = max(num_keys, _padded_buffer_len(num_keys, layout, plain=plain))
+    buffer_len = max(1, len(positions), buffer_len or 0)
     return BufferedKeys(positions, buffer_len, layout.seq_len, stage.gaps)
 
 

@@ -16,7 +16,7 @@ from lightning_cp.attn.call import AlibiSlopes
 from lightning_cp.attn.choose import count_flex_groups
 from lightning_cp.attn.flex import block_mask, from_mask, mods, remote_kv
 from lightning_cp.attn.flex import kernel as kernel
-from lightning_cp.attn.flex.from_mask import build_flex_call
+from lightning_cp.attn.flex.from_mask import build_flex_call, longest_key_buffer
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.attn.ulysses import UlyssesCall, build_swap
 from lightning_cp.comm.transport import LoneTransport
@@ -52,6 +52,8 @@ def build_call(case, transport, split=False):
         place = QueryShard(swap.layout, swap.rank, swap.query_heads[inside.rank].start)
     bounds = case.mask.bounds(layout.seq_len, padded_len=layout.padded_len)
     scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
+    is_plain = plain_torch()
+    buffer_len = None if is_plain else longest_key_buffer(place.layout, bounds, plain=False)
     call = build_flex_call(
         bounds,
         Scores(scale, case.softcap),
@@ -61,7 +63,8 @@ def build_call(case, transport, split=False):
         device=inputs.q.device,
         num_kv_heads=heads[1],
         num_groups=heads[1] if split else 1,
-        plain=plain_torch(),
+        buffer_len=buffer_len,
+        plain=is_plain,
         gradient_wire=case.gradient_wire,
     )
     return call, (None if swap is None else UlyssesCall(swap, inside, call))
@@ -291,27 +294,29 @@ def buffer_len(num_needed, row_len, cp_size):
 
 def test_buffers_of_fused_kernels_have_few_lengths():
     k = 1024
-    ladder = [16 * k, 24 * k, 32 * k, 48 * k, 64 * k, 96 * k, 128 * k]
-    assert sorted({buffer_len(n, 128 * k, 8) for n in range(0, 128 * k + 1, 999)}) == ladder
+    ladder = [32 * k, 48 * k, 64 * k, 96 * k, 128 * k, 192 * k, 256 * k]
+    assert sorted({buffer_len(n, 256 * k, 8) for n in range(0, 256 * k + 1, 999)}) == ladder
     for length in ladder:
-        assert buffer_len(length, 128 * k, 8) == length
-        assert buffer_len(length - 1, 128 * k, 8) == length
-    assert buffer_len(1, 128 * k, 2) == 64 * k  # never less than a rank holds
+        assert buffer_len(length, 256 * k, 8) == length
+        assert buffer_len(length - 1, 256 * k, 8) == length
+    assert buffer_len(1, 256 * k, 2) == 128 * k  # never less than a rank holds
     assert buffer_len(1, 64 * k - 1, 8) == 64 * k  # little to win
-    odd = {buffer_len(n, 100_001, 3) for n in range(100_002)}
-    assert sorted(odd) == [41472, 55296, 82944, 110592]  # of three shards of 36864
+    assert {buffer_len(n, 128 * k, 8) for n in range(0, 128 * k + 1, 999)} == {32 * k, 128 * k}
+    assert {buffer_len(n, 70_000, 8) for n in range(0, 70_001, 999)} == {24 * k, 96 * k}
+    odd = {buffer_len(n, 200_001, 3) for n in range(0, 200_002, 7)}
+    assert sorted(odd) == [82944, 110592, 165888, 221184]  # of three shards of 73728
 
 
 def test_lengths_of_queries_and_buffers_are_few():
-    """Whatever the length of a sequence: four sizes per doubling, or eight of long shards."""
+    """Powers of two for short shards, two sizes up to 16,384, eight per doubling of longer ones."""
     sizes = {block_mask.round_up(length) for length in range(1, 2**17 + 1)}
-    assert {size for size in sizes if size <= 1024} == set(range(128, 1025, 128))
-    for power in range(10, 17):
-        count = 4 if power < 12 else 8
-        assert sum(2**power < size <= 2 ** (power + 1) for size in sizes) == count
+    assert {size for size in sizes if size <= 16384} == {2**n for n in range(9, 15)} | {12288}
+    for power in range(14, 17):
+        assert sum(2**power < size <= 2 ** (power + 1) for size in sizes) == 8
     for length in range(1, 2**17 + 1, 7):
         size = block_mask.round_up(length)
-        assert length <= size <= max(length + 127, length * (1.25 if length < 4096 else 1.125))
+        most = 2 if length <= 8192 else 1.5 if length <= 16384 else 1.125
+        assert length <= size <= max(512, length * most)
         assert block_mask.round_up(size) == size
     for cp_size in (2, 3, 8):
         pairs = set()
@@ -383,7 +388,7 @@ def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short):
         lengths.add(call.keys.buffer_len)
         needs.add(len(call.keys.positions))
     assert len(needs) > 3
-    assert lengths <= ({1024} if is_short else {256, 384, 512, 768, 1024})
+    assert lengths <= ({2048} if is_short else {384, 512, 768, 1024, 1536, 2048})
     assert counter.frame_count == len(lengths)
 
 
@@ -393,7 +398,7 @@ def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
     case.mask = Mask(causal=True, padding=torch.arange(1024) >= 200)
     call, _ = build_call(case, Replay(3, 4))
     assert call.stages[0].is_one_parcel
-    assert (len(call.keys.positions), call.keys.buffer_len) == (200, 256)
+    assert (len(call.keys.positions), call.keys.buffer_len) == (200, 384)
     layout, inputs = case.build_layout(4), case.inputs
     q, k, v = (
         shard(x, 2, layout=layout, rank=3).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)
@@ -419,7 +424,7 @@ def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     for rank in range(2):
         call, _ = build_call(case, Replay(rank, 2), split=True)
         assert len(call.stages) == 2
-        assert call.query_len == 384 > layout.local_len
+        assert call.query_len == 512 > layout.local_len
         assert len(call.keys.positions) < call.keys.buffer_len < 2 * call.query_len
         places = torch.from_numpy(call.keys.positions)
         heads = itertools.cycle([0, 1])
@@ -461,12 +466,12 @@ def bias_of(kind, length):
 )
 def test_padding_of_queries_and_keys_changes_nothing(counter, kind):
     """Lengths next to the edges of blocks and of lengths that kernels are compiled for."""
-    for length, sinks in [(127, True), (128, False), (129, False), (260, True)]:
+    for length, sinks, buffer_len in [(127, True, 384), (512, False, 512), (513, True, 768)]:
         case = make_case("documents+window", length=length, softcap=2.0, bias=bias_of(kind, length))
         case.inputs = replace(case.inputs, sinks=case.inputs.sinks if sinks else None)
         case.layout = build_layout("contiguous", seq_len=length, cp_size=1)
         found, call, *_ = row_rank(LoneRank(), case)
-        assert call.buffer_len == block_mask.round_up(length)
+        assert call.buffer_len == buffer_len
         truth = exact(case)
         # torch keeps lse in float32 where gradients are wanted.
         assert max(errors(found, {name: truth[name] for name in found}).values()) < 2e-6, length
