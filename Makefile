@@ -5,12 +5,16 @@ export OMP_NUM_THREADS ?= 1
 # Every process imports a thousand modules: compiled once, where a shell asks for no bytecode, too.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-with parity conformance faults lint bench clean
+.PHONY: demo test pytest test-all test-with parity conformance faults lint bench clean
 
 demo: .venv/.installed-recipes
 	$(BIN)/python -m recipes.demo
 
-test: lint
+# Side by side: lint takes seconds with its caches, and a minute of one core without them.
+test: .venv/.installed-dev
+	$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+pytest: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" --durations=10
 
 test-all: lint
