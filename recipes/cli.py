@@ -45,6 +45,7 @@ import recipes.preference
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
+from lightning_cp.renamed import RENAMED
 from recipes.data.module import PackedData, PackingOptions, SampleData
 from recipes.files import configs, data_class
 from recipes.module import CausalLMModule
@@ -368,6 +369,9 @@ def explain(message: str, configs: str = "") -> str:
     """
     keys = re.findall(r'Parser key "([^"]+)":', message)
     key = ".".join(keys)
+    for former, new in RENAMED.items():
+        if f"class_path '{former}'" in message:
+            return f"{key}: {former} is now called {new}. Write {new}."
     refused = re.search(r"class_path '([^']+)':\s+Option '([^']+)' is not accepted", message)
     if refused:
         path, name = refused.groups()

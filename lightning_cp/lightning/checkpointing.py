@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.lightning import averaging
+from lightning_cp.renamed import update_names
 
 
 def check_storage_options(storage_options: object, strategy: str) -> None:
@@ -117,6 +118,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool | None) -> dict[str
         weights_only=_requested_weights_only() if weights_only is None else weights_only,
         with_weights=averaging.needs_weights(trainer),
     )
+    update_names(checkpoint)
     averaging.clear_schedulers(trainer, checkpoint)
     return checkpoint
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from lightning_cp.renamed import update_names
+
 _NAME: Final = "context_parallel"
 # Lightning's registry has no patterns: each name is an entry.
 _SIZES: Final = range(1, 1025)
@@ -77,7 +79,7 @@ def _build(**options: Any) -> Any:
 
 
 def read_folders(saving: ModuleType) -> None:
-    """Let `load_from_checkpoint` read checkpoint folders; `undo_read_folders` reverts it.
+    """Let `load_from_checkpoint` read folders and former names; `undo_read_folders` reverts it.
 
     Lightning 2.6 opens the path as a file, by `saving.pl_load`, for modules and data modules. Only
     that name is replaced; other paths go to Lightning's own function.
@@ -88,13 +90,16 @@ def read_folders(saving: ModuleType) -> None:
 
     @wraps(plain_load)
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        read: Callable[..., dict[str, Any]] = plain_load
         if isinstance(path_or_url, str | Path) and not os.path.isfile(path_or_url):
             from lightning_cp.checkpoint import find_folder, read_whole
 
             folder = find_folder(Path(path_or_url))
             if folder.is_dir():
-                return read_whole(folder, map_location=map_location, weights_only=weights_only)
-        return plain_load(path_or_url, map_location=map_location, weights_only=weights_only)
+                read, path_or_url = read_whole, folder
+        checkpoint = read(path_or_url, map_location=map_location, weights_only=weights_only)
+        update_names(checkpoint)
+        return checkpoint
 
     saving.pl_load = load  # type: ignore[attr-defined]
 
