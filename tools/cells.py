@@ -375,6 +375,9 @@ def main() -> int:
                     keep(found["pairs"], f"{first} {second}", row)
     if arguments.write:
         arguments.write.write_text(page(results))
+    count = sum(len(found["cells"]) + len(found["pairs"]) for found in results.values())
+    worst = max(map(largest, results.values()))
+    sys.stdout.write(f"{count} cells and pairs, largest difference {worst:.0e}\n")
     return int(any(largest(found) > LIMIT for found in results.values()))
 
 

@@ -82,7 +82,9 @@ def main() -> int:
                         file.write(json.dumps(cell.json()) + "\n")
     if args.write:
         args.write.write_text(table(cells))
-    return int(any(cell.problem for cell in cells.values()))
+    problems = sum(bool(cell.problem) for cell in cells.values())
+    sys.stdout.write(f"{len(cells)} cells, {problems} problems\n")
+    return int(problems > 0)
 
 
 def read(file: Path | None) -> dict[tuple[str, str], Cell]:
