@@ -39,9 +39,8 @@ def random_plans(draw):
     )
 
 
-@settings(max_examples=200)
-@given(random_plans())
-def test_what_one_rank_sends_another_expects(drawn):
+def check_messages(drawn):
+    """See that what one rank sends is what another expects."""
     assert len({len(plan.stages) for plan in drawn}) == 1, "stages pair up"
     for stages in zip(*(plan.stages for plan in drawn), strict=True):
         sent = {(r, p.peer): p.runs for r, stage in enumerate(stages) for p in stage.sends}
@@ -50,9 +49,7 @@ def test_what_one_rank_sends_another_expects(drawn):
         assert len({stage.collective for stage in stages}) == 1
 
 
-@settings(max_examples=200)
-@given(random_plans())
-def test_blocks_hold_all_visible_pairs_once(drawn):
+def check_pairs(drawn):
     for plan in drawn:
         queries = plan.layout.ranges(plan.rank)
         heads: dict[Range, int] = {}
@@ -65,6 +62,34 @@ def test_blocks_hold_all_visible_pairs_once(drawn):
             row = Range(0, bounds.length)
             expected = sum(bounds.work(query, row) for query in queries)
             assert set(heads.values()) == {expected}
+
+
+def check_tiles(drawn, size):
+    """See that fused tiles cover what the tiles cover."""
+    for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
+        width = max(piece.offset + piece.positions.size for piece in block.keys)
+        shape = (block.bounds.num_samples, block.q_slice.stop - block.q_slice.start, width)
+        kept = []
+        for fused in (False, True):
+            seen = torch.zeros(shape, dtype=torch.int64)
+            for tile in block.tiles(size, fused=fused):
+                place = seen[tile.batch, tile.q_slice, tile.k_slice]
+                square = torch.ones(place.shape[1:], dtype=torch.int64)
+                if tile.kind == "masked":
+                    place += block.bounds.visible(tile.query, tile.keys)[tile.batch]
+                else:
+                    place += square.tril() if tile.kind == "causal" else square
+            kept.append(seen)
+        assert torch.equal(*kept)
+        assert kept[0].max() <= 1
+
+
+@settings(max_examples=200)
+@given(random_plans(), st.sampled_from([1, 4, 64]))
+def test_blocks_hold_all_visible_pairs_once(drawn, size):
+    check_messages(drawn)
+    check_pairs(drawn)
+    check_tiles(drawn, size)
 
 
 def tokens_sent(drawn):
@@ -162,27 +187,6 @@ def test_ring_computes_each_stage_of_a_causal_row_at_once(rank):
     plan = plans("ring", Mask(causal=True), seq_len=1024, cp_size=4)[rank]
     kinds = [[tile.kind for tile in s.block.tiles(128, fused=True)] for s in plan.stages]
     assert kinds == [["causal"], ["full"], ["full"], ["full"]]
-
-
-@settings(max_examples=200)
-@given(random_plans(), st.sampled_from([1, 4, 64]))
-def test_fused_tiles_cover_what_the_tiles_cover(drawn, size):
-    for block in (stage.block for plan in drawn for stage in plan.stages if stage.block):
-        width = max(piece.offset + piece.positions.size for piece in block.keys)
-        shape = (block.bounds.num_samples, block.q_slice.stop - block.q_slice.start, width)
-        kept = []
-        for fused in (False, True):
-            seen = torch.zeros(shape, dtype=torch.int64)
-            for tile in block.tiles(size, fused=fused):
-                place = seen[tile.batch, tile.q_slice, tile.k_slice]
-                square = torch.ones(place.shape[1:], dtype=torch.int64)
-                if tile.kind == "masked":
-                    place += block.bounds.visible(tile.query, tile.keys)[tile.batch]
-                else:
-                    place += square.tril() if tile.kind == "causal" else square
-            kept.append(seen)
-        assert torch.equal(*kept)
-        assert kept[0].max() <= 1
 
 
 def test_rows_that_differ_are_cut_each_by_itself():

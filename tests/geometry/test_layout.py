@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cp.data.sharding import shard
@@ -29,27 +29,18 @@ def laid_out(draw):
 layouts = laid_out()
 
 
-@given(layouts)
-def test_every_position_has_exactly_one_owner(layout):
+def check_owners(layout):
     owned = torch.cat([layout.positions(rank) for rank in range(layout.cp_size)])
     assert owned.sort().values.tolist() == list(range(layout.padded_len))
-    assert layout.padded_len >= layout.seq_len
-
-
-@given(layouts)
-def test_all_ranks_hold_the_same_number_of_tokens(layout):
+    assert 0 <= layout.padded_len - layout.seq_len < 2 * layout.cp_size
     assert {len(layout.positions(r)) for r in range(layout.cp_size)} == {layout.local_len}
 
 
-@given(layouts)
-def test_padding_is_less_than_one_piece_per_rank(layout):
-    assert layout.padded_len - layout.seq_len < 2 * layout.cp_size
-
-
-@given(layouts)
-def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
-    row = torch.arange(layout.seq_len)
+def check_shards(layout):
+    """See that shards end to end are the row, and without padding the beginning of those with."""
+    row = torch.arange(layout.seq_len) * 7
     hiding = replace(layout, shows_padding=False)
+    shards = []
     for rank in range(layout.cp_size):
         real = shard(row, 0, layout=hiding, rank=rank)
         padded = shard(row, 0, layout=layout, rank=rank, fill=-1)
@@ -58,13 +49,18 @@ def test_shards_without_padding_are_the_beginning_of_those_with_it(layout):
         assert (padded[len(real) :] == -1).all()
         assert hiding.is_real(rank).all()
         assert layout.tensor_len(rank) == layout.local_len
+        shards.append(padded)
+    assert torch.equal(torch.cat(shards)[layout.order], row)
 
 
 @given(layouts)
-def test_shards_laid_end_to_end_give_the_row_back(layout):
-    row = torch.arange(layout.seq_len) * 7
-    shards = [shard(row, 0, layout=layout, rank=r, fill=-1) for r in range(layout.cp_size)]
-    assert torch.equal(torch.cat(shards)[layout.order], row)
+def test_every_position_has_one_owner_and_shards_are_the_row(layout):
+    check_owners(layout)
+    check_shards(layout)
+    # The work of all ranks is the work of the row.
+    bounds = Mask(causal=True, window=5).bounds(layout.seq_len, padded_len=layout.padded_len)
+    row = Range(0, layout.padded_len)
+    assert sum(layout.work(bounds)) == bounds.work(row, row)
 
 
 @given(st.sampled_from(SIZES), st.integers(1, 40))
@@ -80,14 +76,6 @@ def test_contiguous_work_grows_with_the_rank(cp_size, size):
     layout = build_layout("contiguous", seq_len=cp_size * size, cp_size=cp_size)
     work = layout.work(Mask(causal=True).bounds(layout.seq_len))
     assert work == [r * size * size + size * (size + 1) // 2 for r in range(cp_size)]
-
-
-@settings(max_examples=50)
-@given(layouts)
-def test_work_of_all_ranks_is_the_work_of_the_row(layout):
-    bounds = Mask(causal=True, window=5).bounds(layout.seq_len, padded_len=layout.padded_len)
-    row = Range(0, layout.padded_len)
-    assert sum(layout.work(bounds)) == bounds.work(row, row)
 
 
 def must_not_be_called():

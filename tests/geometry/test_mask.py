@@ -31,22 +31,38 @@ def blocks(draw, length):
     return Range(*first), Range(*second)
 
 
-@settings(max_examples=300)
-@given(worked_out())
-def test_bounds_are_the_mask(drawn):
-    bounds, table = drawn
+def check_visible(bounds, table):
     row = Range(0, bounds.length)
     found = bounds.visible(row, row).numpy()
     assert (np.broadcast_to(found, table.shape) == table).all()
 
 
-@settings(max_examples=300)
-@given(worked_out(), st.data())
-def test_work_and_class_of_any_block_are_exact(drawn, data):
-    bounds, table = drawn
-    query, keys = data.draw(blocks(bounds.length))
+def check_order(bounds):
+    assert (np.diff(bounds.first) >= 0).all()
+    assert (np.diff(bounds.last) >= 0).all()
+    assert (bounds.last >= bounds.first).all(), "equal where a query sees nothing"
+
+
+def check_ends(bounds):
+    """See that bounds end at the last real key."""
+    ends = np.array(
+        [np.flatnonzero(np.diff(row)).max(initial=-1) + 1 for row in bounds.real_before]
+    )
+    assert (bounds.last <= ends[:, None]).all()
+
+
+def check_work(bounds, table, query, keys):
     part = table[: bounds.num_samples, query.start : query.stop, keys.start : keys.stop]
     assert bounds.work(query, keys) == part.sum()
+
+
+def check_hull(bounds, table, query):
+    """See that the hull holds all keys that a range of queries sees."""
+    seen = table[: bounds.num_samples, query.start : query.stop].any((0, 1))
+    inside = np.zeros_like(seen)
+    for part in bounds.hull(query):
+        inside[part.start : part.stop] = True
+    assert (inside | ~seen).all()
 
 
 def check_tiles(bounds, table, query, keys, size):
@@ -67,11 +83,17 @@ def check_tiles(bounds, table, query, keys, size):
     assert not covered[~block].any()
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(worked_out(), st.data())
-def test_tiles_cover_what_is_visible_once_and_are_what_they_say(drawn, data):
+def test_bounds_are_the_mask_written_out(drawn, data):
+    """What is visible, its order and end, and of any block the work, the tiles and the hull."""
     bounds, table = drawn
+    check_visible(bounds, table)
+    check_order(bounds)
+    check_ends(bounds)
     query, keys = data.draw(blocks(bounds.length))
+    check_work(bounds, table, query, keys)
+    check_hull(bounds, table, query)
     check_tiles(bounds, table, query, keys, data.draw(st.sampled_from([1, 2, 4, 8])))
 
 
@@ -91,37 +113,6 @@ def test_tiles_of_all_blocks(mask):
     ranges = [Range(*pair) for pair in itertools.combinations(range(7), 2)]
     for query, keys, size in itertools.product(ranges, ranges, (1, 4)):
         check_tiles(mask.bounds(6), table, query, keys, size)
-
-
-@settings(max_examples=200)
-@given(worked_out())
-def test_bounds_never_decrease_along_a_row(drawn):
-    bounds, _ = drawn
-    assert (np.diff(bounds.first) >= 0).all()
-    assert (np.diff(bounds.last) >= 0).all()
-    assert (bounds.last >= bounds.first).all(), "equal where a query sees nothing"
-
-
-@settings(max_examples=200)
-@given(worked_out())
-def test_bounds_end_at_the_last_real_key(drawn):
-    bounds, _ = drawn
-    ends = np.array(
-        [np.flatnonzero(np.diff(row)).max(initial=-1) + 1 for row in bounds.real_before]
-    )
-    assert (bounds.last <= ends[:, None]).all()
-
-
-@settings(max_examples=200)
-@given(worked_out(), st.data())
-def test_hull_holds_all_keys_that_a_range_of_queries_sees(drawn, data):
-    bounds, table = drawn
-    query, _ = data.draw(blocks(bounds.length))
-    seen = table[: bounds.num_samples, query.start : query.stop].any((0, 1))
-    inside = np.zeros_like(seen)
-    for part in bounds.hull(query):
-        inside[part.start : part.stop] = True
-    assert (inside | ~seen).all()
 
 
 def test_memory_is_linear_in_the_row():
