@@ -115,7 +115,9 @@ def attend_jobs(jobs):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_a_module_that_a_plan_names_attends_to_full_sequences(ranks, cp_size):
     lengths = (8 * cp_size, 11, 2)  # even, uneven, less than ranks
     jobs = [

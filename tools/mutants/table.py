@@ -526,7 +526,7 @@ ATTENTION = (
         "lightning_cp.attn.kv_exchange:_scatter_slots",
         "add(_view_records(out, key_dim), slot.start)",
         "add(_view_records(out, key_dim), 0)",
-        (f"{_GRID}[gather-causal-mha-2]",),
+        (f"{_GRID}[gather-causal-gqa-2]",),
         "gradients of all chunks are added to the first one",
     ),
     Mutant(

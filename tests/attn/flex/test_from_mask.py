@@ -129,7 +129,7 @@ def numbers(heads=1):
     return bias
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mask", MASKS)
 def test_out_and_gradients_are_those_of_one_device(mask, cp_size):
     """Each mask with softcap, slopes, a bias, sinks, in one of the layouts each."""
@@ -189,7 +189,9 @@ def test_neighbours_swap_heads_and_needed_keys_travel_between_them():
             assert worst_error(case, 4) < 1e-10, (mask, layout)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize(
+    "length", [1, 5, *(pytest.param(length, marks=pytest.mark.slow) for length in (2, 3, 9))]
+)
 def test_ranks_that_hold_only_padding_take_part(length):
     for layout, mask in itertools.product(["zigzag", "contiguous"], ["causal", "documents"]):
         for bias in (None, SLOPES, numbers()[..., :length, :length]):
@@ -245,7 +247,7 @@ def test_keys_of_a_zigzag_lie_end_to_end():
     assert results[1][1].positions.tolist() == [*range(7, 36)]
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_keys_lie_in_blocks_as_in_the_row(monkeypatch, cp_size):
     """A block of queries meets no more blocks of keys than in the row; gaps are seen by nobody."""
     monkeypatch.setattr(from_mask, "_block_size", lambda *, plain: 4)

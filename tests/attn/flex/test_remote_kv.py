@@ -37,7 +37,9 @@ def worst_error(case, cp_size):
     return max(errors(found, flex_whole(case)).values())
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_out_lse_and_gradients_are_those_of_one_device(mask, cp_size):
     """Each mask with each score, in one of the layouts; which one changes with the rest."""
@@ -58,7 +60,7 @@ def test_all_masks_scores_and_layouts_go_together(cp_size):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_heads_are_shared(heads, cp_size):
     for mask, score in [("document", "alibi"), ("by head", "relative")]:
         assert worst_error(make_flex_case(mask, score, heads=heads, scale=0.7), cp_size) < 1e-10

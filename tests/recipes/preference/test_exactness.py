@@ -222,7 +222,8 @@ def test_one_rank_and_shared_prompts_are_the_stock_model():
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "every"), [(2, 1), (3, 4), pytest.param(3, 1, marks=pytest.mark.slow)]
+    ("cp_size", "every"),
+    [(3, 4), *(pytest.param(size, 1, marks=pytest.mark.slow) for size in (2, 3))],
 )
 def test_losses_metrics_and_gradients_are_those_of_the_stock_model(ranks, cp_size, every):
     jobs = [Job(loss, share) for loss in LOSSES for share in (True, False)]
