@@ -76,6 +76,7 @@ class RankPool:
         self.backend = backend
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self.patience = 2.0  # seconds for the others once a rank has failed
         self._tired = False
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIME_LIMIT) -> list[Any]:
@@ -117,7 +118,7 @@ class RankPool:
                 self._tired = self._tired or tired
                 (results if good else failures)[rank] = value
             if failures:  # the others may wait for the failed rank for ever
-                deadline = min(deadline, time.monotonic() + 2)
+                deadline = min(deadline, time.monotonic() + self.patience)
         if failures:
             self.stop()
             # A rank that died is the cause: the others only lost their connection to it.
@@ -174,8 +175,11 @@ class RankPool:
     def _where(self, rank: int) -> str:
         """Let a rank that is late write its stacks down."""
         with contextlib.suppress(ProcessLookupError):
+            before, end = self._said(rank).stat().st_size, time.monotonic() + 1
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-            time.sleep(1)
+            while self._said(rank).stat().st_size == before and time.monotonic() < end:
+                time.sleep(0.02)
+            time.sleep(0.1)  # until it has written the rest
         return self._tail(rank)
 
     def stop(self) -> None:

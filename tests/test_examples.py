@@ -66,13 +66,14 @@ EXAMPLES = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name",
+    ("name", "is_launched"),
     [
-        name if name == "a Lightning script" else pytest.param(name, marks=pytest.mark.slow)
-        for name in EXAMPLES
+        ("a Lightning script", False),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in EXAMPLES),
     ],
 )
-def test_an_example_trains_on_two_ranks_as_on_one(ranks, name, tmp_path):
+def test_an_example_trains_on_two_ranks_as_on_one(ranks, name, is_launched, tmp_path):
+    """Started as a user would, or on processes that have imported everything."""
     page, number, num_losses = EXAMPLES[name]
     code = blocks(page, "python")[number]
     printed = []
@@ -81,8 +82,8 @@ def test_an_example_trains_on_two_ranks_as_on_one(ranks, name, tmp_path):
         script.write_text(code.replace("DEVICES = 2", f"DEVICES = {size}"))
         if "DEVICES" not in code:
             text = run_script([*torchrun(size), str(script)], tmp_path)
-        elif size == "1":  # nothing is launched: a process that has imported everything serves
-            (text,) = ranks(1).run(run_here, str(script), str(tmp_path))
+        elif size == "1" or not is_launched:
+            text = ranks(int(size)).run(run_here, str(script), str(tmp_path))[0]
         else:
             text = run_script([str(script)], tmp_path)
         # Scripts that start their own processes print on each rank.
@@ -118,7 +119,7 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
+@pytest.mark.parametrize("name", ["trl_sft", pytest.param("trl_dpo", marks=pytest.mark.slow)])
 def test_an_example_of_trl_has_the_losses_of_one_process(ranks, name):
     from tests.hf_patches.trainer_jobs import run_example
 

@@ -166,7 +166,7 @@ def test_a_copy_that_fails_in_the_background_is_raised_on_all_ranks(ranks, tmp_p
         assert text.startswith("Rank 1 failed: OSError: [Errno 28] No space left on device.")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_in_the_background_leaves_the_former_checkpoint(ranks, tmp_path, rank):
     with pytest.raises(RankError):
         ranks(2).run(save_twice, tmp_path / "a", die, rank)
@@ -226,6 +226,7 @@ def run_staged(folder, staging):
     return seen
 
 
+@pytest.mark.slow
 def test_a_local_disk_holds_shards_until_they_are_copied(ranks, tmp_path):
     folder, staging = tmp_path / "shared" / "a", tmp_path / "local"
     with pytest.raises(RankError):

@@ -47,6 +47,7 @@ def test_a_copy_has_the_structure_and_types_of_the_state_and_does_not_change_wit
     assert copy["half"].untyped_storage().nbytes() == 10  # torch's writer clones other views
 
 
+@pytest.mark.slow
 def test_memory_is_used_again_and_grows_with_the_state():
     copies = HostCopies()
     pointers = [copies.copy({"a": torch.ones(n)})()["a"].data_ptr() for n in (10, 10, 3)]

@@ -1,6 +1,7 @@
 """What checkpointed regions save is moved to host memory, and gradients keep every bit."""
 
 import gc
+import itertools
 import os
 import weakref
 from functools import partial
@@ -126,25 +127,23 @@ def run(how="per layer", *, backwards=1, cp=None, batch=None, **options):
         return grads, copies, used, cp.offloaded
 
 
-def compare_all():
+CASES = [
+    *itertools.product(("gather", "ring", "ulysses"), ("per layer",), ("none", "all")),
+    *itertools.product(("gather",), ("pairs of layers",), ("none", "all")),
+    ("gather", "views", "all"),
+]
+
+
+def compare(cases):
     """Return rows (case, identical, host bytes in flight and after, sent, fetched, alive)."""
     rows = []
-    for algorithm in ("gather", "ring", "ulysses"):
-        for how, keep in (
-            ("per layer", "none"),
-            ("per layer", "all"),
-            ("pairs of layers", "none"),
-            ("pairs of layers", "all"),
-            ("views", "all"),
-        ):
-            if algorithm != "gather" and how != "per layer":
-                continue
-            options = {"algorithm": algorithm, "keep_attention": keep}
-            exact, *_ = run(how, **options)
-            found, copies, used, store = run(how, offload="all", **options)
-            row = (identical(found, exact), used, store.used_bytes)
-            case = (algorithm, how, keep)
-            rows.append((case, *row, copies.sent, copies.fetched, copies.alive()))
+    for algorithm, how, keep in cases:
+        options = {"algorithm": algorithm, "keep_attention": keep}
+        exact, *_ = run(how, **options)
+        found, copies, used, store = run(how, offload="all", **options)
+        row = (identical(found, exact), used, store.used_bytes)
+        case = (algorithm, how, keep)
+        rows.append((case, *row, copies.sent, copies.fetched, copies.alive()))
     return rows
 
 
@@ -168,13 +167,19 @@ def check(rows):
 
 
 def test_gradients_keep_every_bit():
-    check(compare_all())
+    check(compare(CASES))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_keep_every_bit_on_ranks(ranks, cp_size):
-    for rows in ranks(cp_size).run(compare_all):
+@pytest.mark.parametrize(
+    ("cp_size", "cases"),
+    [
+        (2, [("ring", "per layer", "all"), ("ulysses", "per layer", "none"), CASES[-1]]),
+        *(pytest.param(size, CASES, marks=pytest.mark.slow) for size in (2, 4)),
+    ],
+)
+def test_gradients_keep_every_bit_on_ranks(ranks, cp_size, cases):
+    for rows in ranks(cp_size).run(compare, cases):
         check(rows)
 
 
@@ -288,7 +293,7 @@ def test_batches_in_flight(order):
 def test_memory_is_reused_from_step_to_step():
     cp = doors.parallel(None, offload="all", keep_attention="all")
     sizes, lengths = set(), [37, 21, 64, 37, 50]
-    for step in range(25):
+    for step in range(10):
         batch = make_batch(seed=step, length=lengths[step % 5])
         found, copies, _, store = run(cp=cp, batch=batch)
         if step < 5:
@@ -466,30 +471,34 @@ def hf_gradients(frozen, **options):
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compare_hf():
+def compare_hf(cases):
     """Return rows (identical, sent, alive)."""
     rows = []
-    for frozen in (False, True):
-        for keep in ("none", "all"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(offload, "SMALL_BYTES", 0)
-                copies = Copies(patch)
-                exact = hf_gradients(frozen, keep_attention=keep)
-                found = hf_gradients(frozen, keep_attention=keep, offload="all")
-                rows.append((identical(found, exact), copies.sent, copies.alive()))
+    for frozen, keep in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(offload, "SMALL_BYTES", 0)
+            copies = Copies(patch)
+            exact = hf_gradients(frozen, keep_attention=keep)
+            found = hf_gradients(frozen, keep_attention=keep, offload="all")
+            rows.append((identical(found, exact), copies.sent, copies.alive()))
     return rows
 
 
-HF_ROWS = [(True, 4, 0), (True, 12, 0)] * 2
+HF_ROWS = {
+    (frozen, keep): (True, sent, 0)
+    for frozen in (False, True)
+    for keep, sent in (("none", 4), ("all", 12))
+}
 
 
 def test_hugging_face_models():
-    assert compare_hf() == HF_ROWS
+    assert compare_hf(HF_ROWS) == list(HF_ROWS.values())
 
 
 @pytest.mark.ranks
 def test_hugging_face_models_on_ranks(ranks):
-    assert ranks(2).run(compare_hf) == [HF_ROWS] * 2
+    case = (True, "all")
+    assert ranks(2).run(compare_hf, [case]) == [[HF_ROWS[case]]] * 2
 
 
 def train_by_lightning():

@@ -1,5 +1,6 @@
 """Memory: bytes of a real layer on a CPU, peaks measured on an H200, and tables of longest runs."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -81,8 +82,19 @@ def build(name, num_layers):
     return cls(**sizes, **changes)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", CONFIGS)
+def each(names, quick):
+    """Return the names with either precision, of which some are measured in each run."""
+    for name, mixed in itertools.product(names, (False, True)):
+        marks = () if (name, mixed) in quick else pytest.mark.slow
+        label = f"{name}-{'bf16-mixed' if mixed else 'bf16-true'}"
+        yield pytest.param(name, mixed, marks=marks, id=label)
+
+
+PLAIN = {(name, at % 2 == 1) for at, name in enumerate(CONFIGS)}
+TILED = {("llama", True), ("qwen3_moe", False)}
+
+
+@pytest.mark.parametrize(("name", "mixed"), list(each(CONFIGS, PLAIN)))
 def test_bytes_of_a_layer_are_those_of_hugging_face(name, mixed):
     setup = Setup(4096, 1, precision="bf16-mixed" if mixed else "bf16-true")
     shape = model_shape(build(name, 2))
@@ -206,8 +218,9 @@ def test_wrong_numbers_of_checkpointed_layers_are_refused():
         plan_memory(KNOWN["llama-8b"], Setup(1024, 2, checkpointed_layers=33))
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "mixed"), list(each(["llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3"], TILED))
+)
 def test_bytes_of_a_tiled_layer_are_those_of_hugging_face(name, mixed):
     setup = Setup(4096, 1, precision="bf16-mixed" if mixed else "bf16-true", tiles=16)
     shape = model_shape(build(name, 1))

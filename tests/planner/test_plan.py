@@ -38,6 +38,7 @@ def test_what_never_fits_is_said():
     assert "DOES NOT FIT" in format_plan(plan)
 
 
+@pytest.mark.slow
 def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
     plan = plan_run("llama-8b", seq_len=2**24, num_gpus=1024, compare=False)
     assert plan.fits

@@ -105,13 +105,17 @@ def test_wrong_options_of_packing_are_refused():
 # ---------------------------------------------------------------- tokens
 
 
-@given(st.text(st.characters(codec="utf-8")))
-def test_any_text_comes_back_from_bytes(text):
+def test_any_text_comes_back_from_bytes():
     tokenizer = byte_tokenizer()
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    if "<" not in text:
-        assert ids == list(text.encode())
+
+    @given(st.text(st.characters(codec="utf-8")))
+    def check(text):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        if "<" not in text:
+            assert ids == list(text.encode())
+
+    check()
 
 
 def test_the_byte_tokenizer_is_saved_and_loaded_as_others_are(tmp_path):
