@@ -30,7 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+
+from lightning_cp.torch_private import num_process_groups
 
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second. Where
 # there is a GPU, nothing else: a library that looks for GPUs when it is imported spoils the fork.
@@ -252,7 +253,7 @@ def _share_device() -> None:
     device, build = group.create_default_device(), group.__init__
 
     def build_on_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = group._Options()
+        options = group._Options()  # torch has no public ones for gloo
         options._devices, options._timeout = [device], timeout
         build(self, store, rank, size, options)
 
@@ -318,7 +319,7 @@ def _compile_in_turn(lock: Path) -> None:
 
 
 def _is_tired() -> bool:
-    return len(distributed_c10d._world.pg_names) > MANY_GROUPS
+    return num_process_groups() > MANY_GROUPS
 
 
 class _Hub:
@@ -370,7 +371,7 @@ class ThreadTransport:
         self.dtypes_reduced: list[torch.dtype] = []
         self._hub = hub
         self._calls = itertools.count()
-        self._peers = list(range(size))
+        self.peers = list(range(size))
         self._sent = [itertools.count() for _ in range(size)]
         self._received = [itertools.count() for _ in range(size)]
 
@@ -397,7 +398,7 @@ class ThreadTransport:
         return finish
 
     def _box(self, source: int, target: int, counts: Any) -> tuple[int, int, int]:
-        source, target = self._peers[source], self._peers[target]
+        source, target = self.peers[source], self.peers[target]
         other = target if counts is self._sent else source
         return source, target, next(counts[other])
 
@@ -435,7 +436,7 @@ class ThreadTransport:
         part = copy.copy(self)
         part.rank, part.size = list(ranks).index(self.rank), len(ranks)
         # Two groups have no other thread in common, so that counts of messages can be.
-        part._peers = [self._peers[r] for r in ranks]
+        part.peers = [self.peers[r] for r in ranks]
         return part
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -9,7 +10,10 @@ from torch import Tensor
 from lightning_cp.attn.accumulators import GradAccumulator, OutputAccumulator, Region
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Request, Scores
-from lightning_cp.attn.blockwise.kernels.select import _KERNELS
+from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
+from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
+from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
+from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.call import AlibiSlopes, Bias, ScoreBias
 from lightning_cp.attn.plan import build_plan
 from lightning_cp.attn.tiles import Block
@@ -23,9 +27,17 @@ from lightning_cp.options import GradientWire
 from tests.oracle import Inputs, make_inputs, put_back
 from tests.ranks import ThreadTransport
 
-ALL_KERNELS = {kernel.name: kernel for kernel in _KERNELS}
+_ALL: tuple[Kernel, ...] = (CpuKernel(), CudnnKernel(), FlashKernel(), ReferenceKernel())
+ALL_KERNELS = {kernel.name: kernel for kernel in _ALL}
 _ON_CPU = Request(torch.device("cpu"), torch.float64, Scores(1.0), head_dim=8)
 KERNELS = {name: k for name, k in ALL_KERNELS.items() if k.unsupported_reason(_ON_CPU) is None}
+
+
+def say_again(*modules: ModuleType) -> None:
+    """Forget what modules compute or say once, so that they say it again."""
+    for module in modules:
+        for value in vars(module).values():
+            getattr(value, "cache_clear", lambda: None)()
 
 
 def documents(batch: int, length: int) -> Tensor:
@@ -40,7 +52,7 @@ def documents(batch: int, length: int) -> Tensor:
     return torch.stack(rows)
 
 
-def _ends(batch: int, length: int, *, left: bool) -> Tensor:
+def ends(batch: int, length: int, *, left: bool) -> Tensor:
     """Return padding of another width in each row, at one end."""
     width = torch.tensor([length // 3, 2 * length // 3] * batch)[:batch, None]
     position = torch.arange(length)[None]
@@ -63,8 +75,8 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
     "documents": lambda b, s: Mask(causal=True, documents=documents(b, s)),
     "documents+window": lambda b, s: Mask(causal=True, window=4, documents=documents(b, s)),
     "prefix": lambda b, s: Mask(causal=True, spans=_prefix(b, s)),
-    "left padding": lambda b, s: Mask(causal=True, padding=_ends(b, s, left=True)),
-    "right padding": lambda b, s: Mask(causal=True, padding=_ends(b, s, left=False)),
+    "left padding": lambda b, s: Mask(causal=True, padding=ends(b, s, left=True)),
+    "right padding": lambda b, s: Mask(causal=True, padding=ends(b, s, left=False)),
 }
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 

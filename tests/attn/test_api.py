@@ -26,6 +26,7 @@ from lightning_cp.geometry.layout import build_layout
 from lightning_cp.options import Options
 from lightning_cp.step import Step, StepMask, StepReference
 from tests import doors
+from tests.attn.cases import say_again
 from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
 
@@ -152,7 +153,7 @@ def test_rows_of_one_document_are_planned_once(monkeypatch):
 
 
 def test_the_choice_is_logged_once(caplog):
-    choose._log_choice.cache_clear()
+    say_again(choose)
     q = draw(1, 2, 6, 4)
     with (
         caplog.at_level(logging.INFO, logger="lightning_cp"),
@@ -305,7 +306,7 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
     def work(transport):
         step = own_step(transport, wire, "auto" if kernel == "function" else kernel, layout)
         q, k, v = (draw(1, 2, 8, 4).bfloat16().requires_grad_() for _ in range(3))
-        if kernel == "function":
+        if kernel == "function":  # threads share the active step: it is given by hand
             arguments = _FlexArguments(None, None, None, AuxRequest(), None)
             out = _attend_in_step(step, q, k, v, arguments).out
         else:
@@ -390,7 +391,7 @@ def test_a_step_has_its_kernel_for_itself(monkeypatch):
 
 def test_a_named_algorithm_that_takes_more_than_its_memory_says_so_once(caplog):
     """And what others would take; `auto` would have chosen among them."""
-    choose._warn_memory.cache_clear()
+    say_again(choose)
     with caplog.at_level(logging.WARNING, logger="lightning_cp"):
         for _ in range(2):
             for budget in (None, 2**28):

@@ -17,12 +17,31 @@ from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Gpu
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from tests.attn.cases import MASKS
+from tests.attn.cases import MASKS, say_again
 
 CUDNN, REFERENCE = CudnnKernel(), ReferenceKernel()
 GPU = Request(torch.device("cuda"), torch.bfloat16, Scores(1.0), head_dim=128)
 FLOAT32 = replace(GPU, dtype=torch.float32)
 DENSE, MASKED = Mask(causal=True), Mask(causal=True, window=9)
+
+
+class Compiler:
+    """Stands in for torch's, and notes for what it is asked."""
+
+    def __init__(self):
+        self.works, self.asked = True, []
+
+    def can_compile(self, *args):
+        self.asked.append(args)
+        return self.works
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    compiler = Compiler()
+    monkeypatch.setattr(choose, "can_compile", compiler.can_compile)
+    monkeypatch.setattr(choose.triton_ops, "can_start", lambda device: True)
+    return compiler
 
 
 def build_spec(mask, request=GPU, *, seq_len=8192, cp_size=8, rank=0, dims=(128, 128), **others):
@@ -55,21 +74,18 @@ def build_spec(mask, request=GPU, *, seq_len=8192, cp_size=8, rank=0, dims=(128,
         (REFERENCE, build_spec(MASKED, replace(GPU, device=torch.device("mps"))), False),
     ],
 )
-def test_auto_takes_flex_where_dense_kernels_are_bad(listed, spec, preferred, monkeypatch):
-    monkeypatch.setattr(choose, "_compiles", lambda device, dtype: True)
+def test_auto_takes_flex_where_dense_kernels_are_bad(listed, spec, preferred, compiler):
     assert prefers_flex(spec, listed) == preferred
-    monkeypatch.setattr(choose, "_compiles", lambda device, dtype: False)
+    compiler.works = False
     assert not prefers_flex(spec, listed)
 
 
-def test_the_compiler_is_asked_last_and_for_what_is_needed(monkeypatch):
+def test_the_compiler_is_asked_last_and_for_what_is_needed(compiler):
     """Asking may import it, and needs a GPU."""
-    calls = []
-    monkeypatch.setattr(choose, "_compiles", lambda *args: calls.append(args) or True)
     prefers_flex(build_spec(DENSE), CUDNN)
-    assert calls == []
+    assert compiler.asked == []
     prefers_flex(build_spec(MASKED), CUDNN)
-    assert calls == [(GPU.device, torch.bfloat16)]
+    assert compiler.asked == [(GPU.device, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -110,24 +126,22 @@ def test_masks_are_dense_by_what_they_hide_not_by_what_they_say(mask, dense):
     ],
 )
 def test_a_named_kernel_is_taken_and_ring_never_takes_flex(
-    monkeypatch, caplog, kernel, algorithm, taken
+    monkeypatch, caplog, compiler, kernel, algorithm, taken
 ):
     monkeypatch.setattr(choose, "select_kernel", lambda name, request: CUDNN)
-    monkeypatch.setattr(choose, "_compiles", lambda device, dtype: True)
-    choose._warn_slow_ring.cache_clear()
+    say_again(choose)
     options = CallOptions(algorithm=algorithm, kernel=kernel)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert takes_flex(build_spec(MASKED, options=options)) == taken
     warnings = [line for line in caplog.messages if "algorithm=gather would use" in line]
     assert len(warnings) == (algorithm == "ring")  # once
-    choose._warn_slow_ring.cache_clear()
+    say_again(choose)
 
 
 @pytest.mark.parametrize("seq_len", [252, 253, 509])
-def test_the_choice_is_the_same_on_all_ranks(monkeypatch, seq_len):
+def test_the_choice_is_the_same_on_all_ranks(compiler, seq_len):
     """It decides what is sent: it depends on the layout, not on the tensors of a rank."""
-    monkeypatch.setattr(choose, "_compiles", lambda device, dtype: True)
     specs = [build_spec(MASKED, seq_len=seq_len, cp_size=2, rank=rank) for rank in range(2)]
     first, second = (prefers_flex(spec, CUDNN) for spec in specs)
     assert first == second == (seq_len > 252)

@@ -15,9 +15,29 @@ SECOND = timedelta(seconds=1)
 
 
 class Recording(Watchdog):
-    """Does not end the process, but stops its thread."""
+    """Does not end the process, but stops its thread; and what happens to a process, to a thread.
+
+    All that these tests know of a watchdog's insides is in this class.
+    """
 
     ended: str | None = None
+
+    @property
+    def cause(self):
+        return self._cause or ""
+
+    def vanish(self):
+        """End the thread, as if the process were killed."""
+        self._closing.set()
+
+    def poll(self, now, *, was_stopped=False):
+        """Look into the store once."""
+        if not was_stopped:
+            self._polled = now - 0.05
+        self._poll(now)
+
+    def end_process(self):
+        super()._end()
 
     def _end(self):
         self.ended = self._cause
@@ -30,7 +50,11 @@ def quick(monkeypatch):
     for name, value in {"POLL": 0.02, "GRACE": 0.2, "FAILING_GRACE": 0.4, "_SILENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
     yield
-    assert not [t for t in threading.enumerate() if "watchdog" in t.name]
+    wait_until(no_thread_is_left)
+
+
+def no_thread_is_left():
+    return not [thread for thread in threading.enumerate() if "watchdog" in thread.name]
 
 
 def start(size, limit=60.0, store=None):
@@ -53,9 +77,6 @@ def close(*dogs):
 
 def check_ended(*dogs):
     wait_until(lambda: all(dog.ended for dog in dogs))
-    for dog in dogs:
-        for thread in dog._threads:
-            thread.join(10)
 
 
 def failure(text):
@@ -108,28 +129,28 @@ def test_a_run_that_ends_well_waits_for_the_last_rank():
 
 def test_a_silent_rank_is_named():
     dogs = start(3, limit=0.3)
-    dogs[1]._closing.set()  # its thread ends, as if the process were killed
+    dogs[1].vanish()
     check_ended(dogs[0], dogs[2])
     assert "rank 1 on " in dogs[2].ended
     assert "has had no heartbeat for" in dogs[0].ended
 
 
 def test_who_was_stopped_itself_does_not_take_others_for_dead():
-    dog = Recording(HashStore(), 0, 2, timedelta(seconds=60))
-    dog._store.set("host 1", "there")
+    store = HashStore()
+    dog = Recording(store, 0, 2, timedelta(seconds=60))
+    store.set("host 1", "there")
     now = time.monotonic()
-    dog._poll(now)
-    dog._poll(now + 1000)
-    assert dog._cause is None
+    dog.poll(now)
+    dog.poll(now + 1000, was_stopped=True)
+    assert not dog.cause
     for seconds in range(1001, 1062):
-        dog._polled = now + seconds - 0.05
-        dog._poll(now + seconds)
-    assert "rank 1 on there has had no heartbeat for 61 s" in dog._cause
+        dog.poll(now + seconds)
+    assert "rank 1 on there has had no heartbeat for 61 s" in dog.cause
 
 
 def test_after_a_lost_connection_the_rank_that_was_killed_is_the_cause(caplog):
     dogs = start(3)
-    dogs[2]._closing.set()
+    dogs[2].vanish()
     time.sleep(0.1)
     dogs[0].report(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     check_ended(dogs[1])
@@ -143,8 +164,8 @@ def test_a_lost_connection_is_not_the_cause_if_another_rank_has_reported():
     dogs = start(2)
     dogs[1].report(failure("first"))
     dogs[0].report(RuntimeError("Connection reset by peer"))
-    assert "rank 1 on" in dogs[0]._cause
-    assert "first" in dogs[0]._cause
+    assert "rank 1 on" in dogs[0].cause
+    assert "first" in dogs[0].cause
     close(*dogs)
 
 
@@ -170,7 +191,7 @@ def test_the_end_of_the_store_ends_all():
     store = Gone()
     dogs = start(2, store=store)
     store.is_gone = True
-    wait_until(lambda: all("store of the job is gone" in (dog._cause or "") for dog in dogs))
+    wait_until(lambda: all("store of the job is gone" in dog.cause for dog in dogs))
     store.is_gone = False  # for the mark of `Recording`
     check_ended(*dogs)
 
@@ -204,7 +225,7 @@ def test_a_store_that_does_not_answer_ends_the_rank():
     dogs = [Cut(store, rank, 2, timedelta(seconds=0.5)) for rank in range(2)]
     for dog in dogs:
         dog.start()
-    wait_until(lambda: dogs[0]._count(1) > 2)
+    wait_until(lambda: store.add("beat 1", 0) > 2)
     store.cut()
     begin = time.monotonic()
     dogs[0].report(failure("no link"))  # the main thread goes on
@@ -213,7 +234,7 @@ def test_a_store_that_does_not_answer_ends_the_rank():
     store.mend()
     check_ended(*dogs)
     assert all("has not answered for" in dog.ended for dog in dogs)
-    wait_until(lambda: not [t for t in threading.enumerate() if "watchdog" in t.name])
+    wait_until(no_thread_is_left)
 
 
 def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(
@@ -224,14 +245,14 @@ def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(
     made, trained = [], []
 
     def training_loop():
-        made.append(Watchdog(HashStore(), 0, 2, SECOND))
+        made.append(Recording(HashStore(), 0, 2, SECOND))
         while not trained:
             time.sleep(0.01)
 
     thread = threading.Thread(target=training_loop, daemon=True)
     thread.start()
     wait_until(lambda: made)
-    made[0]._end()
+    made[0].end_process()
     trained.append(True)
     thread.join(10)
     assert "in training_loop. Cause" in caplog.text

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_cp import token_mean
 from lightning_cp.memory import checkpoint_layers
 from lightning_cp.memory.checkpointing import switched_layers
+from lightning_cp.torch_private import module_hooks
 from tests import doors
 from tests.attn.test_kept import make_batch
 from tests.parity import zoo
@@ -21,6 +22,7 @@ from tests.tiny import TinyLM
 def regions(monkeypatch):
     """Count calls of torch's checkpoint."""
     calls = []
+    # Not `checkpoint`: transformers holds the function itself.
     original = torch_checkpoint._checkpoint_without_reentrant_generator
 
     def counted(*args, **kwargs):
@@ -181,14 +183,14 @@ def test_a_handle_leaves_no_hooks(main_input):
     model = build_llama(2)
     model.main_input_name = main_input  # of others transformers adds no hooks
     model.enable_input_require_grads()  # by a user
-    hooks = list(model.model.embed_tokens._forward_hooks)
+    hooks = module_hooks(model.model.embed_tokens)
     for number in (None, 1):
         handle = checkpoint_layers(model, num_layers=number)
-        assert list(model.model.embed_tokens._forward_hooks) == hooks
+        assert module_hooks(model.model.embed_tokens) == hooks
         handle.remove()
-    assert list(model.model.embed_tokens._forward_hooks) == hooks
+    assert module_hooks(model.model.embed_tokens) == hooks
     model.disable_input_require_grads()
-    assert not model.model.embed_tokens._forward_hooks
+    assert not module_hooks(model.model.embed_tokens)
 
 
 def test_frozen_layers_below_trained_ones_stay_outside_of_the_graph():
@@ -210,6 +212,7 @@ def test_a_model_of_which_a_user_has_enabled_a_part(regions):
     batch = zoo.sample_batch("bart", length=8)
     first, *others = decoder.layers
     first.gradient_checkpointing = True  # as if a part of it were enabled
+    # transformers has no public way to enable a part.
     first._gradient_checkpointing_func = partial(torch_checkpoint.checkpoint, use_reentrant=False)
     handle = checkpoint_layers(model, num_layers=len(decoder.layers))
     model(**batch).loss.backward()

@@ -36,13 +36,13 @@ def counter(monkeypatch):
 
 
 def count_graphs(monkeypatch):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled._compiled.cache_clear()
     backend = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled, "_backend", backend)
     yield backend
     compiled._compiled.cache_clear()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def assert_close(found, exact, tolerance=ROUNDING):
@@ -82,7 +82,7 @@ def test_generated_code_is_exact(monkeypatch, dtype):
         graphs.append(graph)
         return inner(graph, inputs)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled._compiled.cache_clear()
     monkeypatch.setattr(compiled, "_backend", counting)
     plain = zoo.build_model("qwen3", dtype=dtype)
@@ -98,7 +98,7 @@ def test_generated_code_is_exact(monkeypatch, dtype):
     assert counts[1] == counts[-1], counts
     handle.remove()
     compiled._compiled.cache_clear()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,7 +21,7 @@ from lightning_cp.comm.mesh import lone_groups
 from lightning_cp.memory import arena as arenas
 from lightning_cp.memory import budget as budgets
 from lightning_cp.memory import offload
-from lightning_cp.memory.arena import Arena, aligned
+from lightning_cp.memory.arena import Arena, Block, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.memory.offload import Parcel, Saved, Store
 from lightning_cp.options import Options
@@ -44,31 +45,37 @@ def _small_tensors(monkeypatch):
 
 
 class Copies:
-    """Counts tensors that were sent and fetched, and those that are alive."""
+    """Counts tensors that were sent and fetched, and those that are alive.
+
+    A tensor that is sent takes a block of host memory; a copy, either way, asks for its bytes.
+    """
 
     def __init__(self, patch):
-        self.sent, self.fetched, self.items = 0, 0, []
-        self.order = []
-        send, fetch, build = offload._Lane.copy, offload._Moved.fetch, offload._Moved.__init__
+        self.sent, self.copied, self.items = 0, 0, []
+        take, save, memory = Arena.take, Parcel.save, Block.memory.fget
 
-        def copy(lane, target, source, *after):
-            self.sent += lane is offload._lanes(torch.device("cpu")).out
-            return send(lane, target, source, *after)
+        def take_one(arena, num_bytes, *, pinned):
+            block = take(arena, num_bytes, pinned=pinned)
+            self.sent += block is not None
+            return block
 
-        def fetch_one(item):
-            is_away = item._x is None
-            self.fetched += is_away
-            if is_away:
-                self.order.append(next(i for i, x in enumerate(self.items) if x() is item))
-            fetch(item)
+        def copy(block):
+            self.copied += 1
+            return memory(block)
 
-        def init(item, *args):
-            self.items.append(weakref.ref(item))
-            build(item, *args)
+        def save_one(parcel, x):
+            item = save(parcel, x)
+            if type(item) is not Saved:
+                self.items.append(weakref.ref(item))
+            return item
 
-        patch.setattr(offload._Lane, "copy", copy)
-        patch.setattr(offload._Moved, "fetch", fetch_one)
-        patch.setattr(offload._Moved, "__init__", init)
+        patch.setattr(Arena, "take", take_one)
+        patch.setattr(Block, "memory", property(copy))
+        patch.setattr(Parcel, "save", save_one)
+
+    @property
+    def fetched(self):
+        return self.copied - self.sent
 
     def alive(self):
         return sum(item() is not None for item in self.items)
@@ -198,18 +205,29 @@ def test_the_bytes_on_the_host_are_those_of_the_regions_that_left():
 
 def test_the_region_before_is_fetched_while_one_runs(monkeypatch):
     events = []
-    fetch, get = offload.Parcel.fetch, offload._Moved.get
-    monkeypatch.setattr(
-        offload.Parcel, "fetch", lambda parcel: (events.append(("fetch", parcel)), fetch(parcel))
-    )
+    fetch, save = Parcel.fetch, Parcel.save
 
-    def get_one(item):
-        missing = item._x is None
-        x = get(item)
-        events.append(("got late" if missing else "got", item._parcel))
-        return x
+    def fetch_one(parcel):
+        events.append(("fetch", parcel))
+        fetch(parcel)
 
-    monkeypatch.setattr(offload._Moved, "get", get_one)
+    def save_one(parcel, x):
+        item = save(parcel, x)
+        get = item.get
+
+        def get_one():
+            start = len(events)
+            x = get()
+            is_late = ("fetch", parcel) in events[start:]
+            events.append(("got late" if is_late else "got", parcel))
+            return x
+
+        if type(item) is not Saved:
+            item.get = get_one
+        return item
+
+    monkeypatch.setattr(Parcel, "fetch", fetch_one)
+    monkeypatch.setattr(Parcel, "save", save_one)
     run(offload="all")
     got = [parcel for kind, parcel in events if kind == "got"]
     assert not [kind for kind, _ in events if kind == "got late"]
@@ -239,7 +257,6 @@ def test_the_first_regions_stay_within_offload_after(layers, sent):
         assert identical(found, exact)
         assert (copies.sent, used) == (sent, sent * HIDDEN)
     store.close()
-    assert store._resident_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["per layer", "pairs of layers"])
@@ -312,14 +329,13 @@ def test_device_memory_is_freed_and_the_graph_owns_the_rest(monkeypatch):
     copies = Copies(monkeypatch)
 
     def watched(block, x, attend):
-        seen.append(weakref.ref(x.untyped_storage()))
+        seen.append(StorageWeakRef(x.untyped_storage()))
         return recompute(block, x, attend)
 
     with cp.step(make_batch()) as local:
         logits = model(local["input_ids"], cp.position_ids(), checkpoint=watched)
     # Storages of regions that have left are gone; the last three are still on the device.
-    on_device = [item()._x is not None for item in copies.items]
-    assert on_device == [False] * 3 + [True] * 3
+    assert [storage.expired() for storage in seen] == [True] * 3 + [False] * 3
     assert copies.alive() == NUM_LAYERS
     store, parcels = cp.offloaded, [weakref.ref(parcel) for parcel in cp.offloaded.recent()]
     del logits
@@ -526,27 +542,34 @@ def test_a_lightning_run_is_the_same(ranks):
 
 
 def make_parcels(num, host_bytes=2**20, **options):
-    """Save a tensor in each of some regions; return the store, the tensors, and what was saved."""
+    """Save a tensor per region; return the store, the tensors, what was saved, and storages."""
     store = Store(Budget(host_bytes, **options))
     tensors = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(num)]
     parcels = [Parcel(store) for _ in tensors]
-    saved = [parcel.save(x * 1) for parcel, x in zip(parcels, tensors, strict=True)]
-    return store, tensors, saved
+    saved, storages = [], []
+    for parcel, x in zip(parcels, tensors, strict=True):
+        saved.append(parcel.save(x := x * 1))
+        storages.append(StorageWeakRef(x.untyped_storage()))
+    return store, tensors, saved, storages
 
 
 def test_saved_tensors_are_given_back_in_any_order():
     for order in ([5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [3, 0, 3, 5, 1, 3]):
-        _, tensors, saved = make_parcels(6)
-        assert [x._x is None for x in saved] == [True, True, True, False, False, False]
+        _, tensors, saved, storages = make_parcels(6)
+        assert [storage.expired() for storage in storages] == [True] * 3 + [False] * 3
         for i in order:
             assert torch.equal(saved[i].get(), tensors[i])
 
 
-def test_what_was_fetched_and_not_used_is_freed():
-    store, _, saved = make_parcels(6)
+def test_what_was_fetched_and_not_used_is_freed(monkeypatch):
+    store, _, saved, _ = make_parcels(6)
+    copies = Copies(monkeypatch)
     saved[2].get()  # fetches the one before
-    assert saved[1]._x is not None
-    assert saved[2]._x is None  # the caller has it
+    assert copies.fetched == 2
+    saved[1].get()  # is there, and fetches the one before
+    assert copies.fetched == 3
+    saved[2].get()  # the caller had it, and the one before
+    assert copies.fetched == 5
     del saved
     gc.collect()
     assert store.used_bytes == 0
@@ -565,13 +588,14 @@ def test_what_was_fetched_and_not_used_is_freed():
     ],
     ids=lambda x: f"{tuple(x.shape)} {tuple(x.stride())} {x.dtype}",
 )
-def test_a_moved_tensor_has_its_values_and_strides(x):
-    store = Store(Budget(2**20))
+def test_a_moved_tensor_has_its_values_and_strides(x, monkeypatch):
+    store, copies = Store(Budget(2**20)), Copies(monkeypatch)
     saved = Parcel(store).save(x)
     assert type(saved) is not Saved
     others = [Parcel(store).save(torch.randn(8)) for _ in range(3)]
-    assert saved._x is None
+    assert copies.fetched == 0
     found = saved.get()
+    assert copies.fetched == 1  # it was gone
     assert torch.equal(found, x)
     assert (found.stride(), found.dtype) == (x.stride(), x.dtype)
     assert len(others) == 3
@@ -607,7 +631,7 @@ def test_a_store_without_room_for_all_is_an_error():
 
 
 def test_blocks_do_not_overlap_and_are_reused(monkeypatch):
-    monkeypatch.setattr(arenas, "_MIN_CHUNK", 4096)
+    monkeypatch.setattr(arenas, "_MIN_CHUNK", 4096)  # of 256 MiB
     arena, generator = Arena(64 * 1024), torch.Generator().manual_seed(0)
     taken, most = [], 0
     for step in range(400):
@@ -640,7 +664,7 @@ def test_a_block_outlives_its_arena():
 
 
 def test_sizes_that_no_longer_fit_are_replaced(monkeypatch):
-    monkeypatch.setattr(arenas, "_MIN_CHUNK", 1024)
+    monkeypatch.setattr(arenas, "_MIN_CHUNK", 1024)  # of 256 MiB
     arena = Arena(10 * 1024)
     blocks = [arena.take(1024, pinned=False) for _ in range(10)]
     assert None not in blocks
@@ -652,16 +676,17 @@ def test_sizes_that_no_longer_fit_are_replaced(monkeypatch):
 
 
 def test_host_memory_is_what_the_system_and_the_container_leave(tmp_path):
+    meminfo, cgroup = budgets._meminfo, budgets._cgroup  # of other files than this machine's
     info = tmp_path / "meminfo"
-    assert budgets._meminfo(info) is None
+    assert meminfo(info) is None
     info.write_text("MemTotal: 100 kB\nMemAvailable:     40 kB\n")
-    assert budgets._meminfo(info) == 40 * 1024
-    assert budgets._cgroup(tmp_path) is None
+    assert meminfo(info) == 40 * 1024
+    assert cgroup(tmp_path) is None
     for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 5\ninactive_file 100")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert budgets._cgroup(tmp_path) == 400
+    assert cgroup(tmp_path) == 400
     (tmp_path / "memory.max").write_text("max")
-    assert budgets._cgroup(tmp_path) is None
+    assert cgroup(tmp_path) is None
     assert 0 < budgets.available_bytes() < 2**50
 
 

@@ -769,8 +769,8 @@ def test_a_probe_leaves_no_graph_behind(model, x, monkeypatch):
     assert replaced_names(handle)
     handle.remove()
     for module in model.modules():
-        for name in list(module._parameters):
-            module._parameters[name] = None  # as FSDP2 replaces them
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, None)  # as FSDP2 replaces them
     gc.collect()
     assert not any(ref() is not None for ref in weights)
 

@@ -457,25 +457,20 @@ def test_two_calls_in_one_graph_and_one_backward(algorithm):
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_call_of_one_tile_is_what_its_stages_compute(mask, heads, monkeypatch):
     """Bit by bit: nothing is accumulated, so nothing may be rounded."""
-    staged = []
 
-    def by_stages(*args, **kwargs):
-        staged.append(args)
-        return original(*args, **kwargs)
+    def is_one_tile(case):
+        call, inputs = build_call(case, LoneTransport()), case.inputs
+        return call.only_tile(inputs.q, inputs.k) is not None
 
-    original = attend_module._backward_by_stages
-    monkeypatch.setattr(attend_module, "_backward_by_stages", by_stages)
     for dtype in (torch.float64, torch.bfloat16):
         case = make_case(mask, heads=heads)
         case.inputs = case.inputs.to(dtype)
         (one,) = run_threads(1, attend_rank, case)
-        is_one_tile = not staged
+        assert is_one_tile(case) == ("padding" not in mask)  # whose tile leaves tokens out
         with monkeypatch.context() as patch:
             patch.setattr(Plan, "local_block", None)
+            assert not is_one_tile(case)
             (many,) = run_threads(1, attend_rank, case)
-        assert staged
-        staged.clear()
-        assert is_one_tile == ("padding" not in mask)  # whose tile leaves tokens out
         for name, x in many.items():
             assert torch.equal(one[name], x), name
 
@@ -548,7 +543,7 @@ def test_backward_says_which_step_it_passes(native):
     q, k, v = case.inputs.q.requires_grad_(), case.inputs.k, case.inputs.v
     guards.forget_backward()
     call.run(q, k, k if native else v, None, None).sum().backward()
-    assert guards._backward_of == 77
+    assert guards._backward_of == 77  # what a recomputation in this backward is compared with
     guards.forget_backward()
 
 

@@ -9,7 +9,7 @@ from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
-from lightning_cp.attn.blockwise.kernels.select import _KERNELS, select_kernel
+from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.attn.call import Bias
 from lightning_cp.attn.plan import build_plan
 from lightning_cp.comm.transport import LoneTransport
@@ -120,6 +120,7 @@ class DenseOnCpu(DenseKernel):
             assert all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 
+# The kernels of `scaled_dot_product_attention`: no public function returns lse.
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -243,7 +244,7 @@ def test_cudnn_is_differentiated_by_torch_once_both_passes_have_their_plans(monk
     assert "CudnnAttention" in out.grad_fn.name()
     sliced = torch.empty(2, 256, 3, 4, 64, dtype=q.dtype, device="meta")[:, :, 0].transpose(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(CudnnKernel, "_run", None)  # its output would have other strides
+        patch.setattr(CudnnKernel, "_run", None)  # needs a GPU; its output would have other strides
         assert kernel.differentiable_rectangle(sliced, q, q, **how) is None
     assert kernel.differentiable_rectangle(q[:, :, :200], q, q, **how) is None
     assert kernel.differentiable_rectangle(q, q, q, causal=False, scale=0.5) is None
@@ -319,7 +320,7 @@ def test_cudnn_plans_few_lengths_of_chunks_at_once():
 
 
 def test_cudnn_remembers_the_shapes_that_came_last(monkeypatch):
-    monkeypatch.setattr(cudnn, "_MAX_SHAPES", 3)
+    monkeypatch.setattr(cudnn, "_MAX_SHAPES", 3)  # of thousands
     kernel = CudnnKernel()
     assert num_by_flash(kernel, 8191, 8191) == 33
     assert num_by_flash(kernel, 8190, 8190) == 33
@@ -396,10 +397,6 @@ def gpu(monkeypatch):
 
     pretend()
     return pretend
-
-
-def test_kernels_stand_in_the_order_of_their_speed():
-    assert [kernel.name for kernel in _KERNELS] == ["cpu", "cudnn", "flash", "reference"]
 
 
 @pytest.mark.parametrize(

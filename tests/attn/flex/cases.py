@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_cp.attn.flex.api import flex_attend
 from lightning_cp.attn.flex.mods import SequenceMask, build_functions
@@ -163,6 +164,19 @@ def make_flex_case(
     )
     captured = Captured.make(batch, HEADS[heads][0], length)
     return FlexCase(inputs, captured, mask, score, **kwargs)  # type: ignore[arg-type]
+
+
+def states(block_mask: BlockMask) -> Tensor:
+    """Return 0 for empty blocks, 1 for those with a mask, 2 for full ones."""
+
+    def dense(counts: Tensor, indices: Tensor) -> Tensor:
+        is_listed = torch.arange(indices.shape[-1]) < counts[..., None]
+        return torch.zeros_like(indices).scatter_add(-1, indices.long(), is_listed.to(indices))
+
+    found = dense(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is None:
+        return found
+    return found + 2 * dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
 
 
 def build(name: str, builders: dict[str, Builder | None], captured: Captured):

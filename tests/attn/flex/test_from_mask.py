@@ -14,7 +14,7 @@ from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.call import AlibiSlopes
 from lightning_cp.attn.choose import count_flex_groups
-from lightning_cp.attn.flex import block_mask, from_mask, mods, remote_kv
+from lightning_cp.attn.flex import block_mask, from_mask, remote_kv
 from lightning_cp.attn.flex import kernel as kernel
 from lightning_cp.attn.flex.from_mask import build_flex_call, longest_key_buffer
 from lightning_cp.attn.plan import QueryShard
@@ -26,6 +26,7 @@ from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
 from tests.attn import cases
 from tests.attn.cases import MASKS, make_case
+from tests.attn.flex.cases import states
 from tests.oracle import Inputs, assert_earned, attend_whole, errors, put_back
 from tests.ranks import run_threads
 
@@ -250,6 +251,7 @@ def test_keys_of_a_zigzag_lie_end_to_end():
 @pytest.mark.parametrize("cp_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_keys_lie_in_blocks_as_in_the_row(monkeypatch, cp_size):
     """A block of queries meets no more blocks of keys than in the row; gaps are seen by nobody."""
+    # A row of blocks of 128 would be long.
     monkeypatch.setattr(from_mask, "_block_size", lambda *, plain: 4)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
     num_gaps = 0
@@ -278,7 +280,7 @@ def new_nan(x, *size, **options):
 
 
 def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
-    """No accumulator of a shard, where each token has been sent once."""
+    """No accumulator of a shard, where each token has been sent once: only memory shows it."""
     kept = []
     monkeypatch.setattr(
         accumulators.PartialSums, "_accumulate_parts", lambda self: kept.append(self) or 1 / 0
@@ -514,20 +516,20 @@ def test_blocks_of_a_trimmed_mask_are_those_of_its_pairs(counter):
         call, _ = build_call(case, Replay(rank, 3))
         lengths = call.query_len, call.keys.buffer_len
         table = call.functions.build_block_mask()
-        pairs = mods._states(
+        pairs = states(
             torch_flex.create_block_mask(call.functions.mask_mod, 2, 1, *lengths, device="cpu")
         )
-        states = mods._states(table)
+        found = states(table)
         assert table.seq_lengths == lengths
-        assert torch.equal(states == 2, pairs == 2)
-        assert not ((states == 0) & (pairs > 0)).any()
+        assert torch.equal(found == 2, pairs == 2)
+        assert not ((found == 0) & (pairs > 0)).any()
 
 
 def test_padding_is_looked_up_only_where_it_lies_between_keys():
     hole = torch.zeros(2, 37).bool()
     hole[1, 20] = True
     codes = []
-    for padding in (cases._ends(2, 37, left=True), cases._ends(2, 37, left=False), False, hole):
+    for padding in (cases.ends(2, 37, left=True), cases.ends(2, 37, left=False), False, hole):
         case = make_case("causal")
         case.mask = Mask(causal=True, padding=padding)
         assert worst_error(case, 2) < 1e-10
@@ -610,17 +612,6 @@ def broken(monkeypatch, case, cp_size=3):
     return error
 
 
-def test_parity_notices_bounds_that_are_off_by_one(monkeypatch):
-    build = block_mask._build_visible_keys
-
-    def shifted(*args):
-        seen = build(*args)
-        return block_mask._VisibleKeys(seen.first, seen.last - 1, seen.real, seen.has_holes)
-
-    monkeypatch.setattr(block_mask, "_build_visible_keys", shifted)
-    assert broken(monkeypatch, make_case("documents")) > 1e-3
-
-
 def test_parity_notices_distances_in_the_buffer(monkeypatch):
     monkeypatch.setattr(block_mask.BufferedKeys, "is_prefix", True)
     assert broken(monkeypatch, make_case("window", bias=SLOPES)) > 1e-3
@@ -640,16 +631,21 @@ def test_parity_notices_slopes_of_other_heads(monkeypatch):
     assert worst_error(case, 2, split=True) > 1e-3
 
 
-def test_a_buffer_that_is_not_sorted_is_noticed(monkeypatch):
-    keys_of = from_mask._buffered_keys
-
-    def reversed_(*args, **kwargs):
-        keys = keys_of(*args, **kwargs)
-        return block_mask.BufferedKeys(keys.positions[::-1], keys.buffer_len, keys.seq_len)
-
-    monkeypatch.setattr(from_mask, "_buffered_keys", reversed_)
+def test_a_buffer_that_is_not_sorted_is_noticed():
+    call, _ = build_call(make_case("window"), LoneTransport())
+    layout, keys = call.query_shard.layout, call.keys
+    bounds = MASKS["window"](2, layout.seq_len).bounds(layout.seq_len, padded_len=layout.padded_len)
+    turned = block_mask.BufferedKeys(keys.positions[::-1], keys.buffer_len, keys.seq_len)
     with pytest.raises(AssertionError, match="the key buffer misses a key, or is not sorted"):
-        run_row(make_case("window"), 2)
+        block_mask.mask_functions(
+            bounds,
+            Scores(1.0),
+            call.query_shard,
+            batch=2,
+            device=torch.device("cpu"),
+            fused=False,
+            keys=turned,
+        )
 
 
 def test_one_device_brings_nothing():

@@ -21,13 +21,13 @@ from lightning_cp.attn.flex.block_mask import mask_functions
 from lightning_cp.attn.flex.mods import (
     SequenceMask,
     SequenceMaskCache,
-    _states,
     build_functions,
     sequence_mask_of,
 )
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
+from lightning_cp.torch_private import exact_backend
 from tests import doors
 from tests.attn import cases
 from tests.attn.flex.cases import (
@@ -39,6 +39,7 @@ from tests.attn.flex.cases import (
     flex_whole,
     make_flex_case,
     put_flex_together,
+    states,
     weights_of_lse,
 )
 from tests.oracle import errors
@@ -48,11 +49,11 @@ from tests.oracle import errors
 def counter(monkeypatch):
     """Let the road of fused kernels run on a CPU, and count what is compiled."""
     backend = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(kernel, "_backend", backend)
     yield backend
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def run_rank(case, layout, rank, mask=None):
@@ -184,7 +185,7 @@ def test_blocks_of_a_mask_are_those_of_its_pairs(name):
         )
         table = mods.build_block_mask()
         exact = create_block_mask(mods.mask_mod, 2, 1, *place.lengths, device="cpu")
-        found, pairs = _states(table), _states(exact)
+        found, pairs = states(table), states(exact)
         assert torch.equal(found == 2, pairs == 2)
         assert not ((found == 0) & (pairs > 0)).any()
         assert table.seq_lengths == place.lengths
@@ -202,14 +203,13 @@ def test_a_block_mask_of_the_row_is_cut_where_blocks_allow_it():
             layout = build_layout("zigzag", seq_len=64, cp_size=cp_size)
             place, heads = QueryShard(layout, rank, head_offset=1), 2
             if not cut:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
+                with torch.compiler.set_stance("force_eager"):
                     table = mask.block_mask(place, batch=2, heads=heads, device=torch.device("cpu"))
             else:
                 table = mask.block_mask(place, batch=2, heads=heads, device=torch.device("cpu"))
             assert table.seq_lengths == place.lengths
             exact = create_block_mask(table.mask_mod, 2, heads, *place.lengths, "cpu", 8)
-            assert torch.equal(_states(table), _states(exact))
+            assert torch.equal(states(table), states(exact))
             # It sees positions and heads of the model.
             b, h, q, k = (torch.tensor(x) for x in (1, 1, 3, 5))
             at = layout.positions(rank).clamp(max=63)[3]
@@ -256,27 +256,38 @@ def test_masks_are_kept_over_steps_while_nothing_changes():
 
     model = Model()
     assert masks.find(model.mask) is not masks.find(model.mask)
-    for width in range(5):
-        masks.find(build_mask(width))
-    assert len(masks._cache) == 3
+    found = [masks.find(build_mask(width)) for width in range(5)]
+    assert [masks.find(build_mask(width)) is found[width] for width in (2, 3, 4)] == [True] * 3
+    assert masks.find(build_mask(1)) is not found[1]  # of those that came last there are three
 
 
 def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
     ids = torch.zeros(2, 16).long()
     layout = build_layout("contiguous", seq_len=16, cp_size=2)
+    looked = []
+
+    def unknown(b, h, q, k):
+        looked.append(q)
+        if len(looked) <= 2:
+            raise IndexError("when it is looked at")
+        return q >= k
+
     shapes = {
         (1, 1): lambda b, h, q, k: q >= k,
         (2, 1): lambda b, h, q, k: ids[b, q] == ids[b, k],
         (1, 3): lambda b, h, q, k: q - k < h,
-        (2, 3): lambda b, h, q, k: [][0],  # cannot be found out
+        (2, 3): unknown,
     }
     for shape, mask_mod in shapes.items():
-        mask = SequenceMask(mask_mod)
-        assert (mask._size(None, 0, 2), mask._size(None, 1, 3)) == shape
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_compiled", lambda fn, kind, backend: fn)
+        mask, kwargs = (
+            SequenceMask(mask_mod),
+            {"batch": 2, "heads": 3, "device": torch.device("cpu")},
+        )
+        with torch.compiler.set_stance("force_eager"):
+            table = mask.block_mask(QueryShard(layout, 1), **kwargs)
+        assert table.kv_num_blocks.shape[:2] == shape
+    with torch.compiler.set_stance("force_eager"):
         mask = SequenceMask(shapes[2, 1], block_size=(4, 4))
-        kwargs = {"batch": 2, "heads": 3, "device": torch.device("cpu")}
         table = mask.block_mask(QueryShard(layout, 1), **kwargs)
         assert table.kv_num_blocks.shape == (2, 1, 2)
         assert mask.block_mask(QueryShard(layout, 1), **kwargs) is table
@@ -286,7 +297,7 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
         assert again is not table
         for rank in range(20):
             mask.block_mask(QueryShard(layout, rank % 2, head_offset=rank), **kwargs)
-        assert len(mask._cache) <= 8
+        assert mask.block_mask(QueryShard(layout, 1), **kwargs) is not again  # not kept for ever
 
 
 def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch):
@@ -334,7 +345,7 @@ def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
     for score_mod in scores:
         place, device = QueryShard(layout, 0), torch.device("cpu")
         mods = build_functions(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
-        with torch._dynamo.config.patch(recompile_limit=2):
+        with torch._dynamo.config.patch(recompile_limit=2):  # of 8
             kernel.attend_compiled(q, q, q, mods, scale=1.0, aux=AuxRequest())
     assert counter.frame_count == 4
 
@@ -352,8 +363,7 @@ def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
         return attend
 
     monkeypatch.setattr(kernel, "compiled_flex_attention", stand_in)
-    monkeypatch.setattr(kernel, "_options", {})
-    q = torch.zeros(1, 1, 2, 4)
+    q = torch.zeros(1, 1, 2, 12)  # a shape of no other test: options are kept by shape
     for _ in range(2):
         kernel.attend_compiled(q, q, q, kernel.FlexFunctions(), scale=None, aux=AuxRequest())
     assert asked == [None, {"num_stages": 1}, {"num_stages": 1}]
@@ -409,10 +419,10 @@ def test_backward_of_compiled_code_may_run_again():
         grads = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]
         return all(torch.equal(x.grad, grad) for grad in grads)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with pytest.raises(RuntimeError, match="donated buffer"):
         differentiate_twice(torch.compile(power, backend="aot_eager"))
-    assert differentiate_twice(kernel._compiled(power, "twice", "aot_eager"))
+    assert differentiate_twice(torch.compile(power, backend=exact_backend("aot_eager")))
 
 
 @pytest.mark.slow
@@ -427,6 +437,6 @@ def test_torchs_compiler_pads_nothing():
     )
     x = torch.ones(3, requires_grad=True)
     with watch:
-        kernel._compiled(lambda x: x.exp(), "padding", "inductor")(x).sum().backward()
+        torch.compile(lambda x: x.exp(), backend=exact_backend("inductor"))(x).sum().backward()
     assert padded == [False, False]
     assert config.comprehensive_padding
