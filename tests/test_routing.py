@@ -109,6 +109,7 @@ REFUSED = {
         "need_weights=True inside a step",
     ),
     "a kernel of torch": (
+        # The operator itself: a kernel that has no public function.
         lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             heads(), heads(), heads()
         ),
@@ -182,6 +183,7 @@ def test_what_cannot_be_served_is_refused(name, cp, batch):
 
 
 def depth():
+    """Return the number of function modes: torch has no public way to tell."""
     return torch._C._len_torch_function_stack()
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 
 from lightning_cp import token_mean, verify
+from lightning_cp.torch_private import flatten
 from lightning_cp.verification import Report, truncate_batch
 from tests import doors
 from tests.parity.batches import BATCHES
@@ -47,7 +48,7 @@ def run_verify(kind, batch, sharded, dp_size=1, max_len=None):
     cp = doors.parallel(mesh["context_parallel"], mesh["data_parallel"])
     model = Broken(kind).train()
     if sharded:
-        fully_shard(model, mesh=mesh["data_parallel", "context_parallel"]._flatten("dp_cp"))
+        fully_shard(model, mesh=flatten(mesh["data_parallel", "context_parallel"], "dp_cp"))
 
     def loss_fn(given):
         logits = model(given["input_ids"], cp.position_ids())

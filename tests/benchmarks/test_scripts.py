@@ -220,6 +220,7 @@ def test_a_rank_computes_a_part_of_a_video(tmp_path):
     assert not any(isinstance(line.get("spent"), str) for line in lines)
 
 
+@pytest.mark.slow
 def test_meshes_of_a_cluster_are_told_as_computed(tmp_path, capsys):
     picture = tmp_path / "plan.png"
     args = ["--gpus", "32", "64", "--picture", str(picture)]

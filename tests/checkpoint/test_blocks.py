@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard  # FSDP2 makes them
 
 from lightning_cp.checkpoint.blocks import full_tensor
 

@@ -825,7 +825,7 @@ def test_changed_bytes_are_refused_on_all_ranks(ranks, saved, tmp_path):
 
 def test_each_byte_of_a_checkpoint_is_checked_by_one_rank_at_least(saved, monkeypatch):
     folder = saved / "adam"
-    seen = []
+    seen = []  # blocks that are read leave no trace
     monkeypatch.setattr(checksums, "_check_blocks", lambda _, blocks: seen.append(list(blocks)))
     for size in (1, 2, 3, 7):
         seen.clear()
@@ -840,7 +840,7 @@ def test_each_byte_of_a_checkpoint_is_checked_by_one_rank_at_least(saved, monkey
 
 @pytest.mark.parametrize(("place", "block"), [(5119, "5000 to 5120"), (1010, "1000 to 2000")])
 def test_long_files_have_many_blocks(tmp_path, monkeypatch, place, block):
-    monkeypatch.setattr(checksums, "_BLOCK", 1000)
+    monkeypatch.setattr(checksums, "_BLOCK", 1000)  # of 64 MiB
     monkeypatch.setattr(checksums, "_BUFFER", 300)  # blocks are read in parts
     (tmp_path / "a").write_bytes(bytes(range(256)) * 20)
     checksums.write_checksums(tmp_path, checksums.sum_files([tmp_path / "a"]))

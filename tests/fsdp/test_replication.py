@@ -115,11 +115,9 @@ def run_unfrozen():
 
 
 def run_small_buckets():
-    replication._BUCKET_BYTES = 64
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replication, "_BUCKET_BYTES", 64)  # of 128 MiB
         run_averaged()
-    finally:
-        replication._BUCKET_BYTES = 1 << 27
 
 
 def run_half():

@@ -16,6 +16,8 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+
+# No option of Lightning's says what launches.
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from hf_patches.__main__ import main as hf_main
@@ -436,10 +438,10 @@ def test_slurm_takes_the_job_back_and_it_goes_on(job, tmp_path):
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     deadline = time.time() + 600
     while not last.exists():
-        assert time.time() < deadline, job._text()
+        assert time.time() < deadline, job.text()
         time.sleep(0.2)
     time.sleep(1)  # in the middle of some step
-    os.kill(job._started[0].pid, signal.SIGUSR1)
+    os.kill(job.started[0].pid, signal.SIGUSR1)
     outcome = job.wait(limit=600)
     assert outcome.codes == [0], outcome.text
     assert (tmp_path / "slurm" / "told").read_text() == "requeue 4711\n"
@@ -457,12 +459,13 @@ def test_a_checkpoint_that_lost_its_name_gets_it_back(tmp_path):
     aside, last = tmp_path / ".last.ckpt.replaced", tmp_path / "last.ckpt"
     aside.mkdir()
     (aside / "meta.pt").touch()
-    cli._restore_last(str(tmp_path))
+    restore = cli._restore_last  # what a run does first
+    restore(str(tmp_path))
     assert (last / "meta.pt").is_file()
     aside.mkdir()
-    cli._restore_last(str(tmp_path))  # a newer one has it
+    restore(str(tmp_path))  # a newer one has it
     assert aside.is_dir()
-    cli._restore_last(None)
+    restore(None)
 
 
 def test_whole_numbers_stay_whole():
@@ -471,7 +474,7 @@ def test_whole_numbers_stay_whole():
     def trainer(limit: float | int | None = None, every: str | float | int = 1):
         return limit, every
 
-    cli._parse_int_before_float(trainer)
+    cli._parse_int_before_float(trainer)  # what the command does to Lightning's Trainer
     parser = ArgumentParser()
     parser.add_function_arguments(trainer)
     for text, number in (("1", 1), ("1.0", 1.0), ("0.25", 0.25)):

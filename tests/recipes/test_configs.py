@@ -138,7 +138,7 @@ def fit(args, folder):
         return main(args), sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt"))
 
 
-QUICK = ("laptop", "gpt_oss_20b_lora_128k")
+QUICK = ("gpt_oss_20b_lora_128k",)
 
 
 @pytest.mark.ranks

@@ -98,6 +98,16 @@ def test_the_two_configs_differ_in_ranks_and_folders_only(tmp_path):
     assert texts[0].replace("cp2", "cp1") == texts[1]
 
 
+def run_demo(monkeypatch, out, sharded, single):
+    """Run the demo with runs that are over; return its status."""
+    runs = {f"cp{demo.RANKS}": sharded, "cp1": single}
+    monkeypatch.setattr(demo.Commands, "run", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "generate", lambda folder: WROTE)
+    monkeypatch.setattr(demo, "read_run", lambda folder: runs[folder.name])
+    monkeypatch.setattr(demo, "write_report", lambda *_, **__: out / "report.md")
+    return demo.run_demo(out, steps=3, length=16)
+
+
 @pytest.mark.parametrize(
     ("losses", "log", "message"),
     [
@@ -108,15 +118,16 @@ def test_the_two_configs_differ_in_ranks_and_folders_only(tmp_path):
     ],
     ids=["a step", "NaN", "a step that is missing", "not verified"],
 )
-def test_what_differs_fails(losses, log, message, capsys):
+def test_what_differs_fails(losses, log, message, capsys, monkeypatch, tmp_path):
     sharded, single = build_run(losses, log=log), build_run([5.0, 4.0, 3.0], cp_size=1)
-    assert demo._conclude(Path("report.md"), sharded, single, 1.0) == 1
+    assert run_demo(monkeypatch, tmp_path, sharded, single) == 1
     assert message in capsys.readouterr().err
 
 
-def test_curves_that_agree_pass(capsys):
+def test_curves_that_agree_pass(capsys, monkeypatch, tmp_path):
     single = build_run([5.0, 4.0, 3.0], cp_size=1)
-    assert demo._conclude(Path("report.md"), build_run([5.0, 4.0, 3.00002]), single, 1.0) == 0
+    sharded = build_run([5.0, 4.0, 3.00002])
+    assert run_demo(monkeypatch, tmp_path, sharded, single) == 0
     assert "2.0e-05, at step 3 of 3" in capsys.readouterr().out
 
 

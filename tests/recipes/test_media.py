@@ -149,7 +149,7 @@ def test_packed_conversations_are_those_of_the_processor(folder, marks, num_work
 def test_samples_of_a_batch_have_their_media_one_after_the_other(folder):
     data = media_data(folder, seq_len=100, batch_size=2)
     batch = batch_of(data)
-    assert [len(numbers) for numbers in data._tables["train"].column("media")] == [1, 1]
+    assert [len(numbers) for numbers in data.train_samples().column("media")] == [1, 1]
     is_first = "What?" in data.tokenizer.decode(batch["input_ids"][0])
     order = [0, 1, 2, 3] if is_first else [2, 3, 0, 1]
     pixels = [stock(tiny_processor(), turns([image(i)], "x"))["pixel_values"] for i in order]
@@ -326,11 +326,11 @@ def test_what_is_no_processor_is_refused(folder, monkeypatch):
 
 
 def test_a_processor_that_hides_where_media_are_is_refused(folder, monkeypatch):
-    data = media_data(folder)
-    process = data._process
+    data, kind = media_data(folder), type(tiny_processor())
+    process = kind.__call__
     monkeypatch.setattr(
-        data,
-        "_process",
+        kind,
+        "__call__",
         lambda *args, **options: {
             name: value
             for name, value in process(*args, **options).items()
@@ -389,17 +389,18 @@ def test_samples_without_media_need_one_data_rank(folder):
         data.train_dataloader()
 
 
-def test_media_of_different_shapes_are_not_joined(folder):
+def test_media_of_different_shapes_are_not_joined(folder, monkeypatch):
     data = media_data(folder, seq_len=100, batch_size=2)
     data.prepare_data()
     data.setup("fit")
-    media, sizes = data._media, iter((32, 64))
+    kind, sizes = type(tiny_processor()), iter((32, 64))
+    process = kind.__call__
 
-    def other_sizes(split, sample):
+    def other_sizes(*args, **options):
         side = next(sizes)
-        return {**media(split, sample), "pixel_values": torch.zeros(2, 3, side, side)}
+        return {**process(*args, **options), "pixel_values": torch.zeros(2, 3, side, side)}
 
-    data._media = other_sizes
+    monkeypatch.setattr(kind, "__call__", other_sizes)
     with pytest.raises(ValueError, match="`pixel_values` of the shapes .*batch_size=1"):
         next(iter(data.train_dataloader()))
 
@@ -572,7 +573,7 @@ def generated(folder, processor=None):
 class Doubled(CausalLMModule):
     """Trains in float64."""
 
-    def _build(self, *, trained):
+    def _build(self, *, trained):  # a method to override: recipes/preference does
         return super()._build(trained=trained).double()
 
 
@@ -698,7 +699,7 @@ def stock_loss(model, processor, folder):
     data.prepare_data()
     data.setup("validate")
     total, count = 0.0, 0
-    chosen = data._tables["val"]
+    chosen = data.val_samples()
     for sample in [chosen[i] for i in range(min(2, len(chosen)))]:
         images = iter(sample["media"].tolist())
         for number in range(int(sample["document_ids"].max()) + 1):
@@ -720,7 +721,7 @@ def stock_loss(model, processor, folder):
 def refusal(config):
     """Return what a run says to a model that does not fit its data."""
     module = CausalLMModule()
-    module._config = config
+    module._config = config  # instead of a folder of such a model
     with pytest.raises(ValueError) as error:  # noqa: PT011  its text is what comes back
         module._check_processor(tiny_processor())
     return str(error.value)

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from tests.lightning.scripts.start import Job
 from tests.recipes.test_cli import run_main
 
-STEPS, SAVE_EVERY = 16, 3
+STEPS, SAVE_EVERY = 14, 3
 EPOCH = 7
 """Batches of an epoch, of packed rows as of a stream."""
 
@@ -200,9 +200,9 @@ def kill_when_held(job, run):
     """Kill the command and all processes that it has started, at once."""
     deadline = time.time() + 600
     while not all((job.folder / f"{run}-{rank}.held").exists() for rank in range(2)):
-        assert time.time() < deadline, job._text()
+        assert time.time() < deadline, job.text()
         time.sleep(0.05)
-    os.killpg(job._started[-1].pid, signal.SIGKILL)
+    os.killpg(job.started[-1].pid, signal.SIGKILL)
     assert job.wait(limit=120).codes[-1] == -signal.SIGKILL
 
 

@@ -135,14 +135,15 @@ def test_a_function_with_other_arguments_is_left_alone():
 
 
 class Seen(TorchFunctionMode):
-    """Notes the functions that are called."""
+    """Notes calls of two functions."""
 
     def __init__(self):
         super().__init__()
         self.functions = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.functions.append(func)
+        if func in (torch.sin, torch.cos):
+            self.functions.append(func)
         return func(*args, **(kwargs or {}))
 
 

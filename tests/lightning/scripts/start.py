@@ -51,7 +51,7 @@ class Job:
         self.out = folder / "out"
         self.out.mkdir()
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
-        self._started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -69,8 +69,8 @@ class Job:
         name, value = self._mark.split("=")
         ours = {name: value, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         given = {key: str(value) for key, value in environment.items()}
-        with self._log(len(self._started)).open("wb") as log:
-            self._started.append(
+        with self._log(len(self.started)).open("wb") as log:
+            self.started.append(
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
@@ -155,11 +155,11 @@ class Job:
             if time.time() - since > most:
                 left = self._running()
                 self._kill()
-                raise AssertionError(f"{left} still ran after {most} s:\n{self._text()}")
+                raise AssertionError(f"{left} still ran after {most} s:\n{self.text()}")
             time.sleep(0.1)
         since = fault.stat().st_mtime if fault.exists() else begin
-        codes = [process.wait() for process in self._started]
-        return Outcome(codes, self._text(), time.time() - since)
+        codes = [process.wait() for process in self.started]
+        return Outcome(codes, self.text(), time.time() - since)
 
     def found(self, world_size: int) -> list[dict[str, Any]]:
         """Return what each rank has written."""
@@ -171,12 +171,12 @@ class Job:
     def _log(self, index: int) -> Path:
         return self.folder / f"log{index}.txt"
 
-    def _text(self) -> str:
-        logs = (self._log(index) for index in range(len(self._started)))
+    def text(self) -> str:
+        logs = (self._log(index) for index in range(len(self.started)))
         return "\n".join(log.read_text(errors="replace") for log in logs)
 
     def _running(self) -> list[int]:
-        started = [process.pid for process in self._started if process.poll() is None]
+        started = [process.pid for process in self.started if process.poll() is None]
         return started or self._marked()
 
     def _marked(self) -> list[int]:
@@ -191,7 +191,7 @@ class Job:
         return found
 
     def _kill(self) -> None:
-        for process in self._started:
+        for process in self.started:
             if process.poll() is None:
                 process.kill()
                 process.wait()
