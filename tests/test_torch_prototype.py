@@ -264,7 +264,8 @@ def both_orders(lengths):
         row = torch.tensor(ours)[None]
         (whole,) = context_parallel_unshard(mesh, [row], [1])
         assert whole.tolist() == [list(range(length))]
-        prototype._cp_options.enable_load_balance = False
+        options = prototype._cp_options
+        options.enable_load_balance = False
         try:
             theirs, ours = shards_of_both(length)
             assert theirs == ours == sorted(ours)
@@ -272,12 +273,13 @@ def both_orders(lengths):
             (whole,) = context_parallel_unshard(mesh, [torch.tensor(ours)[None]], [1])
             assert whole.tolist() == [list(range(length))]
         finally:
-            prototype._cp_options.enable_load_balance = True
-    balancer = prototype._HeadTailLoadBalancer(12, mesh.size(), "cpu")
+            options.enable_load_balance = True
+    build = prototype._HeadTailLoadBalancer
+    balancer = build(12, mesh.size(), "cpu")
     with context_parallel(mesh, buffers=[row := torch.arange(12)[None]], buffer_seq_dims=[1]):
         (whole,) = context_parallel_unshard(mesh, [row], [1], balancer)
     assert whole.tolist() == [list(range(12))]
-    other = prototype._HeadTailLoadBalancer(24, mesh.size(), "cpu")
+    other = build(24, mesh.size(), "cpu")
     with pytest.raises(ValueError, match=r"_HeadTailLoadBalancer\) orders the 12 tokens of"):
         context_parallel_unshard(mesh, [row[:, : 12 // mesh.size()]], [1], other)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_patches import enable
 from lightning_cp.memory import compile_layers, compiled, tile_modules
+from tests.attn.cases import say_again
 from tests.memory import token_wise
 from tests.memory.token_wise import (
     EXPECTED,
@@ -37,11 +38,11 @@ def counter(monkeypatch):
 
 def count_graphs(monkeypatch):
     torch.compiler.reset()
-    compiled._compiled.cache_clear()
+    say_again(compiled)
     backend = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled, "_backend", backend)
     yield backend
-    compiled._compiled.cache_clear()
+    say_again(compiled)
     torch.compiler.reset()
 
 
@@ -83,7 +84,7 @@ def test_generated_code_is_exact(monkeypatch, dtype):
         return inner(graph, inputs)
 
     torch.compiler.reset()
-    compiled._compiled.cache_clear()
+    say_again(compiled)
     monkeypatch.setattr(compiled, "_backend", counting)
     plain = zoo.build_model("qwen3", dtype=dtype)
     model = copy.deepcopy(plain)
@@ -97,7 +98,7 @@ def test_generated_code_is_exact(monkeypatch, dtype):
         counts.append(len(graphs))
     assert counts[1] == counts[-1], counts
     handle.remove()
-    compiled._compiled.cache_clear()
+    say_again(compiled)
     torch.compiler.reset()
 
 
@@ -138,9 +139,9 @@ def test_rotary_embeddings(counter, name):
             "_call_compiled",
             lambda fn, *a, **k: compiled_fns.append(fn) or plain(fn, *a, **k),
         )
-        compiled._with_compiled.cache_clear()
+        say_again(compiled)
         assert_close(train(model, batch), exact)
-    compiled._with_compiled.cache_clear()
+    say_again(compiled)
     assert {fn.__name__ for fn in compiled_fns} >= found
     handle.remove()
     assert_close(train(model, batch), exact, 0.0)

@@ -718,12 +718,17 @@ def stock_loss(model, processor, folder):
     return total / count
 
 
+def check_processor(module, processor):
+    """Do what a run does before it loads the weights."""
+    module._check_processor(processor)
+
+
 def refusal(config):
     """Return what a run says to a model that does not fit its data."""
     module = CausalLMModule()
     module._config = config  # instead of a folder of such a model
     with pytest.raises(ValueError) as error:  # noqa: PT011  its text is what comes back
-        module._check_processor(tiny_processor())
+        check_processor(module, tiny_processor())
     return str(error.value)
 
 
@@ -746,7 +751,7 @@ def test_the_token_of_places_may_be_one_of_several():
     module, processor = CausalLMModule(model="tiny-image"), tiny_processor()
     processor.image_token_id = 5  # Gemma 3's is the token before an image
     processor.image_token_ids = [262]
-    module._check_processor(processor)
+    check_processor(module, processor)
 
 
 def fit_adapters(folder, path):
