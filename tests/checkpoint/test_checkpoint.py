@@ -424,7 +424,7 @@ def save_and_die(folder, moment, rank):
 @pytest.mark.parametrize(
     ("moment", "rank", "steps", "left"),
     [
-        ("write_shards", 0, 2, ".a.saving"),
+        pytest.param("write_shards", 0, 2, ".a.saving", marks=pytest.mark.slow),
         ("shards", 1, 2, None),
         pytest.param("_write_meta", 0, 2, ".a.saving", marks=pytest.mark.slow),
         ("_put_in_place", 0, 2, ".a.saving"),

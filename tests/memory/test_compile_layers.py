@@ -147,6 +147,7 @@ def test_rotary_embeddings(counter, name):
     assert_close(train(model, batch), exact, 0.0)
 
 
+@pytest.mark.slow
 def test_other_models_of_a_class_stay_plain(counter):
     """The function that applies rotary embeddings is shared by all models of a file."""
     batch = zoo.sample_batch("llama", rows=2, length=19)

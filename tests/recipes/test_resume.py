@@ -226,6 +226,7 @@ def test_killed_twice_and_resumed_it_trains_as_if_nothing_had_been(case, job, tm
     check_same(tmp_path, "killed-2", start=9)
 
 
+@pytest.mark.slow  # quick, of the data alone and under the strategy: tests/recipes/test_data.py
 @pytest.mark.ranks
 def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_same_losses(ranks, tmp_path):
     # The same in little: what a killed run leaves is its last checkpoint.

@@ -229,7 +229,7 @@ sized_cases = st.sampled_from([1, 2, 3, 4, 5, 8]).flatmap(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(sized_cases)
 def test_any_mask_shape_size_and_ownership_is_exact(drawn):
     assert worst_error(*drawn) < 1e-10

@@ -334,20 +334,15 @@ def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch):
 
 def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
     """torch gives up after 8 compilations of one code, with fullgraph by an error."""
-    scores = [
-        lambda s, b, h, q, k: s + 1.0,
-        lambda s, b, h, q, k: s * 2.0,
-        lambda s, b, h, q, k: s - 3.0,
-        lambda s, b, h, q, k: s.sin(),
-    ]
+    scores = [lambda s, b, h, q, k: s + 1.0, lambda s, b, h, q, k: s.sin()]
     layout = build_layout("contiguous", seq_len=16, cp_size=1)
     q = torch.randn(1, 2, 16, 16)
     for score_mod in scores:
         place, device = QueryShard(layout, 0), torch.device("cpu")
         mods = build_functions(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
-        with torch._dynamo.config.patch(recompile_limit=2):  # of 8
+        with torch._dynamo.config.patch(recompile_limit=1):  # of 8
             kernel.attend_compiled(q, q, q, mods, scale=1.0, aux=AuxRequest())
-    assert counter.frame_count == 4
+    assert counter.frame_count == 2
 
 
 def test_a_kernel_that_does_not_fit_the_chip_is_compiled_with_less(monkeypatch):
