@@ -15,7 +15,6 @@ import itertools
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -464,10 +463,12 @@ def run_threads(
         thread.join(max(0.0, deadline - time.monotonic()))
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:  # as daemons they do not keep pytest from ending
-        frame = sys._current_frames().get(threads[late[0]].ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            stacks = file.read()
         raise RankError(
-            f"{failures}\nrank {late[0]} stands at:\n{stack}"
+            f"{failures}\nall threads stand at:\n{stacks}"
             f"threads {late} of {size} did not finish in {timeout} s"
         )
     if failures:  # the first one to fail; the others end after it

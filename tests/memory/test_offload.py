@@ -630,8 +630,13 @@ def test_a_store_without_room_for_all_is_an_error():
 # Host memory
 
 
+def set_chunks(monkeypatch, num_bytes):
+    """Let host memory come in small pieces: they have 256 MiB."""
+    monkeypatch.setattr(arenas, "_MIN_CHUNK", num_bytes)
+
+
 def test_blocks_do_not_overlap_and_are_reused(monkeypatch):
-    monkeypatch.setattr(arenas, "_MIN_CHUNK", 4096)  # of 256 MiB
+    set_chunks(monkeypatch, 4096)
     arena, generator = Arena(64 * 1024), torch.Generator().manual_seed(0)
     taken, most = [], 0
     for step in range(400):
@@ -664,7 +669,7 @@ def test_a_block_outlives_its_arena():
 
 
 def test_sizes_that_no_longer_fit_are_replaced(monkeypatch):
-    monkeypatch.setattr(arenas, "_MIN_CHUNK", 1024)  # of 256 MiB
+    set_chunks(monkeypatch, 1024)
     arena = Arena(10 * 1024)
     blocks = [arena.take(1024, pinned=False) for _ in range(10)]
     assert None not in blocks
@@ -675,19 +680,24 @@ def test_sizes_that_no_longer_fit_are_replaced(monkeypatch):
     assert arena.num_bytes == 10 * 1024
 
 
-def test_host_memory_is_what_the_system_and_the_container_leave(tmp_path):
-    meminfo, cgroup = budgets._meminfo, budgets._cgroup  # of other files than this machine's
-    info = tmp_path / "meminfo"
-    assert meminfo(info) is None
-    info.write_text("MemTotal: 100 kB\nMemAvailable:     40 kB\n")
-    assert meminfo(info) == 40 * 1024
-    assert cgroup(tmp_path) is None
-    for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 5\ninactive_file 100")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert cgroup(tmp_path) == 400
-    (tmp_path / "memory.max").write_text("max")
-    assert cgroup(tmp_path) is None
+def test_host_memory_is_what_the_system_and_the_container_leave(monkeypatch, tmp_path):
     assert 0 < budgets.available_bytes() < 2**50
+    monkeypatch.setattr(budgets, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert budgets.available_bytes() is None
+    (tmp_path / "proc").mkdir()
+    info = tmp_path / "proc" / "meminfo"
+    info.write_text("MemTotal: 100 kB\nMemAvailable:     40 kB\n")
+    assert budgets.available_bytes() == 40 * 1024
+    folder = tmp_path / "sys" / "fs" / "cgroup"
+    folder.mkdir(parents=True)
+    for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 5\ninactive_file 100")):
+        (folder / f"memory.{name}").write_text(text)
+    assert budgets.available_bytes() == 400
+    (folder / "memory.max").write_text("max")
+    assert budgets.available_bytes() == 40 * 1024
+    (folder / "memory.max").write_text("1000")
+    info.unlink()
+    assert budgets.available_bytes() == 400
 
 
 def test_more_than_the_host_has_is_refused(monkeypatch):

@@ -769,7 +769,7 @@ def test_a_probe_leaves_no_graph_behind(model, x, monkeypatch):
     assert replaced_names(handle)
     handle.remove()
     for module in model.modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
+        for name in [name for name, _ in module.named_parameters(recurse=False)]:
             setattr(module, name, None)  # as FSDP2 replaces them
     gc.collect()
     assert not any(ref() is not None for ref in weights)
