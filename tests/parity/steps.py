@@ -169,7 +169,7 @@ def rank_step(job: Job) -> dict[str, Tensor]:
     average_(model)
     found = {"loss": loss.detach(), **gradients(model)}
     if embeds is not None and embeds.requires_grad:
-        gradient = embeds.grad.to(job.device)
+        gradient, embeds.grad = embeds.grad.to(job.device), None
         dist.all_reduce(gradient)
         found["inputs_embeds"] = gradient / dist.get_world_size()  # noqa: TID251
     return {name: x.cpu() for name, x in found.items()}

@@ -1,5 +1,7 @@
 """Loss and every gradient of a step on gloo ranks, against one process that saw the whole batch."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,14 +12,19 @@ from tests.parity.steps import Job, build_cp, rank_steps, whole_step
 
 pytestmark = pytest.mark.ranks
 
+# Two that follow each other differ in both.
 CHOICES = [
     ("gather", "zigzag"),
     ("ring", "contiguous"),
-    ("ulysses", "zigzag"),
-    ("ring", "zigzag"),
-    ("ring", "balanced"),
     ("ulysses", "balanced"),
+    ("gather", "contiguous"),
+    ("ring", "balanced"),
+    ("ulysses", "zigzag"),
+    ("gather", "balanced"),
+    ("ring", "zigzag"),
+    ("ulysses", "contiguous"),
 ]
+OTHER_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4)]
 
 
 def check(found, exact, name):
@@ -34,27 +41,49 @@ def expected(rows):
     return exact
 
 
-@pytest.mark.parametrize(
-    "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
-)
+def check_jobs(pool, jobs):
+    """Run jobs of one batch each on all ranks, and compare each with one process."""
+    exact = {}
+    for rank, results in enumerate(pool.run(rank_steps, jobs)):
+        for job, found in zip(jobs, results, strict=True):
+            (rows,) = job.rows
+            if id(rows) not in exact:
+                exact[id(rows)] = expected(rows)
+            check(found, exact[id(rows)], (list(rows.batch), job.options, rank))
+
+
+@pytest.mark.parametrize("cp_size", [3, *OTHER_SIZES])
 def test_every_kind_of_batch(ranks, cp_size):
-    rows = {name: build(3) for name, build in BATCHES.items()}
-    exact = {name: expected(rows[name]) for name in rows}
+    """With two algorithms and layouts each, that take turns."""
+    turns = itertools.cycle(CHOICES)
+    jobs = [
+        Job([rows], {"algorithm": algorithm, "layout": layout})
+        for rows in (build(3) for build in BATCHES.values())
+        for algorithm, layout in itertools.islice(turns, 2)
+    ]
+    check_jobs(ranks(cp_size), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_every_kind_of_batch_in_every_algorithm_and_layout(ranks, cp_size):
+    rows = [build(3) for build in BATCHES.values()]
     for algorithm, layout in CHOICES:
         options = {"algorithm": algorithm, "layout": layout}
-        jobs = [Job([rows[name]], options) for name in rows]
-        for rank, results in enumerate(ranks(cp_size).run(rank_steps, jobs)):
-            for name, found in zip(rows, results, strict=True):
-                check(found, exact[name], (name, algorithm, layout, rank))
+        check_jobs(ranks(cp_size), [Job([part], options) for part in rows])
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("gather", marks=pytest.mark.slow), "ring"])
-def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, algorithm):
-    rows = {name: build(3) for name, build in BATCHES.items()}
-    jobs = [Job([part], {"algorithm": algorithm, "ulysses_size": 2}) for part in rows.values()]
-    for rank, results in enumerate(ranks(4).run(rank_steps, jobs)):
-        for name, found in zip(rows, results, strict=True):
-            check(found, expected(rows[name]), (name, rank))
+@pytest.mark.parametrize(
+    ("algorithm", "names"),
+    [
+        ("ring", ("document_ids", "left_padded", "short")),
+        pytest.param("ring", tuple(BATCHES), marks=pytest.mark.slow),
+        pytest.param("gather", tuple(BATCHES), marks=pytest.mark.slow),
+    ],
+)
+def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, algorithm, names):
+    options = {"algorithm": algorithm, "ulysses_size": 2}
+    check_jobs(ranks(4), [Job([BATCHES[name](3)], options) for name in names])
 
 
 def test_no_valid_label_gives_loss_zero_and_no_gradient():
@@ -62,7 +91,7 @@ def test_no_valid_label_gives_loss_zero_and_no_gradient():
     assert all(not x.any() for x in exact.values())
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "how",
     [
@@ -75,14 +104,12 @@ def test_no_valid_label_gives_loss_zero_and_no_gradient():
     ids=str,
 )
 def test_backward_outside_and_activation_checkpointing(ranks, cp_size, how):
-    names = ["document_ids", "left_padded"]
-    rows = [BATCHES[name](4) for name in names]
-    for algorithm, layout in CHOICES[:3]:
-        jobs = [Job([r], {"algorithm": algorithm, "layout": layout}, **how) for r in rows]
-        results = ranks(cp_size).run(rank_steps, jobs)
-        for r, *found in zip(rows, *results, strict=True):
-            for part in found:
-                check(part, whole_step([r]), how)
+    rows = [BATCHES[name](4) for name in ("document_ids", "left_padded")]
+    jobs = [
+        Job([part], {"algorithm": algorithm, "layout": layout}, **how)
+        for part, (algorithm, layout) in zip(itertools.cycle(rows), CHOICES[:3], strict=False)
+    ]
+    check_jobs(ranks(cp_size), jobs)
 
 
 @pytest.mark.parametrize("algorithm", ["gather", "ring", "ulysses"])
@@ -110,7 +137,7 @@ def laid_out(names, **options):
     return found
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_ranks_lay_a_batch_out_alike_by_its_documents_and_padding(ranks, cp_size):
     names = ["plain", "own_positions", "document_ids", "cu_seq_lens", "left_padded"]
     mine, *others = ranks(cp_size).run(laid_out, names)
