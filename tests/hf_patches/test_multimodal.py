@@ -9,8 +9,6 @@ from torch import nn
 from transformers import GPT2Config
 
 from hf_patches import enable, verify, whole_rows
-from hf_patches.input_checks import _ids_out_of_range, _placeholders
-from hf_patches.multimodal import seam
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.support import MULTIMODAL
 from lightning_cp import active_step
@@ -131,7 +129,7 @@ def rows_with_media(name):
     whole_rows(model, hf.build_cp(), logits="always")
     output = model(**batch)
     output.loss.backward()
-    found = hf._averaged(output.loss, model)
+    found = hf.averaged(output.loss, model)
     difference = (found.pop("loss") - stock.loss).abs().item()
     return difference, max(hf.errors(found, exact).values()), tuple(output.logits.shape)
 
@@ -220,19 +218,29 @@ def test_a_text_decoder_of_an_unknown_type_is_refused():
 )
 def test_a_decoder_refuses_arguments_of_unknown_meaning(cp, name, shape, message):
     batch, _ = media_zoo.build_batches("llava", "plain")
-    with cp.step(batch):
-        step = active_step.current()
-        with pytest.raises(ValueError, match=message):
-            seam._shard_value(nn.Linear(1, 1), name, torch.zeros(shape), seam.DIMS, step)
-
-
-def test_placeholders_may_lie_outside_of_the_vocabulary():
     model = media_zoo.build_model("llava")
+    enable(model)
+    model.model.language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, name: torch.zeros(shape)}),
+        with_kwargs=True,
+        prepend=True,
+    )
+    with pytest.raises(ValueError, match=message):
+        run(model, cp, batch)
+
+
+def test_placeholders_may_lie_outside_of_the_vocabulary(cp):
+    model = media_zoo.build_model("llava")
+    batch, _ = media_zoo.build_batches("llava", "plain")
+    is_image = batch["input_ids"] == model.config.image_token_id
     model.config.image_token_id = 500
-    for token, bad in ((500, False), (400, True)):
-        ids = {"input_ids": torch.tensor([[token]])}
-        found = dict(_ids_out_of_range(model, ids, _placeholders(model), labels_are_ids=False))
-        assert found == {"input_ids": bad}
+    enable(model)
+    del batch["labels"]
+    for token, said in ((500, "index out of range"), (400, "ids outside of the vocabulary")):
+        ids = torch.where(is_image, token, batch["input_ids"])
+        # No table of the stock model has such a token either.
+        with pytest.raises((ValueError, IndexError), match=said), cp.step(batch) as local:
+            model(**{**local, "input_ids": ids})
 
 
 @pytest.mark.parametrize("name", ["blip", "git", "molmo2", "pi0", "idefics"])

@@ -1,12 +1,17 @@
 """Towers of models with media: each rank computes some items, and gets the features of all."""
 
+import inspect
+
 import numpy as np
 import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_patches import enable
-from hf_patches.multimodal import sharing
+from hf_patches.multimodal import outer, sharing
 from hf_patches.multimodal.table import MERGE_SHARDS, UNITS
 from hf_patches.support import MULTIMODAL
+from lightning_cp import active_step
 from tests.parity import media_zoo
 from tests.parity.hf import build_cp, errors
 from tests.ranks import average_over_ranks
@@ -100,23 +105,48 @@ def test_a_rank_without_items_runs_the_tower_all_the_same(ranks):
     assert sorted(largest > 0 for _, largest in found) == [False, False, True]
 
 
-def test_what_is_not_one_per_item_is_not_cut():
-    pixels = torch.zeros(3, 3, 8, 8)
-    assert sharing._cut({"pixel_values": pixels}, "items") is not None
-    assert sharing._cut({"pixel_values": pixels, "vision_feature_layers": [-2, -1]}, "items")
-    for other in (
-        {"image_sizes": [[8, 8]] * 3},
-        {"batch_num_images": torch.tensor([2, 1, 0])},
-        {"input_ids": torch.zeros(3, 5)},
-        {"image_sizes": torch.zeros(2, 2)},
-    ):
-        assert sharing._cut({"pixel_values": pixels, **other}, "items") is None
-    patches, grid = torch.zeros(16, 4), torch.tensor([[1, 4, 4]])
-    given = {"pixel_values": patches, "image_grid_thw": grid}
-    assert sharing._cut(given, "grids") is not None
-    assert sharing._cut({**given, "pixel_values": patches[:8]}, "grids") is None
-    assert sharing._cut({**given, "image_grid_thw": grid[:0]}, "grids") is None
-    assert sharing._cut({"pixel_values": patches}, "grids") is None
+IMAGES, PATCHES = torch.zeros(4, 3, 8, 8), torch.zeros(32, 4)
+GRID = {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+# Arguments of a tower's method beside its pixels, and whether each rank computes some items.
+CALLS = [
+    ("items", IMAGES, {}, True),
+    ("items", IMAGES, {"vision_feature_layers": [-2, -1]}, True),
+    ("items", IMAGES, {"image_sizes": [[8, 8]] * 4}, False),
+    ("items", IMAGES, {"batch_num_images": torch.tensor([2, 1, 1, 0])}, False),
+    ("items", IMAGES, {"input_ids": torch.zeros(4, 5)}, False),
+    ("items", IMAGES, {"image_sizes": torch.zeros(2, 2)}, False),
+    ("grids", PATCHES, GRID, True),
+    ("grids", PATCHES[:8], GRID, False),
+    ("grids", PATCHES, {"image_grid_thw": GRID["image_grid_thw"][:0]}, False),
+    ("grids", PATCHES, {}, False),
+]
+
+
+def count_given():
+    """Return how many of the pixels of each call the stock method gets on this rank."""
+    cp, sizes = build_cp(), []
+
+    def method(pixel_values, **kwargs):
+        sizes.append(len(pixel_values))
+        return BaseModelOutput(last_hidden_state=pixel_values.flatten(1))
+
+    signature = inspect.signature(method)
+    with cp.step({"input_ids": torch.arange(8)[None]}):
+        for unit, pixels, others, _ in CALLS:
+
+            def features(unit=unit, **given):
+                call = nn.Linear(1, 1), "get_image_features", unit, method, signature
+                return sharing.shared_features(*call, **given)
+
+            given = {"pixel_values": pixels, **others}
+            outer.run(features, given, active_step.current(), frozenset())
+    return sizes
+
+
+def test_what_is_not_one_per_item_is_not_cut(ranks):
+    for sizes in ranks(2).run(count_given):
+        for size, (_, pixels, others, is_cut) in zip(sizes, CALLS, strict=True):
+            assert size == (len(pixels) // 2 if is_cut else len(pixels)), others
 
 
 def bad_and_given_items():

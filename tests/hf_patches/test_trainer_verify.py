@@ -79,12 +79,12 @@ def test_batches_of_a_trainer_pass_and_training_starts_as_without(ranks, tmp_pat
 
 def rolled(first_rank):
     """Let the model of a trainer, on some ranks, predict other tokens."""
-    targets = whole_rows._targets
+    shift = whole_rows.shift_labels
 
-    def wrong(batch):
-        return targets(batch).roll(1, 1) if dist.get_rank() >= first_rank else targets(batch)
+    def wrong(*args):
+        return shift(*args).roll(1, 1) if dist.get_rank() >= first_rank else shift(*args)
 
-    return mock.patch.object(whole_rows, "_targets", wrong)
+    return mock.patch.object(whole_rows, "shift_labels", wrong)
 
 
 def messages(folder):
@@ -138,7 +138,7 @@ def wrong_on_one_data_rank(folder):
         context_parallel(trainer, size=2)
         with rolled(2), pytest.raises(RuntimeError) as wrong:
             verify(trainer)
-        labels = mock.patch.object(whole_rows, "_targets", side_effect=KeyError("no labels"))
+        labels = mock.patch.object(whole_rows, "shift_labels", side_effect=KeyError("no labels"))
         is_failing = dist.get_rank() > 1
         with labels if is_failing else nullcontext(), pytest.raises(Exception) as failed:  # noqa: PT011
             verify(trainer)

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import ModelOutput
 
 from hf_patches import enable, whole_rows
@@ -20,6 +21,7 @@ from lightning_cp.comm.mesh import build_groups
 from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, errors, exact_gradients
+from tests.parity.trainer_step import forget_processes
 
 
 def build(name="llama", head="causal"):
@@ -328,7 +330,7 @@ def test_undo_restores_the_model():
     handle.undo()
     assert "forward" not in model.__dict__
     assert "generate" not in model.__dict__
-    assert model.config._attn_implementation == "sdpa"
+    assert zoo.attention_of(model.config) == "sdpa"
     assert torch.equal(model(tokens).logits, exact)
 
 
@@ -336,11 +338,11 @@ def test_undo_leaves_a_model_enabled_that_was_enabled_before():
     model = build()
     enabled = enable(model)
     whole_rows(model, doors.parallel(None)).undo()
-    assert model.config._attn_implementation == "lightning_cp"
+    assert zoo.attention_of(model.config) == "lightning_cp"
     with doors.parallel(None).step({"input_ids": torch.arange(5, 15)[None]}) as local:
         model(**local)
     enabled.undo()
-    assert model.config._attn_implementation == "sdpa"
+    assert zoo.attention_of(model.config) == "sdpa"
 
 
 def test_a_step_and_a_pause_inside_take_what_an_enabled_model_takes():
@@ -368,19 +370,18 @@ def test_a_copy_takes_full_sequences_too():
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_a_model_that_accelerate_unwraps_still_takes_full_sequences():
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     model = zoo.build_model("llama").eval()
     whole_rows(model, doors.parallel(None))
     exact = model(**batch_of("right")).loss
-    AcceleratorState._reset_state(True)  # other tests of this process have one
+    forget_processes()  # other tests of this process have them
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         prepared = accelerator.prepare(model)
         assert prepared(**batch_of("right")).loss.dtype == torch.float32
         unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-        AcceleratorState._reset_state(True)
+        forget_processes()
     assert unwrapped is model
     assert torch.equal(model(**batch_of("right")).loss, exact)
 
@@ -435,14 +436,20 @@ def test_a_fused_head_must_have_been_added_before():
         model(**batch_of("right"), fused_lm_head=True)
 
 
-def test_fields_that_cannot_be_unsharded_are_refused():
-    from hf_patches.forward import MARK
-    from hf_patches.whole_rows import _unshard_field
+class Remembers(LlamaForCausalLM):
+    def forward(self, input_ids=None, **others):
+        output = super().forward(input_ids=input_ids, **others)
+        output["memory"] = torch.ones(1)
+        return output
 
+
+def test_fields_that_cannot_be_unsharded_are_refused():
     model = build()
-    enable(model)
+    model.__class__ = Remembers
+    enable(model, allow_unknown=True)
+    whole_rows(model, doors.parallel(None))
     with pytest.raises(ValueError, match="returned `memory`, which is not known to be the same"):
-        _unshard_field(model, model.__dict__[MARK], "memory", torch.ones(1), None)
+        model(batch_of("plain")["input_ids"])
 
 
 def with_data_ranks():

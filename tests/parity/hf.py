@@ -240,7 +240,7 @@ def run(job: Job) -> dict[str, Tensor]:
     batch = build_batch(job, zoo.VOCAB_SIZE, padding_of(model))
     if job.trained_by == "trainer":
         loss = trainer_step(model, batch, dict(job.options))
-        return _averaged(loss, model)
+        return averaged(loss, model)
     enable(model, **dict(job.enabling))
     if job.checkpointing is not None:
         model.train()
@@ -250,7 +250,7 @@ def run(job: Job) -> dict[str, Tensor]:
     with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
-    return _averaged(loss, model)
+    return averaged(loss, model)
 
 
 @cache
@@ -310,7 +310,8 @@ def run_placed(
     return {"loss": loss.detach(), **gradients(model)}
 
 
-def _averaged(loss: Tensor, model: torch.nn.Module) -> dict[str, Tensor]:
+def averaged(loss: Tensor, model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return a loss, and the average over ranks of each gradient."""
     found = gradients(model)
     average_over_ranks(list(found.values()))
     return {"loss": loss.detach(), **found}

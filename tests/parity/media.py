@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_patches import enable
 from tests.parity import hf, media_zoo
-from tests.parity.hf import Found, _averaged, build_cp, errors, gradients, precision
+from tests.parity.hf import Found, averaged, build_cp, errors, gradients, precision
 
 KINDS = ("plain", "packed", "left", "right", "text")
 # What a served model refuses: by name and kind of batch, a part of the message.
@@ -60,7 +60,7 @@ def run(job: MediaJob) -> dict[str, Tensor]:
     with cp.step(batch) as local, precision(job.dtype):
         loss = model(**local).loss
     loss.backward()
-    return _averaged(loss, model)
+    return averaged(loss, model)
 
 
 def compare(job: MediaJob) -> Found | None:

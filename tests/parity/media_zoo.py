@@ -393,7 +393,7 @@ def nothing(model: PreTrainedModel, kind: int, size: int, generator: torch.Gener
 
 
 # The tokens of a frame follow its time, as text.
-_TIMESTAMPS = zoo._words(
+_TIMESTAMPS = zoo.words(
     "cohere_compass cosmos3_edge cosmos3_omni glm46v glm4v glm4v_moe glm_ocr glmga qwen3_5 "
     "qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp"
 )
@@ -518,7 +518,7 @@ _TYPES: dict[str, Entry] = {
     "emu3": Entry(
         sized,
         {
-            **zoo._TWEAKS["emu3"],
+            **zoo.TWEAKS["emu3"],
             "vocabulary_map": {
                 "<image>": 3,
                 "<|extra_200|>": 5,
@@ -540,13 +540,13 @@ _TYPES: dict[str, Entry] = {
     "gemma4": Entry(
         placed,
         {
-            **zoo._TWEAKS["gemma4"],
+            **zoo.TWEAKS["gemma4"],
             "vision_config": {"pooling_kernel_size": 2},
             "audio_config": None,
         },
     ),
     "gemma4_unified": Entry(
-        placed, {**zoo._TWEAKS["gemma4_unified"], "vision_config": {"pooling_kernel_size": 1}}
+        placed, {**zoo.TWEAKS["gemma4_unified"], "vision_config": {"pooling_kernel_size": 1}}
     ),
     "granite4_vision": Entry(
         tiled,
@@ -577,7 +577,7 @@ _TYPES: dict[str, Entry] = {
     "lfm2_vl": Entry(
         naflex,
         {
-            "text_config": zoo._TWEAKS["lfm2"],
+            "text_config": zoo.TWEAKS["lfm2"],
             "vision_config": {"num_patches": 16},
             "projector_hidden_size": 64,
         },
@@ -586,7 +586,7 @@ _TYPES: dict[str, Entry] = {
     "llama4": Entry(
         pixels,
         {
-            **zoo._TWEAKS["llama4"],
+            **zoo.TWEAKS["llama4"],
             "vision_config": {
                 "intermediate_size": 256,
                 "vision_output_dim": 64,
@@ -603,7 +603,7 @@ _TYPES: dict[str, Entry] = {
     "mllama": Entry(
         tiles,
         {
-            **zoo._TWEAKS["mllama"],
+            **zoo.TWEAKS["mllama"],
             "vision_config": {
                 "max_num_tiles": 2,
                 "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
@@ -659,7 +659,7 @@ _TYPES: dict[str, Entry] = {
     "step3p7": Entry(
         crops,
         {
-            "text_config": {"layer_types": zoo._BOTH, "sliding_window": 13},
+            "text_config": {"layer_types": zoo.BOTH, "sliding_window": 13},
             "vision_config": {"image_size": 64},
         },
     ),
@@ -687,7 +687,7 @@ _TYPES: dict[str, Entry] = {
     "blip-2": Entry(pixels, {"num_query_tokens": 5}),
     "cohere2_vision": Entry(pixels, {"alignment_intermediate_size": 96}),
     "cohere_compass": _grids(
-        {"vision_config": _DEEP, "text_config": zoo._TWEAKS["cohere_compass_text"]}
+        {"vision_config": _DEEP, "text_config": zoo.TWEAKS["cohere_compass_text"]}
     ),
     "cosmos3_edge": _grids(_TEXT_ROPE),
     "cosmos3_omni": _grids({"vision_config": _DEEP, **_TEXT_ROPE}),
@@ -696,9 +696,9 @@ _TYPES: dict[str, Entry] = {
         {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _ROPE}}
     ),
     "exaone4_5": _grids({"vision_config": _WINDOWS}),
-    "gemma3": Entry(pixels, zoo._TWEAKS["gemma3"]),
+    "gemma3": Entry(pixels, zoo.TWEAKS["gemma3"]),
     # Images are longer than the window.
-    "gemma3:wide": Entry(pixels, {**zoo._TWEAKS["gemma3"], "mm_tokens_per_image": 16}),
+    "gemma3:wide": Entry(pixels, {**zoo.TWEAKS["gemma3"], "mm_tokens_per_image": 16}),
     "glm46v": _grids(_TEXT_ROPE, (IMAGE,)),
     "glm4v": _grids(_TEXT_ROPE, (IMAGE,)),
     "glm4v_moe": _grids(
@@ -716,7 +716,7 @@ _TYPES: dict[str, Entry] = {
     "glm_ocr": _grids(_TEXT_ROPE, (IMAGE,)),
     "glmga": _grids(_TEXT_ROPE, (IMAGE,)),
     "got_ocr2": Entry(
-        pixels, {"vision_config": {**zoo._TWEAKS["got_ocr2"]["vision_config"], "image_size": 64}}
+        pixels, {"vision_config": {**zoo.TWEAKS["got_ocr2"]["vision_config"], "image_size": 64}}
     ),
     "hunyuan_vl": _grids(
         {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}}}, (IMAGE,)
@@ -742,7 +742,7 @@ _TYPES: dict[str, Entry] = {
         (IMAGE,),
     ),
     "llava": Entry(pixels),
-    "minimax_m3_vl": _grids({"text_config": zoo._TWEAKS["minimax_m3_vl_text"]}),
+    "minimax_m3_vl": _grids({"text_config": zoo.TWEAKS["minimax_m3_vl_text"]}),
     "muse_glimmer": _grids(
         {
             "out_hidden_size": 256,
@@ -758,29 +758,29 @@ _TYPES: dict[str, Entry] = {
     "ovis2": Entry(pixels),
     "paddleocr_vl": _grids(_TEXT_ROPE, (IMAGE,)),
     "paligemma": Entry(pixels, types="prefix"),
-    "phi4_multimodal": Entry(cropped, zoo._TWEAKS["phi4_multimodal"]),
+    "phi4_multimodal": Entry(cropped, zoo.TWEAKS["phi4_multimodal"]),
     "pp_chart2table": Entry(
-        pixels, {"vision_config": {**zoo._TWEAKS["got_ocr2"]["vision_config"], "image_size": 64}}
+        pixels, {"vision_config": {**zoo.TWEAKS["got_ocr2"]["vision_config"], "image_size": 64}}
     ),
     "qianfan_ocr": Entry(pixels),
     "qwen2_5_vl": _grids({"vision_config": _WINDOWS, **_TEXT_ROPE}),
     "qwen2_vl": _grids({"vision_config": {"embed_dim": 64, "mlp_ratio": 1}, **_TEXT_ROPE}),
-    "qwen3_5": _grids({"text_config": zoo._QWEN3_5}),
-    "qwen3_5_moe": _grids({"text_config": zoo._QWEN3_5}),
+    "qwen3_5": _grids({"text_config": zoo.QWEN3_5}),
+    "qwen3_5_moe": _grids({"text_config": zoo.QWEN3_5}),
     "qwen3_vl": _grids({"vision_config": _DEEP, **_TEXT_ROPE}),
     "qwen3_vl_moe": _grids({"vision_config": _DEEP, **_TEXT_ROPE}),
-    "shieldgemma2": Entry(pixels, zoo._TWEAKS["gemma3"]),
+    "shieldgemma2": Entry(pixels, zoo.TWEAKS["gemma3"]),
     "video_llama_3": _grids(),
     "vipllava": Entry(pixels, {"vision_feature_layers": [-2, -1]}),
 }
 
-_WITH_AUX = zoo._words(
+_WITH_AUX = zoo.words(
     "ernie4_5_vl_moe glm4v_moe minimax_m3_vl qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe"
 )
 
 
 def _aux(entry: Entry) -> Entry:
-    text = {**entry.changes.get("text_config", {}), **zoo._AUX}
+    text = {**entry.changes.get("text_config", {}), **zoo.AUX}
     return dataclasses.replace(entry, changes={**entry.changes, "text_config": text})
 
 
@@ -808,7 +808,7 @@ def _sized(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> dict[str,
     fields = {x.name: x.default for x in dataclasses.fields(cls)}
     values = {k: v for k, v in _SIZES.items() if k in fields}
     values.update(changes)
-    with zoo._quiet():
+    with zoo.quiet():
         for name, part in cls.sub_configs.items():
             given = dict(values.get(name) or {})
             if "model_type" in given:
@@ -823,8 +823,8 @@ def _sized(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> dict[str,
 def build_config(name: str) -> PreTrainedConfig:
     """Build the tiny config of a model type, or of a variant of it, such as ``gemma3:wide``."""
     cls = CONFIG_MAPPING[name.partition(":")[0]]
-    with zoo._quiet():
-        return zoo._tiny(cls, _sized(cls, ENTRIES[name].changes))
+    with zoo.quiet():
+        return zoo.tiny(cls, _sized(cls, ENTRIES[name].changes))
 
 
 def build_model(
@@ -835,10 +835,10 @@ def build_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the default one has no float64
-    with zoo._quiet(), torch.random.fork_rng(devices=[]):
+    with zoo.quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = cls._from_config(build_config(name), **options)
-    zoo._redraw(model, 0)
+    zoo.redraw(model, 0)
     return model.eval()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters  # torch counts graphs nowhere else
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.torch_version import TorchVersion
@@ -196,8 +197,8 @@ def shared(job: SdpaJob) -> dict[str, Tensor]:
         if job.kind == "gpt" and not job.checkpointing:
             # Before and after attention, for two blocks; 2.15 takes one for blocks that are alike.
             least = 3 if TorchVersion(torch.__version__) < (2, 15) else 1
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > least
-        torch._dynamo.utils.counters.clear()
+            assert counters["stats"]["unique_graphs"] > least
+        counters.clear()
         torch.compiler.reset()
     average_(model)
     found = {"loss": loss.detach(), **gradients(model)}

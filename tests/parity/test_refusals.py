@@ -354,14 +354,22 @@ def test_ranks_with_different_numbers_of_groups_are_told():
         pool.stop()
 
 
-def timeout_seconds():
-    cp = doors.parallel(dist.group.WORLD, timeout=timedelta(seconds=17))
-    group = cp._groups.attend.group
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+def timeouts_of_groups():
+    """Return the timeouts of the groups that are made, in seconds."""
+    found, new_group = [], dist.new_group
+
+    def spy(*args, timeout=None, **options):
+        found.append(timeout.total_seconds())
+        return new_group(*args, timeout=timeout, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", spy)
+        doors.parallel(dist.group.WORLD, timeout=timedelta(seconds=17))
+    return set(found)
 
 
 def test_the_timeout_reaches_the_group_of_attention(ranks):
-    assert ranks(2).run(timeout_seconds) == [17.0, 17.0]
+    assert ranks(2).run(timeouts_of_groups) == [{17.0}, {17.0}]
 
 
 def loss_message():

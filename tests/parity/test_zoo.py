@@ -121,7 +121,7 @@ def test_buffers_keep_their_values():
 def test_a_window_wider_by_one_shows(monkeypatch):
     batch = zoo.sample_batch("mistral")
     narrow = gradients("mistral", batch)
-    monkeypatch.setitem(zoo._SIZES, "sliding_window", zoo.WINDOW + 1)
+    monkeypatch.setitem(zoo.SIZES, "sliding_window", zoo.WINDOW + 1)
     assert difference(narrow, gradients("mistral", batch)) > 0.1
 
 

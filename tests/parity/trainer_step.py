@@ -32,16 +32,17 @@ def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any)
             batch = {**batch, "labels": batch["labels"].clone()}
             batch["labels"][:, 0] = IGNORED_LABEL
         trainer.current_gradient_accumulation_steps = 1
+        # The number that a trainer's loop passes on; ours counts it otherwise.
         num_items = trainer._get_num_items_in_batch([batch], arguments.device)
         return trainer.training_step(model, dict(batch), num_items)
 
 
 def forget_processes() -> None:
     """Let accelerate look for its processes again."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
+    # accelerate has no public way to do so.
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 

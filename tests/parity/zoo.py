@@ -35,12 +35,12 @@ WINDOW, CHUNK = 13, 24
 _HIDDEN, _HEADS, _KV_HEADS, _LAYERS, _EXPERTS = 64, 4, 2, 2, 4
 
 
-def _words(names: str) -> list[str]:
+def words(names: str) -> list[str]:
     return names.split()
 
 
 # Every field that a config class has, of those below, gets the value before it.
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     field: value
     for value, fields in [
         (_HIDDEN, "hidden_size d_model n_embd emb_dim embedding_size embedding_dim"),
@@ -103,17 +103,17 @@ _SIZES: dict[str, Any] = {
         (4, "eoi_token_id eoi_token_index vision_end_token_id boa_token_id eoa_token_id"),
         (4, "eoa_token_index sep_token_id"),
     ]
-    for field in _words(fields)
+    for field in words(fields)
 }
 
-_BOTH = ["sliding_attention", "full_attention"]
+BOTH = ["sliding_attention", "full_attention"]
 _LINEAR = ["linear_attention", "full_attention"]
 _SPARSE = ["dense", "sparse"]
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 
 _GEMMA3N = {
     "num_hidden_layers": 4,
-    "layer_types": _BOTH * 2,
+    "layer_types": BOTH * 2,
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 16,
 }
@@ -124,7 +124,7 @@ _LLAMA4 = {
     "moe_layers": [1],
     "floor_scale": 16,  # the temperature changes within a short sequence
 }
-_QWEN3_5 = {"layer_types": _LINEAR, "mlp_only_layers": []}
+QWEN3_5 = {"layer_types": _LINEAR, "mlp_only_layers": []}
 _QWEN4 = {
     "full_attention_interval": 2,
     "hc_count": 2,
@@ -141,12 +141,12 @@ _QWEN4 = {
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }
-_ENCODERS = _words(
+_ENCODERS = words(
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer "
     "rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
 )
 # They count positions from the padding token on, or their class insists on one.
-_PADDED = _words(
+_PADDED = words(
     "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod "
     "modernbert modernbert-decoder nomic_bert prophetnet xlm"
 )
@@ -157,13 +157,13 @@ _PARTS = ["musicgen", "musicgen_melody"]
 # What a model type needs besides the sizes; a nested mapping is for a part of the config.
 # With few heads many keys have a score of 0, and which of them are chosen depends on the length.
 _INDEXER = {"index_n_heads": 32}
-_TWEAKS: dict[str, dict[str, Any]] = {
-    "afmoe": {"layer_types": _BOTH},
+TWEAKS: dict[str, dict[str, Any]] = {
+    "afmoe": {"layer_types": BOTH},
     "axk1": {"mlp_layer_types": _SPARSE},
     "axk2": _INDEXER,
     "bailing_hybrid": {"layer_types": _LINEAR, "mlp_layer_types": _SPARSE},
     "bamba": {"attn_layer_indices": [1]},
-    "beam": {"layer_types": _BOTH, "mlp_layer_types": _SPARSE},
+    "beam": {"layer_types": BOTH, "mlp_layer_types": _SPARSE},
     "big_bird": {"attention_type": "original_full"},
     "blt": {
         "encoder_hash_byte_group_vocab": 100,
@@ -171,17 +171,17 @@ _TWEAKS: dict[str, dict[str, Any]] = {
         "patching_threshold": 3.5,
     },
     "codegen": {"rotary_dim": 8},
-    "cohere2": {"layer_types": _BOTH},
-    "cohere2_moe": {"layer_types": _BOTH, "mlp_layer_types": _SPARSE},
+    "cohere2": {"layer_types": BOTH},
+    "cohere2_moe": {"layer_types": BOTH, "mlp_layer_types": _SPARSE},
     "cohere_compass_text": {
-        "layer_types": _BOTH,
+        "layer_types": BOTH,
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta, "mrope_section": [3, 3, 2]}
-            for kind, theta in zip(_BOTH, [10000.0, 500.0], strict=True)
+            for kind, theta in zip(BOTH, [10000.0, 500.0], strict=True)
         },
     },
     "cpmant": {"prompt_length": 4},
-    "cwm": {"layer_types": _BOTH},
+    "cwm": {"layer_types": BOTH},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "clip_qkv": 3.0},
         "ffn_config": {"ffn_hidden_size": 32},
@@ -198,13 +198,13 @@ _TWEAKS: dict[str, dict[str, Any]] = {
     },
     "doge": {"keep_window_size": 24},
     "emu3": {"text_config": {"pad_token_id": 0}},
-    "exaone4": {"layer_types": _BOTH},
-    "exaone_moe": {"layer_types": _BOTH, "mlp_layer_types": _SPARSE},
+    "exaone4": {"layer_types": BOTH},
+    "exaone_moe": {"layer_types": BOTH, "mlp_layer_types": _SPARSE},
     "falcon_h1": {"mamba_d_ssm": 128},
-    "flint": {"layer_types": _BOTH, "mlp_only_layers": [0]},
-    "gemma2": {"layer_types": _BOTH},
-    "gemma3": {"text_config": {"layer_types": _BOTH}, "mm_tokens_per_image": 4},
-    "gemma3_text": {"layer_types": _BOTH},
+    "flint": {"layer_types": BOTH, "mlp_only_layers": [0]},
+    "gemma2": {"layer_types": BOTH},
+    "gemma3": {"text_config": {"layer_types": BOTH}, "mm_tokens_per_image": 4},
+    "gemma3_text": {"layer_types": BOTH},
     "gemma3n_text": {
         **_GEMMA3N,
         "laurel_rank": 8,
@@ -221,12 +221,12 @@ _TWEAKS: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gpt_oss": {
-        "layer_types": _BOTH,
+        "layer_types": BOTH,
         "rope_parameters": {**_YARN, "truncate": False, "original_max_position_embeddings": 64},
     },
     "gptj": {"rotary_dim": 8},
-    "granite_swa": {"layer_types": _BOTH, "layer_rope_theta": [10000.0, 0.0]},
-    "granitemoe_swa": {"layer_types": _BOTH, "layer_rope_theta": [10000.0, 0.0]},
+    "granite_swa": {"layer_types": BOTH, "layer_rope_theta": [10000.0, 0.0]},
+    "granitemoe_swa": {"layer_types": BOTH, "layer_rope_theta": [10000.0, 0.0]},
     "granitemoehybrid": {"layer_types": _LINEAR},
     "hy_v4": _INDEXER,
     "hrm_text": {"num_hidden_layers": 1, "L_cycles": 2, "embedding_scale": 1.0},
@@ -242,9 +242,9 @@ _TWEAKS: dict[str, dict[str, Any]] = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _LINEAR, "mlp_layer_types": _SPARSE},
-    "kolibri1": {"layer_types": _BOTH},
+    "kolibri1": {"layer_types": BOTH},
     "laguna": {
-        "layer_types": _BOTH,
+        "layer_types": BOTH,
         "mlp_layer_types": _SPARSE,
         "num_attention_heads_per_layer": [4, 6],
     },
@@ -255,13 +255,13 @@ _TWEAKS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "marian": {"scale_embedding": True},
-    "mellum": {"layer_types": _BOTH},
+    "mellum": {"layer_types": BOTH},
     "mimo_v2_flash": {
-        "layer_types": _BOTH,
+        "layer_types": BOTH,
         "mlp_layer_types": _SPARSE,
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
-            for kind, theta in zip(_BOTH, [10000.0, 500.0], strict=True)
+            for kind, theta in zip(BOTH, [10000.0, 500.0], strict=True)
         },
     },
     "minicpm3": {"scale_emb": 1.5, "dim_model_base": 48},
@@ -273,7 +273,7 @@ _TWEAKS: dict[str, dict[str, Any]] = {
         "index_block_size": 8,
         "index_topk_blocks": 2,
     },
-    "ministral": {"layer_types": _BOTH},
+    "ministral": {"layer_types": BOTH},
     "ministral3": {
         # The scale of a query depends on its position.
         "rope_parameters": {
@@ -283,11 +283,11 @@ _TWEAKS: dict[str, dict[str, Any]] = {
         }
     },
     "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
-    "modernbert-decoder": {"layer_types": _BOTH, "local_attention": 2 * WINDOW},
+    "modernbert-decoder": {"layer_types": BOTH, "local_attention": 2 * WINDOW},
     "musicgen": {"pad_token_id": VOCAB_SIZE},
     "musicgen_melody": {"pad_token_id": VOCAB_SIZE},
     "nemotron_h": {"num_hidden_layers": 4, "n_groups": 2},
-    "olmo3": {"layer_types": _BOTH},
+    "olmo3": {"layer_types": BOTH},
     "olmo_hybrid": {"layer_types": _LINEAR},
     "pegasus": {"scale_embedding": True},
     "phi4_multimodal": {
@@ -298,11 +298,11 @@ _TWEAKS: dict[str, dict[str, Any]] = {
         }
     },
     "prophetnet": {"add_cross_attention": False},
-    "qwen3_5": {"text_config": _QWEN3_5},
-    "qwen3_5_moe": {"text_config": _QWEN3_5},
-    "qwen3_5_moe_text": _QWEN3_5,
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_next": _QWEN3_5,
+    "qwen3_5": {"text_config": QWEN3_5},
+    "qwen3_5_moe": {"text_config": QWEN3_5},
+    "qwen3_5_moe_text": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_next": QWEN3_5,
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -322,7 +322,7 @@ _TWEAKS: dict[str, dict[str, Any]] = {
         "shape_embed_dim": _HIDDEN,
     },
     "smollm3": {"no_rope_layers": [1, 0]},
-    "vaultgemma": {"layer_types": _BOTH},
+    "vaultgemma": {"layer_types": BOTH},
     "xlm": {"causal": True},
     "xlstm": {"qk_dim_factor": 1.0, "mode": "train"},
     "xmod": {"default_language": "en_XX"},
@@ -339,8 +339,8 @@ _TWEAKS: dict[str, dict[str, Any]] = {
 }
 
 
-_AUX = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
-_WITH_AUX = _words(
+AUX = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
+_WITH_AUX = words(
     "deepseek_v4 ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa granitemoehybrid "
     "granitemoeshared jamba laguna mellum minimax minimax_m2 minimax_m3_vl_text mixtral olmoe "
     "phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text"
@@ -373,12 +373,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "llama:yarn": {"rope_parameters": {**_YARN, "original_max_position_embeddings": 64}},
     "mistral:full": {"sliding_window": None},
     "qwen2:window": {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen3_5_moe:aux": {"text_config": _AUX},
-    "qwen4_exp:aux": {"text_config": _AUX},
-    **{f"{name}:aux": _AUX for name in _WITH_AUX},
+    "qwen3_5_moe:aux": {"text_config": AUX},
+    "qwen4_exp:aux": {"text_config": AUX},
+    **{f"{name}:aux": AUX for name in _WITH_AUX},
 }
 # Without the scores of their routers in 5.17, so that an auxiliary loss fails or is zero.
-_NO_SCORES = _words(
+_NO_SCORES = words(
     "dbrx granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe"
     if Version(transformers.__version__) < Version("5.22")
     else ""
@@ -419,7 +419,7 @@ HEADS: Mapping[str, tuple[Any, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 _LABELS = 3
-_HEADED = _words(
+_HEADED = words(
     "albert bert camembert deberta deberta-v2 distilbert electra ernie eurobert gemma gemma2 "
     "gemma3_text gpt2 gpt_neox gpt_oss llama mistral mixtral modernbert modernbert-decoder mpnet "
     "nomic_bert opt phi3 qwen2 qwen3 qwen3_moe roberta smollm3 xlm-roberta"
@@ -451,10 +451,10 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return {**first, **second, **{name: {**first[name], **second[name]} for name in parts}}
 
 
-def _tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
+def tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
     """Build a config of ``cls`` with the sizes above, then ``changes``, also in its parts."""
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
-    values = {name: value for name, value in _SIZES.items() if name in fields}
+    values = {name: value for name, value in SIZES.items() if name in fields}
     for name, default in fields.items():
         if ("drop" in name or "jitter" in name) and isinstance(default, float):
             values[name] = 0.0
@@ -466,13 +466,13 @@ def _tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrained
     values.update(changes)
     for name, part in cls.sub_configs.items():
         kind = type(getattr(cls(), name)) if part is AutoConfig else part
-        values[name] = _tiny(kind, values.get(name, {}))
+        values[name] = tiny(kind, values.get(name, {}))
     # A config may write into the lists it is given.
     return cls(**copy.deepcopy(values))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep back what transformers has to say about unusual configs."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
@@ -489,7 +489,7 @@ def build_config(name: str, *, head: str = "causal") -> PreTrainedConfig:
     base, _, variant = name.partition(":")
     if variant and name not in VARIANTS:
         raise ValueError(f"There is no variant {name!r}, but there are {', '.join(VARIANTS)}.")
-    changes = _merged(_TWEAKS.get(base, {}), VARIANTS.get(name, {}))
+    changes = _merged(TWEAKS.get(base, {}), VARIANTS.get(name, {}))
     if base in _PADDED:
         changes["pad_token_id"] = 1
     if head == "causal" and base in _ENCODERS:
@@ -502,8 +502,8 @@ def build_config(name: str, *, head: str = "causal") -> PreTrainedConfig:
     cls = CONFIG_MAPPING[base]
     if base in _PARTS:
         cls = cls.sub_configs["decoder"]
-    with _quiet():
-        return _tiny(cls, changes)
+    with quiet():
+        return tiny(cls, changes)
 
 
 _QUERY_KEY = re.compile(
@@ -531,7 +531,7 @@ def _norm_gain(path: str, model: nn.Module) -> float:
     if not _QUERY_KEY_NORM.search(path):
         return 1.0
     scaling = getattr(model.get_submodule(path.rpartition(".")[0]), "scaling", None)
-    return 1.4 if scaling is None else math.sqrt(2 / (scaling * math.sqrt(_SIZES["head_dim"])))
+    return 1.4 if scaling is None else math.sqrt(2 / (scaling * math.sqrt(SIZES["head_dim"])))
 
 
 def _fan_in(owner: nn.Module, shape: torch.Size) -> float:
@@ -575,7 +575,7 @@ def _drawn(
     return noise * _gain(path if leaf == "weight" else name) / math.sqrt(_fan_in(owner, old.shape))
 
 
-def _redraw(model: nn.Module, seed: int) -> None:
+def redraw(model: nn.Module, seed: int) -> None:
     """Give every parameter a value that matters, the same in every process; leave the buffers."""
     owners: dict[Tensor, nn.Module] = {}
     tied = False
@@ -620,11 +620,12 @@ def build_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the default one has no float64
+    # Classes that no auto class knows have no public way from a config to a model with options.
     build = getattr(auto, "from_config", None) or auto._from_config
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build(config, **options)
-    _redraw(model, seed)
+    redraw(model, seed)
     return model
 
 
@@ -647,7 +648,7 @@ _IDLE_OF = {
     "xlnet": "r_s_bias|seg_embed|mask_emb",
 }
 # Their keys are not rotated, so a bias adds the same to all scores of a query: softmax drops it.
-_UNROTATED = _words(
+_UNROTATED = words(
     "bart bert bert-generation big_bird biogpt blenderbot blenderbot-small camembert ctrl "
     "data2vec-text electra ernie git marian mbart megatron-bert mvp opt pegasus plbart prophetnet "
     "rembert roberta roberta-prelayernorm roc_bert trocr xglm xlm xlm-roberta xlm-roberta-xl xmod"
@@ -663,6 +664,11 @@ def is_idle(name: str, parameter: str) -> bool:
         or (base in _IDLE_OF and re.search(_IDLE_OF[base], parameter))
         or (base in _UNROTATED and _KEY_BIAS.search(parameter))
     )
+
+
+def attention_of(config: Any) -> str:
+    """Return the name of the attention function; transformers has no public name for it."""
+    return config._attn_implementation
 
 
 def sample_batch(
