@@ -136,7 +136,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_loss_gradients_and_positions_are_those_of_token_mean(ranks, cp_size, layout):
     rows = {name: build_rows(3) for name, build_rows in ROWS.items()}
     options = {"layout": layout}

@@ -141,7 +141,12 @@ def check(ranks, cp_size, jobs):
 )
 def test_what_torch_checks_of_its_own(ranks, cp_size):
     """Masks, load balancing, block masks that are cut or made, other documents in each row."""
-    choices = itertools.product(["causal", "document"], ["zigzag", "contiguous"], ["whole", "cp"])
+    choices = [
+        ("causal", "zigzag", "whole"),
+        ("document", "contiguous", "whole"),
+        ("document", "zigzag", "cp"),
+        ("causal", "contiguous", "cp"),
+    ]
     jobs = [
         {
             "case": make_flex_case(mask, layout=layout, length=length, heads="mha", dims=(4, 4)),
@@ -168,12 +173,25 @@ def test_any_mask_and_score_is_exact(ranks, cp_size):
             strict=False,
         )
     ]
-    check(ranks, cp_size, jobs)
-    check(ranks, cp_size, [{**job, "options": {"algorithm": "ulysses"}} for job in jobs])
+    ulysses = [{**job, "options": {"algorithm": "ulysses"}} for job in jobs]
+    if cp_size == 3:  # they take turns
+        jobs[::2], ulysses = ulysses[::2], []
+    check(ranks, cp_size, jobs + ulysses)
 
 
-@pytest.mark.parametrize("how", ["imported", "aux", "checkpointed"])
-def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, how):
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("imported", "aux", "checkpointed"),
+        *(
+            pytest.param((how,), marks=pytest.mark.slow)
+            for how in ("imported", "aux", "checkpointed")
+        ),
+    ],
+    ids="-".join,
+)
+def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, ways):
+    choices = itertools.product(["document", "by head"], ["zigzag", "balanced"], ["cp", "whole"])
     jobs = [
         {
             "case": make_flex_case(mask, "alibi", layout=layout),
@@ -181,19 +199,23 @@ def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, how):
             "how": how,
             "options": {"ulysses_size": 2},
         }
-        for mask, layout, mask_by in itertools.product(
-            ["document", "by head"], ["zigzag", "balanced"], ["cp", "whole"]
-        )
+        for (mask, layout, mask_by), how in zip(choices, itertools.cycle(ways), strict=False)
     ]
-    check(ranks, 4, jobs)
+    check(ranks, 4, jobs[::2] if len(ways) > 1 else jobs)
 
 
-@pytest.mark.parametrize("cp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_calls_are_exact_whichever_way_they_come(ranks, cp_size):
-    jobs = [
-        {"case": make_flex_case("document", "relative", scale=scale), "how": how, "outside": out}
-        for how, out, scale in itertools.product(CALLERS, [False, True], [None])
-    ]
+@pytest.mark.parametrize(
+    ("cp_size", "outside"),
+    [
+        (2, ("imported", "checkpointed", "compiled")),
+        *(pytest.param(size, tuple(CALLERS), marks=pytest.mark.slow) for size in (2, 3)),
+    ],
+)
+def test_calls_are_exact_whichever_way_they_come(ranks, cp_size, outside):
+    """And with backward after the step, where they are in ``outside``."""
+    case = make_flex_case("document", "relative")
+    jobs = [{"case": case, "how": how} for how in CALLERS]
+    jobs += [{"case": case, "how": how, "outside": True} for how in outside]
     check(ranks, cp_size, jobs)
 
 
@@ -318,10 +340,14 @@ def run_kernels(jobs):
     return [run_kernel(**job) for job in jobs]
 
 
+ALGORITHMS = ({}, {"algorithm": "ulysses"})
+
+
 @pytest.mark.parametrize(
-    "cp_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))]
+    ("cp_size", "is_full"),
+    [(2, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 2, 3))],
 )
-def test_masks_softcap_sinks_and_bias_by_the_flex_kernel(ranks, cp_size):
+def test_masks_softcap_sinks_and_bias_by_the_flex_kernel(ranks, cp_size, is_full):
     generator = torch.Generator().manual_seed(2)
     jobs = []
     for mask, heads, layout in [
@@ -332,15 +358,18 @@ def test_masks_softcap_sinks_and_bias_by_the_flex_kernel(ranks, cp_size):
         if layout == "contiguous":
             case.bias = torch.randn(2, 1, 37, 37, generator=generator, dtype=torch.float64)
             case.bias[:, :, :, 5] = float("-inf")
-        jobs.append({"case": case, "options": {"layout": layout}})
-        jobs.append({"case": case, "options": {"layout": layout, "algorithm": "ulysses"}})
+        both = [{"case": case, "options": {"layout": layout, **a}} for a in ALGORITHMS]
+        jobs += both if is_full else both[len(jobs) % 2 :][:1]  # they take turns
     slopes = torch.tensor([0.0, 0.3, 0.1, 0.7], dtype=torch.float64)
     for mask, softcap, algorithm in itertools.product(
         ["documents+window", "bidirectional"], [None, 2.0], ["gather", "ulysses"]
     ):
         case = cases.make_case(mask, softcap=softcap, bias=slopes)
-        jobs.append({"case": case, "options": {"algorithm": algorithm}})
-        jobs.append({"case": case, "options": {"algorithm": algorithm}, "recompute": True})
+        both = [
+            {"case": case, "options": {"algorithm": algorithm}, "recompute": recompute}
+            for recompute in (False, True)
+        ]
+        jobs += both if is_full or softcap else both[:1]
     for found in ranks(cp_size).run(run_kernels, jobs):
         for job, part in zip(jobs, found, strict=True):
             case = job["case"]
@@ -406,7 +435,7 @@ def train_against_alone(length, sharded):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_learned_bias_is_trained_as_on_whole_rows(ranks, cp_size, sharded):
     """Also with parameters that are whole only while a layer runs, and recomputes in backward."""
     assert max(ranks(cp_size).run(train_against_alone, 29, sharded)) < 1e-10

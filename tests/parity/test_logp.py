@@ -195,7 +195,7 @@ def all_jobs():
     return [*kinds, *layouts, *wrapped]
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_values_and_gradients_are_those_of_one_process(ranks, cp_size):
     jobs = all_jobs()
     exact = [expected(job.rows, job.tied) for job in jobs]
