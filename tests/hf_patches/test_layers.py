@@ -341,6 +341,7 @@ def run_roots():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_layers_that_are_roots_are_called_twice(ranks):
     assert all(error < 1e-12 for error in ranks(2).run(run_roots))

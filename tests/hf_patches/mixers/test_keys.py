@@ -39,27 +39,49 @@ def stock_loss(name, batch, **options):
 
 
 @pytest.mark.ranks
-def test_each_mechanism_is_exact_in_double_precision(ranks):
+@pytest.mark.parametrize("kind", ["packed", pytest.param("right", marks=pytest.mark.slow)])
+def test_each_mechanism_is_exact_in_double_precision(ranks, kind):
     # XLNet itself mixes float32 with float64.
-    jobs = spread(EACH[:-1], ("packed", "right"), dtype=torch.float64)
+    jobs = spread(EACH[:-1], (kind,), dtype=torch.float64)
     check(ranks, 2, list(jobs), limit=1e-9, loss_limit=1e-11)
 
 
 @pytest.mark.ranks
-def test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing(ranks):
-    check(ranks, 3, list(spread(("falcon:alibi", "roformer", "xlm", "cpmant", "xlnet"), ("left",))))
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("falcon:alibi", "xlnet"),
+        pytest.param(("roformer", "xlm", "cpmant"), marks=pytest.mark.slow),
+    ],
+)
+def test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing(ranks, names):
+    check(ranks, 3, list(spread(names, ("left",))))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_may_be_recomputed_in_backward(ranks, reentrant):
-    names = ("bloom", "xglm", "deepseek_v32")
+@pytest.mark.parametrize(
+    ("reentrant", "names"),
+    [
+        (False, ("bloom", "deepseek_v32")),
+        (True, ("xglm",)),
+        pytest.param(False, ("xglm",), marks=pytest.mark.slow),
+        pytest.param(True, ("bloom", "deepseek_v32"), marks=pytest.mark.slow),
+    ],
+)
+def test_layers_may_be_recomputed_in_backward(ranks, reentrant, names):
     check(ranks, 2, list(spread(names, ("packed",), checkpointing=reentrant)))
 
 
 @pytest.mark.ranks
-def test_an_encoder_is_exact(ranks):
-    jobs = spread(("megatron-bert", "roformer"), ("packed", "left"), head="masked")
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (("megatron-bert",), ("packed",)),
+        pytest.param(("megatron-bert", "roformer"), ("packed", "left"), marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_is_exact(ranks, names, kinds):
+    jobs = spread(names, kinds, head="masked")
     check(ranks, 2, list(jobs))
 
 
@@ -74,22 +96,24 @@ def test_dense_masks_hide_padding_between_tokens(cp):
     assert torch.equal(found, expected)
 
 
+# What is broken below has no public name: only a fault inside shows whether the suite is sharp.
+_GATHER = common.GatheredKeys._gather
+
+
 def _no_gradient_of_others():
     """Keys of other ranks without their gradient."""
-    gather = common.GatheredKeys._gather
 
     def cut(self, x):
-        full = gather(self, x.detach())
-        return full + (gather(self, x) - full).detach() + 0 * x.sum()
+        full = _GATHER(self, x.detach())
+        return full + (_GATHER(self, x) - full).detach() + 0 * x.sum()
 
     return mock.patch.object(common.GatheredKeys, "_gather", cut)
 
 
 def _other_order():
     """The keys of two tokens exchanged."""
-    gather = common.GatheredKeys._gather
     return mock.patch.object(
-        common.GatheredKeys, "_gather", lambda self, x: gather(self, x).roll(1, -2)
+        common.GatheredKeys, "_gather", lambda self, x: _GATHER(self, x).roll(1, -2)
     )
 
 
@@ -114,10 +138,9 @@ def _wide_window():
 
 def _chooses_locally():
     """An indexer that sees this rank's keys only, and others as zeros."""
-    gather = common.GatheredKeys._gather
 
     def update(self, keys, *_):
-        return 0 * gather(self, keys)
+        return 0 * _GATHER(self, keys)
 
     return mock.patch.object(common.GatheredKeys, "update_indexer", update)
 
@@ -205,6 +228,7 @@ def test_enabled_models_are_copied(cp, way, name):
 
 def test_attention_that_cannot_take_a_mask_is_refused():
     model = zoo.build_model("gptj")
+    # `set_attn_implementation` wants the kernels installed.
     model.config._attn_implementation_internal = "flash_attention_2"
     before = trace(model)
     with pytest.raises(ValueError, match=r"is 'flash_attention_2', but .*needs 'eager' or 'sdpa'"):

@@ -113,24 +113,38 @@ def test_models_are_those_of_one_process(ranks):
     check(ranks, 2, list(spread(("jamba", "zaya", "deepseek_v4", "recurrent_gemma"))))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("cp_size", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cp_size", [3, 4])
 def test_other_numbers_of_ranks_change_nothing(ranks, cp_size):
     check(ranks, cp_size, list(spread(("rwkv", "inkling_text"), ("packed", "left"))))
 
 
-@pytest.mark.ranks
-def test_in_double_precision_the_algebra_is_exact(ranks):
-    jobs = [*spread(("mamba", "zaya", "deepseek_v4"), ("packed", "left"), dtype=torch.float64)]
-    check(ranks, 2, jobs, limit=1e-9, loss_limit=1e-11)
+EXACT = [*spread(("mamba", "zaya", "deepseek_v4"), ("packed", "left"), dtype=torch.float64)]
 
 
 @pytest.mark.ranks
-def test_layers_may_be_recomputed_in_backward(ranks):
-    check(ranks, 2, list(spread(("jamba", "zaya"), ("packed",), checkpointing=False)))
-    # These have a mask, which knows its step.
-    names = ("deepseek_v4", "recurrent_gemma")
-    check(ranks, 2, list(spread(names, ("packed",), checkpointing=True)))
+@pytest.mark.parametrize(
+    ("cp_size", "jobs"),
+    [(3, EXACT[:-1]), pytest.param(2, EXACT, marks=pytest.mark.slow)],
+    ids=["3", "2"],
+)
+def test_in_double_precision_the_algebra_is_exact(ranks, cp_size, jobs):
+    check(ranks, cp_size, jobs, limit=1e-9, loss_limit=1e-11)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("names", "reentrant"),
+    [
+        (("zaya",), False),
+        (("recurrent_gemma",), True),  # has a mask, which knows its step
+        pytest.param(("jamba",), False, marks=pytest.mark.slow),
+        pytest.param(("deepseek_v4",), True, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_may_be_recomputed_in_backward(ranks, names, reentrant):
+    check(ranks, 2, list(spread(names, ("packed",), checkpointing=reentrant)))
 
 
 @pytest.mark.ranks
