@@ -14,24 +14,22 @@ from tests.parity.hf import Job, build_batch, unpack
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 30
-
 
 class Batches(Dataset):
     """One packed batch for each step, each with other tokens."""
 
-    def __init__(self):
+    def __init__(self, num_steps):
         generator = torch.Generator().manual_seed(3)
         pattern = build_batch(Job("llama", "packed"), zoo.VOCAB_SIZE, 1)
         self.batches = []
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             order = torch.randperm(zoo.VOCAB_SIZE - 5, generator=generator) + 5
             ids = order[pattern["input_ids"] - 5]
             labels = torch.where(pattern["labels"] == -100, -100, ids)
             self.batches.append({**pattern, "input_ids": ids, "labels": labels})
 
     def __len__(self):
-        return STEPS
+        return len(self.batches)
 
     def __getitem__(self, index):
         return self.batches[index]
@@ -65,7 +63,7 @@ class Module(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-def train(name, lora, options):
+def train(name, lora, options, num_steps):
     with elastic_environment():
         module = Module(name, lora)
         trainer = build_trainer(
@@ -74,25 +72,30 @@ def train(name, lora, options):
             gradient_clip_val=1.0,
             callbacks=[ContextParallelCallback(verify_first_batch=True)],
         )
-        trainer.fit(module, DataLoader(Batches(), batch_size=None))
+        trainer.fit(module, DataLoader(Batches(num_steps), batch_size=None))
         weights = {n: full(p.detach()) for n, p in module.model.named_parameters()}
-        return module.losses[1:] if len(module.losses) > STEPS else module.losses, weights
+        return module.losses[-num_steps:], weights  # the first may have been verified
 
 
-def train_alone(name, lora):
-    """The stock model, each document in a row of its own."""
+def train_alone(name, lora, num_steps):
+    """Train the stock model, with each document in a row of its own.
+
+    Return its losses, its weights, and the loss of the first batch after training.
+    """
     model = build(name, lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05)
     losses = []
-    for batch in Batches().batches:
-        loss = model(**unpack(batch, 1)).loss
+    batches = [unpack(batch, 1) for batch in Batches(num_steps).batches]
+    for batch in batches:
+        loss = model(**batch).loss
         losses.append(float(loss.detach()))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {n: p.detach() for n, p in model.named_parameters()}
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return losses, weights, float(model(**batches[0]).loss.detach())
 
 
 KEEP = {"keep_attention": "all"}
@@ -100,23 +103,29 @@ MEMORY = {**KEEP, "activation_checkpointing": True, "offload": "all", "tile": 8}
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "options"),
+    ("name", "lora", "options", "num_steps"),
     [
-        pytest.param("llama", False, {}, marks=pytest.mark.slow),
-        ("llama", False, MEMORY),
-        pytest.param("gpt_oss", True, MEMORY, marks=pytest.mark.slow),
-        pytest.param("llama", True, {**MEMORY, "compile": "layers"}, marks=pytest.mark.slow),
-        pytest.param("llama", True, {}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", True, {}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", False, {}, marks=pytest.mark.slow),
-        pytest.param("llama", False, KEEP, marks=pytest.mark.slow),
-        pytest.param("llama", True, {**KEEP, "algorithm": "ulysses"}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", True, KEEP, marks=pytest.mark.slow),
+        ("llama", False, MEMORY, 4),
+        *(
+            pytest.param(*run, 30, marks=pytest.mark.slow)
+            for run in (
+                ("llama", False, {}),
+                ("llama", False, MEMORY),
+                ("gpt_oss", True, MEMORY),
+                ("llama", True, {**MEMORY, "compile": "layers"}),
+                ("llama", True, {}),
+                ("gpt_oss", True, {}),
+                ("gpt_oss", False, {}),
+                ("llama", False, KEEP),
+                ("llama", True, {**KEEP, "algorithm": "ulysses"}),
+                ("gpt_oss", True, KEEP),
+            )
+        ),
     ],
 )
-def test_thirty_steps_equal_those_of_one_process(ranks, name, lora, options):
-    exact_losses, exact = train_alone(name, lora)
-    assert exact_losses[-1] < exact_losses[0]
-    for losses, weights in ranks(2).run(train, name, lora, options):
-        assert losses[-STEPS:] == pytest.approx(exact_losses, abs=1e-4)
+def test_training_equals_that_of_one_process(ranks, name, lora, options, num_steps):
+    exact_losses, exact, last = train_alone(name, lora, num_steps)
+    assert last < exact_losses[0]
+    for losses, weights in ranks(2).run(train, name, lora, options, num_steps):
+        assert losses == pytest.approx(exact_losses, abs=1e-4)
         assert max(float((weights[n] - exact[n]).abs().max()) for n in exact) < 1e-4

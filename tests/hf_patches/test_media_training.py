@@ -33,8 +33,8 @@ def check(ranks, cp_size, job):
         assert weights < LIMIT, name
 
 
-def test_six_steps_equal_those_of_one_process(ranks):
-    kinds = ("packed", "text", "left")
+def test_a_few_steps_equal_those_of_one_process(ranks):
+    kinds = ("packed", "text")
     check(ranks, 2, Training("qwen3_vl", checkpointing=True, kinds=kinds, epochs=1, max_len=2048))
 
 

@@ -108,7 +108,8 @@ COMMON, OTHERS = (
 @pytest.mark.parametrize(
     ("num_ranks", "sharding", "kinds"),
     [
-        (2, "full", COMMON),
+        (2, "full", ["bert"]),
+        pytest.param(2, "full", COMMON[1:], marks=pytest.mark.slow),
         pytest.param(3, "none", COMMON, marks=pytest.mark.slow),
         pytest.param(3, "full", OTHERS, marks=pytest.mark.slow),
         pytest.param(2, "none", OTHERS, marks=pytest.mark.slow),

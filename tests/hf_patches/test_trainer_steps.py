@@ -199,14 +199,21 @@ class Counts(TrainerCallback):
         self.calls += 1
 
 
-TRACES = {
-    "trainer": Job(flags=("metrics",)),
-    "trainer fsdp": Job(flags=("fsdp",)),
-    "sft": Job("sft", flags=("packed",)),
-    "dpo": Job("dpo"),
-    "dpo fsdp": Job("dpo", flags=("fsdp",)),
-    "grpo": Job("grpo"),
-}
+TRACES = [
+    Job(flags=("fsdp", "metrics", "every_batch", "few")),
+    Job("dpo", flags=("every_batch", "few")),
+    *(
+        pytest.param(job, marks=pytest.mark.slow)
+        for job in (
+            Job(flags=("metrics",)),
+            Job(flags=("fsdp",)),
+            Job("sft", flags=("packed",)),
+            Job("dpo"),
+            Job("dpo", flags=("fsdp",)),
+            Job("grpo"),
+        )
+    ),
+]
 
 
 def run_traced(job, verify_steps):
@@ -256,14 +263,11 @@ def run_traced(job, verify_steps):
     return found
 
 
-def run_traces():
-    return {
-        name: [run_traced(job, verify_steps) for verify_steps in (True, False)]
-        for name, job in TRACES.items()
-    }
+def run_both(job):
+    return [run_traced(job, verify_steps) for verify_steps in (True, False)]
 
 
-def test_a_trial_run_leaves_no_trace(ranks):
-    for found in ranks(2).run(run_traces):
-        for name, (verified, unverified) in found.items():
-            assert repr(verified) == repr(unverified), name
+@pytest.mark.parametrize("job", TRACES, ids=lambda job: " ".join((job.kind, *job.flags)))
+def test_a_trial_run_leaves_no_trace(ranks, job):
+    for verified, unverified in ranks(2).run(run_both, job):
+        assert repr(verified) == repr(unverified)

@@ -126,7 +126,7 @@ def fsdp_on_cpu(is_used: bool) -> Iterator[None]:
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            for state in (AcceleratorState, PartialState):
+            for state in (AcceleratorState, PartialState):  # whose type has no setter
                 state._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 
@@ -348,7 +348,7 @@ def _arguments(job: Job, folder: str) -> dict[str, Any]:
     if "hf_cp" in job.flags:
         arguments["parallelism_config"] = ParallelismConfig(cp_size=dist.group.WORLD.size())
     if "stream" in job.flags:
-        arguments |= {"max_steps": 4, "eval_strategy": "no"}
+        arguments |= {"max_steps": 2 if "short" in job.flags else 4, "eval_strategy": "no"}
         # By default data ranks need batches of equal shapes: rank 0 reads them all.
         if job.size == 0:
             arguments["accelerator_config"] = {"dispatch_batches": False}
@@ -380,7 +380,8 @@ def _accuracy(prediction: Any) -> dict[str, float]:
 def _build_trainer(job: Job, folder: str) -> Any:
     arguments = _arguments(job, folder)
     # An evaluation of packed rows weighs batches otherwise, unless all have as many of them.
-    train, evaluated = token_rows(10), token_rows(4 if "even" in job.flags else 5, seed=2)
+    train = token_rows(6 if "few" in job.flags else 10)
+    evaluated = token_rows(4 if "even" in job.flags else 5, seed=2)
     collator: Any = padded
     if "left" in job.flags or "multiple" in job.flags:
         side = "left" if "left" in job.flags else "right"
@@ -507,7 +508,7 @@ def _build_policy(job: Job, arguments: dict[str, Any], common: dict[str, Any]) -
         common["processing_class"].save_pretrained(folder[0])
     dist.barrier()
     model = tiny()
-    model.name_or_path = model.config._name_or_path = folder[0]
+    model.name_or_path = model.config.name_or_path = folder[0]
     arguments |= {"max_steps": 4, "eval_strategy": "no", "gradient_accumulation_steps": 2}
     policy = {"steps_per_generation": 4, "num_generations": 2, "max_completion_length": 12}
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in preferences(16)])
