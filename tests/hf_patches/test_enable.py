@@ -30,11 +30,6 @@ PAD = 1
 
 
 @pytest.fixture
-def cp():
-    return doors.parallel(None)
-
-
-@pytest.fixture
 def batch():
     return build_batch(Job("llama", "packed"), zoo.VOCAB_SIZE, PAD)
 
@@ -104,8 +99,17 @@ def test_one_line_says_what_was_chosen(caplog):
     )
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", ["llama", "llama4_text", "bart", "gpt_oss"])
+COPIED = ("llama", "llama4_text", "bart", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "deepcopy") for name in COPIED),
+        (COPIED[0], "pickle"),
+        *(pytest.param(name, "pickle", marks=pytest.mark.slow) for name in COPIED[1:]),
+    ],
+)
 def test_enabled_models_are_copied(cp, batch, way, name):
     model = zoo.build_model(name)
     enable(model)

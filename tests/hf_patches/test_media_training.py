@@ -35,7 +35,7 @@ def check(ranks, cp_size, job):
 
 def test_a_few_steps_equal_those_of_one_process(ranks):
     kinds = ("packed", "text")
-    check(ranks, 2, Training("qwen3_vl", checkpointing=True, kinds=kinds, epochs=1, max_len=2048))
+    check(ranks, 2, Training("llava", checkpointing=True, kinds=kinds, epochs=1, max_len=2048))
 
 
 SETTINGS = {

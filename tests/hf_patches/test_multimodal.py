@@ -12,14 +12,8 @@ from hf_patches import enable, verify, whole_rows
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.support import MULTIMODAL
 from lightning_cp import active_step
-from tests import doors
 from tests.hf_patches.test_enable import trace
 from tests.parity import hf, media_zoo, zoo
-
-
-@pytest.fixture
-def cp():
-    return doors.parallel(None)
 
 
 def run(model, cp, batch):
@@ -134,7 +128,9 @@ def rows_with_media(name):
     return difference, max(hf.errors(found, exact).values()), tuple(output.logits.shape)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llava", pytest.param("qwen3_vl", marks=pytest.mark.slow), "gemma3"]
+)
 def test_models_with_media_take_full_sequences(ranks, name):
     _, batch = media_zoo.build_batches(name, "plain")
     for loss, gradient, shape in ranks(2).run(rows_with_media, name):

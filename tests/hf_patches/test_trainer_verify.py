@@ -33,7 +33,7 @@ def build(folder, collator=trainer_jobs.padded, model=None, **arguments):
     args = TrainingArguments(
         folder, use_cpu=True, report_to=[], disable_tqdm=True, **settings | arguments
     )
-    model = zoo.build_model("gpt_oss") if model is None else model
+    model = zoo.build_model("llama") if model is None else model
     rows = trainer_jobs.token_rows(10)
     return Trainer(model, args, train_dataset=rows, data_collator=collator)
 
@@ -162,7 +162,7 @@ class Verify(TrainerCallback):
 
 
 def verify_sharded(folder):
-    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["GptOssDecoderLayer"]}
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     with processes(), trainer_jobs.fsdp_on_cpu(True):
         trainer = build(folder, fsdp=True, fsdp_config=layers)
         context_parallel(trainer, size=2)

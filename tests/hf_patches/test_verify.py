@@ -198,11 +198,6 @@ def test_ranks_fail_together(ranks):
 # ---------------------------------------------------------------- what it leaves behind
 
 
-@pytest.fixture
-def cp():
-    return doors.parallel(None)
-
-
 def test_verify_leaves_no_trace(cp):
     model, batch = given(Job("gpt2", "left"))
     model.config.resid_pdrop = model.config.embd_pdrop = 0.1

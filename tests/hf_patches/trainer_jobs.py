@@ -352,6 +352,8 @@ def _arguments(job: Job, folder: str) -> dict[str, Any]:
         # By default data ranks need batches of equal shapes: rank 0 reads them all.
         if job.size == 0:
             arguments["accelerator_config"] = {"dispatch_batches": False}
+    if "brief" in job.flags:
+        arguments |= {"max_steps": 2, "eval_strategy": "no"}
     if "smoothing" in job.flags:
         arguments["label_smoothing_factor"] = 0.1
     if "own_average" in job.flags:

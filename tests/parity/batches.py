@@ -153,6 +153,14 @@ def no_label(seed: int) -> Rows:
     return Rows({"input_ids": tokens, "labels": torch.full_like(tokens, IGNORED)})
 
 
+def few_labels(seed: int) -> Rows:
+    """Labels in one place only: the first of 2 or 3 ranks has none, in either layout."""
+    rows = plain(seed)
+    labels = torch.full_like(rows.batch["input_ids"], IGNORED)
+    labels[:, 18:22] = rows.batch["input_ids"][:, 18:22]
+    return Rows({**rows.batch, "labels": labels})
+
+
 BATCHES: dict[str, Callable[[int], Rows]] = {
     build.__name__: build
     for build in (

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import active_step, token_mean
 from lightning_cp.loss import chunked_token_mean
 from tests.oracle import errors
-from tests.parity.batches import BATCHES, VOCAB
-from tests.parity.steps import IGNORED, Rows, average_, build_cp, gradients, whole_loss
+from tests.parity.batches import BATCHES, VOCAB, few_labels
+from tests.parity.steps import Rows, average_, build_cp, gradients, whole_loss
 
 pytestmark = pytest.mark.ranks
 
@@ -118,14 +118,6 @@ def expected(rows, tied=False):
     return {"loss": loss.detach(), **gradients(model)}
 
 
-def few_labels(seed):
-    """Labels in one place only: the first of 2 or 3 ranks has none, in either layout."""
-    rows = BATCHES["plain"](seed)
-    labels = torch.full_like(rows.batch["input_ids"], IGNORED)
-    labels[:, 18:22] = rows.batch["input_ids"][:, 18:22]
-    return Rows({**rows.batch, "labels": labels})
-
-
 ROWS = {
     "few_labels": few_labels,
     **{
@@ -154,8 +146,14 @@ def test_loss_gradients_and_positions_are_those_of_token_mean(ranks, cp_size, la
     assert results[1][0][1][1].sum() > 0
 
 
-@pytest.mark.parametrize("wrap", ["nothing", "fsdp", "ddp"])
-@pytest.mark.parametrize("tied", [False, True])
+SHARED = [(False, "nothing"), (True, "fsdp"), (False, "ddp")]
+OTHERS = [(True, "nothing"), (False, "fsdp"), (True, "ddp")]
+
+
+@pytest.mark.parametrize(
+    ("tied", "wrap"),
+    [*SHARED, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+)
 def test_inside_a_model_whose_parameters_are_shared(ranks, tied, wrap):
     rows = {name: ROWS[name](4) for name in ("document_ids", "few_labels")}
     kinds = ["chunked", "recomputed"]

@@ -76,7 +76,7 @@ def test_other_numbers_of_ranks_change_nothing(ranks, cp_size):
 @pytest.mark.parametrize(
     "kinds",
     [
-        {"packed": EXACT, "left": POSITIONED},
+        {"packed": [n for n in EXACT if n not in ("llama", "mistral")], "left": POSITIONED},
         pytest.param(dict.fromkeys(KINDS, EXACT), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],
@@ -90,7 +90,7 @@ def test_in_double_precision_the_algebra_is_exact(ranks, kinds):
 @pytest.mark.parametrize(
     ("head", "kinds"),
     [
-        ("masked", ("packed", "right")),
+        ("masked", ("packed",)),
         *(
             pytest.param(head, kinds, marks=pytest.mark.slow)
             for head, kinds in {
@@ -109,9 +109,19 @@ def test_other_heads_are_exact(ranks, head, kinds):
     check(ranks, 2, jobs, limit=1e-8, loss_limit=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("plain", marks=pytest.mark.slow)])
-def test_the_loss_without_all_logits_is_the_same(ranks, kind):
-    names = ("llama:tied", "gemma2", "cohere", "granite", "bert", "opt", "mixtral:aux", "gemma3")
+IN_CHUNKS = ("llama:tied", "gemma2", "cohere", "mixtral:aux")
+OTHERS_IN_CHUNKS = ("granite", "bert", "opt", "gemma3")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (IN_CHUNKS, "packed"),
+        pytest.param(OTHERS_IN_CHUNKS, "packed", marks=pytest.mark.slow),
+        pytest.param((*IN_CHUNKS, *OTHERS_IN_CHUNKS), "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_without_all_logits_is_the_same(ranks, names, kind):
     always = (("chunked_loss", "always"),)
     check(ranks, 2, list(spread(names, (kind,), enabling=always)))
 

@@ -11,7 +11,6 @@ from hf_patches import enable
 from hf_patches.mixers import block_indexer, common, relative, written
 from lightning_cp import active_step
 from lightning_cp.geometry.mask import Mask
-from tests import doors
 from tests.hf_patches.test_enable import loss_in_step, trace
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, compare, compare_all, unpack
@@ -20,11 +19,6 @@ from tests.parity.test_hf import check, spread
 PAD = 1
 # One of each: a method, ALiBi as a bias and as slopes, a cache, an indexer, blocks, values, XLNet.
 EACH = ("gpt_neo", "bloom", "mpt", "rembert", "deepseek_v32", "minimax_m3_vl_text", "doge", "xlnet")
-
-
-@pytest.fixture
-def cp():
-    return doors.parallel(None)
 
 
 def batch_of(kind="packed"):
@@ -174,8 +168,18 @@ def compare_broken(what):
         return compare(job)
 
 
+QUICK = (
+    "keys without the gradient of other ranks",
+    "documents that see each other",
+    "an indexer without keys",
+)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize(
+    "what",
+    [what if what in QUICK else pytest.param(what, marks=pytest.mark.slow) for what in BREAKS],
+)
 def test_the_suite_notices(ranks, what):
     found = ranks(2).run(compare_broken, what)[0]
     assert found.worst[1] > 1e-2, found.worst
@@ -209,8 +213,17 @@ def test_outside_of_steps_models_are_the_stock_ones(cp, name, attention):
     assert cached.get_seq_length() == batch["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", ["falcon", "xglm", "deepseek_v32", "minimax_m3_vl_text"])
+COPIED = ("falcon", "xglm", "deepseek_v32", "minimax_m3_vl_text")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "deepcopy") for name in COPIED),
+        (COPIED[0], "pickle"),
+        *(pytest.param(name, "pickle", marks=pytest.mark.slow) for name in COPIED[1:]),
+    ],
+)
 def test_enabled_models_are_copied(cp, way, name):
     batch, model = batch_of(), zoo.build_model(name)
     enable(model)

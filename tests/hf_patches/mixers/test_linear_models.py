@@ -17,7 +17,6 @@ from hf_patches.mixers import INSTALLERS, delta_net, mamba2, rows
 from hf_patches.mixers.functions import Mixer
 from hf_patches.support import ARCHITECTURES
 from lightning_cp.sequence.halo import visible_halo
-from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, build_batch, build_cp, compare, compare_all, errors
 
@@ -62,7 +61,9 @@ def test_every_installer_is_tested():
 @pytest.mark.parametrize("name", NAMES)
 def test_in_double_precision_the_algebra_is_exact(ranks, name):
     turn = NAMES.index(name)
-    check(ranks, 3, list(spread([name], ("packed", "left"), turn=turn, dtype=torch.float64)))
+    # test_rows.py has documents of Kimi's kernel, which takes as long as the others together.
+    kinds = ("left",) if name == "kimi_linear" else ("packed", "left")
+    check(ranks, 3, list(spread([name], kinds, turn=turn, dtype=torch.float64)))
 
 
 @pytest.mark.slow
@@ -209,11 +210,6 @@ def test_the_suite_notices(ranks, what, count):
 
 
 # ---------------------------------------------------------------- one process
-
-
-@pytest.fixture
-def cp():
-    return doors.parallel(None)
 
 
 @pytest.fixture

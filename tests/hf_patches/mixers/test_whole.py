@@ -13,7 +13,6 @@ from hf_patches import enable
 from hf_patches.mixers import whole
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.sequence.ranges import build_token_map
-from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, build_cp, compare, errors
 from tests.parity.test_hf import check, spread
@@ -148,7 +147,7 @@ def test_layers_may_be_recomputed_in_backward(ranks, names, reentrant):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["mamba", "zaya"])
+@pytest.mark.parametrize("name", ["mamba", pytest.param("zaya", marks=pytest.mark.slow)])
 def test_ranks_may_hold_padding_only(ranks, name):
     found = ranks(3).run(short_step, name)[0]
     assert max(found.values()) < 1e-9
@@ -224,11 +223,6 @@ def compare_broken(what):
 
 
 # ---------------------------------------------------------------- enabling
-
-
-@pytest.fixture
-def cp():
-    return doors.parallel(None)
 
 
 @pytest.fixture
