@@ -227,7 +227,11 @@ def test_a_stack_with_a_convolution_is_routed(seen):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("late", [False, True], ids=["before the first step", "later"])
+@pytest.mark.parametrize(
+    "late",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["before the first step", "later"],
+)
 def test_code_of_users_is_routed(seen, monkeypatch, change, late):
     model = zoo.build_model("llama")
     handle = enable(model)

@@ -234,6 +234,7 @@ def head_unit(mode, tied, accumulates):
     gathered, unshard = [], FSDPParamGroup.unshard
 
     def count(group, *args, **kwargs):
+        # A gather that begins: torch counts them nowhere.
         if group._all_gather_result is None and not group.is_unsharded:
             gathered.append(group)
         return unshard(group, *args, **kwargs)

@@ -208,7 +208,9 @@ def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, ways):
 def test_calls_are_exact_whichever_way_they_come(ranks, cp_size, outside):
     """And with backward after the step, where they are in ``outside``."""
     case = make_flex_case("document", "relative")
-    jobs = [{"case": case, "how": how} for how in CALLERS]
+    is_quick = len(outside) < len(CALLERS)
+    left_out = ("compiled, as on a GPU",) if is_quick else ()
+    jobs = [{"case": case, "how": how} for how in CALLERS if how not in left_out]
     jobs += [{"case": case, "how": how, "outside": True} for how in outside]
     check(ranks, cp_size, jobs)
 
