@@ -51,8 +51,9 @@ TIME_LIMIT = 600
 """Seconds until ranks that do not answer count as hanging: far beyond what any job takes, since
 other machines may take most of a shared core's time."""
 
-# A gloo group has threads and a connection to each rank, which stay.
-MANY_GROUPS = 40
+# A gloo group has a connection to each rank, which stays. Ranks that start anew cost more: each
+# finds out again how torch shards every operator.
+MANY_GROUPS = 160
 
 
 class RankError(AssertionError):
