@@ -560,7 +560,7 @@ def _(path):
 
 @case("workers that persist")
 def _(path):
-    multiprocessing.current_process()._config["daemon"] = False  # loaders have workers
+    multiprocessing.current_process().daemon = False  # loaders have workers
 
     class Workers(Module):
         def train_dataloader(self):

@@ -64,7 +64,7 @@ def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit",
     """Fit and return the samples that were seen, or the error."""
     with elastic_environment():
         os.environ.pop("PL_SEED_WORKERS", None)
-        multiprocessing.current_process()._config["daemon"] = False  # loaders may have workers
+        multiprocessing.current_process().daemon = False  # loaders may have workers
         if seed is not None:
             import lightning.pytorch as pl
 
@@ -74,7 +74,7 @@ def fit(rows, *, strategy=None, workers=0, seed=None, batch_size=1, stage="fit",
             torch.manual_seed(dist.get_rank())
         module = Watching()
         trainer = build_trainer(
-            strategy=doors.strategy(**(strategy or {})),
+            strategy=doors.strategy(verify_steps=False, **(strategy or {})),
             max_epochs=1,
             **{"use_distributed_sampler": True, **options},
         )

@@ -5,9 +5,8 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch.overrides import TorchFunctionMode
 
-from lightning_cp import routing
+from lightning_cp import active_step
 from lightning_cp.lightning.logs import recorded_logs
 from lightning_cp.loss import global_mean
 from tests import doors
@@ -127,7 +126,7 @@ BATCH = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
 def log_loss(module, sync):
     """Log the loss of a step, a mean over three tokens."""
     with doors.parallel(None).step(BATCH):
-        step = routing.active_step.current()
+        step = active_step.current()
         loss = global_mean(torch.tensor(6.0), torch.tensor(3))
         with recorded_logs(module, step, training=True, sync=sync):
             module.log("loss", loss)
@@ -167,26 +166,3 @@ def test_wrong_arguments_raise(args, kwargs, message):
     ):
         module.log(*args, **kwargs)
     assert records == []
-
-
-class Computes(Base):
-    def log(self, name, value, **kwargs):
-        self.note(name, value, isinstance(current_mode(), routing._Dispatch))
-
-
-def current_mode():
-    """Return the innermost torch function mode."""
-    depth = torch._C._len_torch_function_stack()
-    mode: TorchFunctionMode | None = torch._C._get_function_stack_at(depth - 1) if depth else None
-    return mode
-
-
-def test_a_method_of_a_user_runs_with_the_mode_of_the_step():
-    """It may compute scalars of sharded parameters."""
-    module = Computes()
-    with (
-        doors.parallel(None).step(BATCH),
-        recorded_logs(module, None, training=True, sync="never"),
-    ):
-        module.log("a", VALUE)
-    assert module.calls == [(("a", VALUE, True), {})]

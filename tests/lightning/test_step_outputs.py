@@ -3,6 +3,8 @@
 import pytest
 
 from lightning_cp.compare import Finding
+
+# When trials end shows in no result: a run would only make one trial more, or one less.
 from lightning_cp.lightning.step_outputs import _MAX_TRIALS, _Evidence
 
 
