@@ -1,5 +1,6 @@
 """Lightning runs on ranks, and the same training in plain torch on one process."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,6 +204,26 @@ def elastic_environment() -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+@contextmanager
+def logged_lines() -> Iterator[list[str]]:
+    """Yield the lines that the library logs meanwhile."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning_cp"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def build_strategy(**options: Any) -> ContextParallelStrategy:

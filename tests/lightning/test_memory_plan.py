@@ -1,24 +1,25 @@
 """The strategy plans the memory of the first training step, and refuses what cannot fit."""
 
-import logging
 import re
 from dataclasses import replace
-from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelCallback
+from lightning_cp import ContextParallelCallback, active_step
 from lightning_cp.lightning import memory_plan
-from lightning_cp.lightning.memory_plan import _leaner, _refusal
+from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.memory_choice import RunSetup
 from lightning_cp.memory import budget
+from lightning_cp.options import Options
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import plan_memory
 from tests import doors
 from tests.hf_patches.test_lightning import Batches, build
-from tests.lightning.jobs import build_trainer, elastic_environment
+from tests.lightning.jobs import build_trainer, elastic_environment, logged_lines
 from tests.tiny import TinyLM
 
 
@@ -34,22 +35,9 @@ class Module(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, host=1e12, **options):
-    """Train two steps on a device of so many bytes; return what was logged, or the error."""
-    lines = Lines()
-    logger = logging.getLogger("lightning_cp")
-    logger.addHandler(lines)
-    level, logger.level = logger.level, logging.INFO
-    with elastic_environment(), pytest.MonkeyPatch.context() as patch:
+    """Train a step on a device of so many bytes; return what was logged, or the error."""
+    with elastic_environment(), logged_lines() as lines, pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_plan, "device_bytes", lambda _: total)
         patch.setattr(budget, "available_bytes", lambda: int(host))
         module = Module(lora)
@@ -59,18 +47,15 @@ def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, host=1e12, *
         trainer = build_trainer(
             strategy=strategy,
             precision=precision,
-            max_steps=2,
+            max_steps=1,
             callbacks=[ContextParallelCallback()],
         )
         try:
             trainer.fit(module, DataLoader(Batches(), batch_size=None))
         except MemoryError as error:
             return str(error)
-        finally:
-            logger.removeHandler(lines)
-            logger.setLevel(level)
     kept = strategy.last_step.cache.kept_bytes
-    return kept, [line for line in lines.lines if line.startswith("memory plan")]
+    return kept, [line for line in lines if line.startswith("memory plan")]
 
 
 def run_all():
@@ -118,6 +103,27 @@ def test_a_plan_is_logged_compared_and_refused_on_all_ranks(ranks):
     assert first["auto, offload"][1][0].endswith("keep_attention_limit_gb=320.0")
 
 
+def check_memory(shape, setup, total, *, host=0.0, refuse=False):
+    """Check the first step of a model with this setup; return the plan and what it may keep."""
+    options = Options(keep_attention="auto", offload=setup.offload)
+    run = RunSetup(options, Activations(), 8, "bf16-true", "autocast", "full", 8)
+    model = {"shape": shape, "is_known": True, "is_checkpointed": False}
+    store = SimpleNamespace(budget=SimpleNamespace(host_bytes=host))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "device_bytes", lambda _: total)
+        patch.setattr(memory_plan, "plan_models", lambda _: [model])
+        patch.setattr(memory_plan, "store_of", lambda _: store)
+        patch.setattr(RunSetup, "of", lambda *_: setup)
+        cp = doors.parallel(None)
+        check = memory_plan.MemoryCheck(
+            None, torch.device("cuda"), run, cp=cp, prepare=None, refuse=refuse
+        )
+        with cp.step({"input_ids": torch.ones(1, 8, dtype=torch.int64)}):
+            step = active_step.current()
+            check.check(step)
+            return check.plan, step.cache.kept_limit
+
+
 def test_the_refusal_names_the_options_that_help():
     model = KNOWN["llama-8b"]
     for setup, expected in (
@@ -134,26 +140,26 @@ def test_the_refusal_names_the_options_that_help():
         ),
         (Setup(2**24, 8), "Use more context ranks, shorter sequences, or LoRA"),
     ):
-        plan = plan_memory(model, setup)
-        assert plan.peak > memory_plan.TOLERANCE * 80e9
-        text = _refusal(model, setup, plan, 80e9)
-        assert expected in text, (text, [plan_memory(model, s).peak for _, s in _leaner(setup)])
-        assert "the device has 80 GB" in text
+        with pytest.raises(MemoryError, match=expected) as error:
+            check_memory(model, setup, 80e9, refuse=True)
+        assert "the device has 80 GB" in str(error.value)
 
 
 def test_attention_is_kept_on_the_host_where_the_device_has_no_room():
     model, total, host = KNOWN["llama-8b"], 80e9, 180e9
+
+    def kept(setup, total, host):
+        return check_memory(model, setup, total, host=host)[1]
+
     setup = Setup(2**20, 8, precision="bf16-true")
-    plan = plan_memory(model, setup)
-    assert memory_plan._room(model, setup, plan, total, host) == 0
+    assert kept(setup, total, host) == 0
     setup = replace(setup, offload="all")
-    plan = plan_memory(model, setup)
-    room = memory_plan._room(model, setup, plan, total, host)
     checkpoints = 2**17 * 32 * 4096 * 2
+    room = kept(setup, total, host)
     assert room == pytest.approx(host / memory_plan.HOST_MARGIN - checkpoints)
     assert room > 2**17 * 32 * 4096 * 2  # all layers
-    assert memory_plan._room(model, setup, plan, total, checkpoints) == 0  # the host has none
-    assert memory_plan._room(model, setup, plan, 20e9, host) == 0  # of three layers neither
+    assert kept(setup, total, checkpoints) == 0  # the host has none
+    assert kept(setup, 20e9, host) == 0  # of three layers neither
 
 
 def test_the_plan_contains_attention_that_is_kept():
@@ -161,13 +167,15 @@ def test_the_plan_contains_attention_that_is_kept():
     setup = Setup(2**18, 8, precision="bf16-true")
     plan = plan_memory(model, setup)
     layer = 2**15 * (2 * 64 * 64 + 4 * 64)
-    for limit, expected in ((inf, 12 * layer), (5e8, 5e8), (0.0, 0.0)):
-        kept = memory_plan._keeping(model, setup, plan, limit)
-        assert kept.peak == pytest.approx(plan.peak + expected), limit
+    for room, expected in ((1e12, 12 * layer), (5e8, 5e8), (0.0, 0.0)):
+        total = round((room + memory_plan.MARGIN * plan.peak) / memory_plan.USABLE)
+        kept, limit = check_memory(model, setup, total)
+        assert limit == pytest.approx(room, abs=2)
+        assert kept.peak == pytest.approx(plan.peak + expected), room
         assert kept.host == 0
     setup = replace(setup, offload="all")
     plan = plan_memory(model, setup)
-    kept = memory_plan._keeping(model, setup, plan, inf)
+    kept, _ = check_memory(model, setup, 80e9, host=1e15)
     # Three layers are on the GPU; what one of them keeps is a part of "one layer".
     assert kept.peak == pytest.approx(plan.peak + 2 * layer)
     assert kept.host == pytest.approx(plan.host + 8 * 12 * layer)
