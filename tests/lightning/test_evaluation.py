@@ -60,10 +60,6 @@ def check_drawn(ranks, size: int, seeds: list[int]) -> int:
     return len(accepted)
 
 
-def test_drawn_steps_give_what_one_device_gives_or_are_refused(ranks):
-    assert check_drawn(ranks, 2, list(range(12))) > 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_300_drawn_steps_give_what_one_device_gives_or_are_refused(ranks, size):
@@ -165,6 +161,14 @@ class Step(Drawn):
         self.collection.update(out.logits.amax(-1)[real].float())
         self.log_dict(self.collection)
 
+    def right_together(self, out, batch):
+        """Return and log most of it in one step."""
+        self.right_metric(out, batch)
+        self.right_sum(out, batch)
+        self.right_collection(out, batch)
+        pooled, last = self.right_pooled(out, batch), self.right_last_token(out, batch)
+        return {"pooled": pooled, "last": last, "tokens": self.right_tokens(out, batch)}
+
     def measured(self, out, batch):
         self.log("rank", float(torch.distributed.is_initialized()), rank_zero_only=True)
 
@@ -179,9 +183,21 @@ class Step(Drawn):
 WRONG = [name for name in vars(Step) if not name.startswith(("_", "on_", "right_", "run", "whole"))]
 RIGHT = [name for name in vars(Step) if name.startswith("right_")]
 WRONG.remove("measured")
+FEW = ["right_together", "right_loss", "right_output"]
 
 
-def run_steps(kinds, one_device, options):
+def some_batches(kind):
+    """Return two of the four batches."""
+    none, right, left, odd = build_batches()
+    return {"right_loss": [left, odd], "right_output": [none, left]}.get(kind, [right, odd])
+
+
+def all_batches(kind):
+    """Return all batches."""
+    return build_batches()
+
+
+def run_steps(kinds, one_device, options, choose=some_batches):
     """Return what leaves each step, or the refusal; predictions where nothing is logged."""
     found = {}
     for kind in kinds:
@@ -199,7 +215,7 @@ def run_steps(kinds, one_device, options):
             trainer = build_trainer(strategy=build_strategy(**options))
         found[kind] = []
         try:
-            for batch in build_batches():
+            for batch in choose(kind):
                 module.seen.clear()
                 (logged,) = trainer.validate(module, one(batch), verbose=False)
                 found[kind].append([list(map(plain, module.seen)), logged])
@@ -215,9 +231,9 @@ def plain(x):
     return [plain(v) for v in x] if isinstance(x, list | tuple) else x
 
 
-def run_steps_on_ranks(kinds, options):
+def run_steps_on_ranks(kinds, options, choose=some_batches):
     with elastic_environment():
-        return run_steps(kinds, False, options)
+        return run_steps(kinds, False, options, choose)
 
 
 def on_host(x):
@@ -251,21 +267,28 @@ def test_what_one_rank_computes_alone_is_refused_on_all(ranks, size):
             assert "context_parallel" in found[kind]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_is_computed_from_all_tokens_is_that_of_one_device(ranks, size):
-    exact = run_steps(RIGHT, True, {})
-    for found in ranks(size).run(run_steps_on_ranks, RIGHT, {}):
-        for kind in RIGHT:
+@pytest.mark.parametrize(
+    ("size", "kinds", "choose"),
+    [
+        (2, FEW, some_batches),
+        *(pytest.param(n, RIGHT, all_batches, marks=pytest.mark.slow) for n in (2, 3)),
+    ],
+)
+def test_what_is_computed_from_all_tokens_is_that_of_one_device(ranks, size, kinds, choose):
+    exact = run_steps(kinds, True, {}, choose)
+    for found in ranks(size).run(run_steps_on_ranks, kinds, {}, choose):
+        for kind in kinds:
             assert is_same(found[kind], exact[kind]), (kind, found[kind], exact[kind])
 
 
 def test_without_a_trial_run_ranks_still_compare(ranks):
-    kinds = ["pooled", "last_token", "mean_logit", "own_loss", "right_loss", "right_output"]
-    exact = run_steps(kinds, True, {})
+    right = ["right_loss", "right_output"]
+    kinds = ["pooled", "last_token", "mean_logit", "own_loss", *right]
+    exact = run_steps(right, True, {})
     options = {"verify_steps": False, "sequence_dims": {"logits": 1}}
     for found in ranks(2).run(run_steps_on_ranks, kinds, options):
         for kind in kinds:
-            if kind.startswith("right"):
+            if kind in right:
                 assert is_same(found[kind], exact[kind]), kind
             else:
                 assert "computed from the tokens of one rank" in found[kind], kind
@@ -318,7 +341,7 @@ TRAINED = {
     "shifted local mean": "Context parallelism changes the results of this model",
     "metric": "training_step() logged 'train_mean'",
     "metric object": "training_step() logged 'train_mean (of this step)'",
-    "right": "trained in 14 calls",
+    "right": "trained in 4 calls",
 }
 
 
@@ -331,8 +354,8 @@ def run_training():
             strategy = build_strategy(loss=loss)
             trainer = build_trainer(strategy=strategy, max_epochs=1)
             module = Training(kind)
-            batches = build_batches()
-            loader = DataLoader([batches[i % 4] for i in range(14)], batch_size=None)
+            batches = build_batches() * (3 if kind == "late" else 1)
+            loader = DataLoader(batches, batch_size=None)
             try:
                 trainer.fit(module, loader)
             except (ValueError, RuntimeError) as error:
