@@ -11,7 +11,7 @@ from tests.parity import zoo
 
 pytestmark = pytest.mark.ranks
 
-NUM_STEPS, LENGTH = 30, 61
+NUM_STEPS, LENGTH = 12, 61
 LR = 0.02
 TARGETS = {
     "qwen3_next": ["in_proj_qkvz", "q_proj", "out_proj"],
@@ -65,7 +65,10 @@ def tune(name, lora):
     with elastic_environment():
         module = Tuned(name, lora)
         trainer = build_trainer(
-            strategy=build_strategy(), max_epochs=1, gradient_clip_val=1.0, precision="32-true"
+            strategy=build_strategy(verify_steps=False),
+            max_epochs=1,
+            gradient_clip_val=1.0,
+            precision="32-true",
         )
         trainer.fit(module, DataLoader(batches(), batch_size=None))
         trained = {n: p for n, p in module.model.named_parameters() if p.requires_grad}
@@ -96,7 +99,7 @@ QUICK = {("lfm2", False, 2)}
     ("name", "lora", "size"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_thirty_steps_equal_those_of_one_process(ranks, name, lora, size):
+def test_steps_equal_those_of_one_process(ranks, name, lora, size):
     losses, weights = tune_alone(name, lora)
     assert sum(losses[-6:]) < sum(losses[:6])  # of the same six batches
     for found, trained in ranks(size).run(tune, name, lora):

@@ -1,6 +1,7 @@
 """Parameters of the LightningModule itself, and numbers: beside sharded ones, as on one device."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from tests.parity.steps import whole_loss
 
 pytestmark = pytest.mark.ranks
 
-NUM_BATCHES = 6
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
     # With a smaller eps, the sign of a gradient that is rounded to almost 0 would count.
@@ -124,6 +124,8 @@ class Case:
 
     dp_size: int = 1
     optimizer: str = "adamw"
+    num_batches: int = 6
+    verify: bool = True
     accumulate: int = 1
     manual: bool = False
     sharded: bool = False
@@ -144,7 +146,9 @@ AVERAGING = {
 def build(case):
     automatic = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.clip}
     return build_trainer(
-        strategy=doors.strategy(data_parallel_size=case.dp_size, **case.strategy),
+        strategy=doors.strategy(
+            data_parallel_size=case.dp_size, verify_steps=case.verify, **case.strategy
+        ),
         max_epochs=case.epochs,
         callbacks=[AVERAGING[case.averaging]()] if case.averaging else [],
         **({} if case.manual else automatic),
@@ -158,7 +162,7 @@ def run_case(case):
         if dist.get_rank():  # rank 0's values count
             for name in ("temperature", "bias") if not case.sharded else ():
                 getattr(module, name).data.add_(1)
-        rows = PackedRows(2 * NUM_BATCHES)
+        rows = PackedRows(2 * case.num_batches)
         trainer.fit(module, loader(rows, case.dp_size), ckpt_path=case.resume)
         if case.save:
             trainer.save_checkpoint(case.save)
@@ -181,11 +185,11 @@ def run_cases(cases):
 def run_alone(case):
     """Train on one device with the full global batch."""
     net = Alone(case)
-    owner, rows = net.owner, PackedRows(2 * NUM_BATCHES)
+    owner, rows = net.owner, PackedRows(2 * case.num_batches)
     optimizer = owner.configure_optimizers()
     averages, losses, grads = None, [], []
-    for start in range(0, NUM_BATCHES * case.epochs, case.accumulate):
-        steps = [i % NUM_BATCHES for i in range(start, start + case.accumulate)]
+    for start in range(0, case.num_batches * case.epochs, case.accumulate):
+        steps = [i % case.num_batches for i in range(start, start + case.accumulate)]
         parts = [whole_loss(net, rows.rows(2 * i, 2 * i + 2)) for i in steps]
         losses += [float(owner.total(total / count).detach()) for total, count in parts]
         count = sum(count for _, count in parts)
@@ -210,6 +214,7 @@ def check(results, cases):
             case = cases[name]
             alone = Case(
                 optimizer=case.optimizer,
+                num_batches=case.num_batches,
                 accumulate=case.accumulate,
                 averaging="ema" if case.averaging else "",
                 epochs=case.epochs,
@@ -230,6 +235,11 @@ def check(results, cases):
             assert own == plain or case.strategy, name
 
 
+COPIES_ONCE = {
+    "parameter_sharding": "hybrid",
+    "shard_size": 1,
+    "reduce_every_microbatch": False,
+}
 TWO = {
     **{name: Case(optimizer=name) for name in OPTIMIZERS},
     "windows": Case(accumulate=3),
@@ -237,14 +247,7 @@ TWO = {
     "manual": Case(accumulate=2, manual=True),
     "data": Case(dp_size=2, accumulate=2),
     "copies": Case(strategy={"parameter_sharding": "hybrid", "shard_size": 1}),
-    "copies, once": Case(
-        accumulate=3,
-        strategy={
-            "parameter_sharding": "hybrid",
-            "shard_size": 1,
-            "reduce_every_microbatch": False,
-        },
-    ),
+    "copies, once": Case(accumulate=3, strategy=COPIES_ONCE),
     "none": Case(strategy={"parameter_sharding": "none"}),
     "own sharding": Case(sharded=True),
     "in host memory": Case(strategy={"parameter_offload": True}),
@@ -253,19 +256,39 @@ TWO = {
 }
 
 
-def test_parameters_of_the_module_itself_train_as_on_one_device(ranks):
-    check(ranks(2).run(run_cases, TWO), TWO)
+short = partial(Case, num_batches=2, verify=False)
+windows = partial(short, num_batches=4, accumulate=2)  # two of them
+# Each way of updating, accumulating and placing parameters once.
+FEW = {
+    "fused": Case(optimizer="adamw fused", num_batches=2),
+    "foreach, once": windows(
+        optimizer="adamw foreach", strategy={"reduce_every_microbatch": False}
+    ),
+    "manual": windows(optimizer="sgd", manual=True),
+    "data": windows(optimizer="adamax", dp_size=2),
+    "copies, once": windows(strategy=COPIES_ONCE),
+    "own sharding": short(optimizer="adam", sharded=True),
+    "in host memory": short(strategy={"parameter_offload": True}),
+    "multi": short(optimizer="adam", averaging="multi", num_batches=3),
+}
+
+
+@pytest.mark.parametrize(
+    "cases", [FEW, pytest.param(TWO, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_parameters_of_the_module_itself_train_as_on_one_device(ranks, cases):
+    check(ranks(2).run(run_cases, cases), cases)
 
 
 @pytest.mark.parametrize("one_file", [False, True])
 def test_they_resume_on_another_number_of_ranks(ranks, tmp_path, one_file):
     path = str(tmp_path / "saved.ckpt")
     kind = {"save_distributed_checkpoint": not one_file}
-    first = {"first": Case(save=path, strategy=kind)}
+    first = {"first": short(save=path, strategy=kind)}
     found = ranks(2).run(run_cases, first)
     check(found, first)
     weights = found[0]["first"][2]
     for name, parameter in Owner.load_from_checkpoint(path, case=Case()).named_parameters():
         assert torch.equal(parameter, weights[name]), name
-    second = {"second": Case(epochs=2, resume=path, strategy=kind)}
+    second = {"second": short(epochs=2, resume=path, strategy=kind)}
     check(ranks(3).run(run_cases, second), second)

@@ -1,5 +1,7 @@
 """Training through the strategy equals that of one process with the full global batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,18 +23,20 @@ def check(ranks, world_size, fit, limit, metric_limit=1e-6):
 
 
 GRID = [(m, a, manual) for m in MESHES for a in (1, 2, 4) for manual in (False, True)]
-QUICK = {("dp 1, cp 2", 1, False), ("dp 2, cp 2", 2, False)}
+QUICK = {("dp 1, cp 3", 1, False), ("dp 2, cp 2", 2, False)}
 
 
 @pytest.mark.parametrize(
     ("mesh", "accumulate", "manual"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
 )
-def test_twenty_steps_equal_those_of_one_process(ranks, mesh, accumulate, manual):
+def test_four_steps_equal_those_of_one_process(ranks, mesh, accumulate, manual):
     dp_size, cp_size = MESHES[mesh]
-    # Two epochs of ten steps; the last window of an epoch holds half as many batches.
-    num_microbatches = 10 * accumulate - accumulate // 2
-    fit = Fit(dp_size, accumulate, manual, num_microbatches=num_microbatches)
+    # Two epochs of two steps; the last window of an epoch holds half as many batches.
+    num_microbatches = 2 * accumulate - accumulate // 2
+    # Trial runs change nothing; one of the short runs goes without.
+    strategy = {"verify_steps": dp_size == 1}
+    fit = Fit(dp_size, accumulate, manual, num_microbatches=num_microbatches, strategy=strategy)
     check(ranks, dp_size * cp_size, fit, 1e-5)
 
 
@@ -41,7 +45,10 @@ CASES = {
     "clipping by value": (2, Fit(clip_by="value", clip=0.01, accumulate=2)),
     "no clipping": (2, Fit(clip=None, accumulate=2)),
     "parameters on every rank": (2, Fit(accumulate=2, strategy={"parameter_sharding": "none"})),
-    "the same over data": (4, Fit(2, 2, strategy={"parameter_sharding": "none"})),
+    "the same over data": (
+        4,
+        Fit(2, 2, strategy={"parameter_sharding": "none", "verify_steps": False}),
+    ),
     "gradients reduced once": (2, Fit(accumulate=4, strategy={"reduce_every_microbatch": False})),
     "the same over data x context": (
         4,
@@ -54,7 +61,10 @@ CASES = {
         4,
         Fit(strategy={"context_parallel_size": (2, 2), "algorithm": "ring"}),
     ),
-    "balanced": (3, Fit(strategy={"layout": "balanced", "balance_window": 5})),
+    "balanced": (
+        3,
+        Fit(strategy={"layout": "balanced", "balance_window": 5, "verify_steps": False}),
+    ),
     "batches sent by the first rank": (2, Fit(strategy={"broadcast_batch": True})),
 }
 
@@ -68,5 +78,5 @@ FEW = ("one rank", "the same over data", "balanced")
 )
 def test_every_way_of_running_is_exact(ranks, name):
     world_size, fit = CASES[name]
-    fit.dtype = torch.float64
+    fit = replace(fit, dtype=torch.float64, epochs=1)
     check(ranks, world_size, fit, 1e-12, metric_limit=1e-12)

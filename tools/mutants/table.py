@@ -49,7 +49,7 @@ _ROWS_ON_RANKS = f"{_WHOLE_ROWS}::test_a_model_returns_what_the_stock_model_retu
 _LINEAR = "tests/hf_patches/mixers/test_linear_models.py"
 _EXACT_LINEAR = f"{_LINEAR}::test_in_double_precision_the_algebra_is_exact"
 _STEPS = "tests/lightning/test_steps.py"
-_TWENTY = "tests/lightning/test_training.py::test_twenty_steps_equal_those_of_one_process"
+_FOUR_STEPS = "tests/lightning/test_training.py::test_four_steps_equal_those_of_one_process"
 _OFFLOAD = "tests/memory/test_offload.py"
 
 GEOMETRY = (
@@ -973,7 +973,7 @@ LIGHTNING = (
         "lightning_cp.lightning.accumulation:Accumulation.weigh",
         "weight = self.window.weigh(step) * module.trainer.accumulate_grad_batches",
         "weight = self.window.weigh(step)",
-        (f"{_TWENTY}[dp 2, cp 2-2-False]",),
+        (f"{_FOUR_STEPS}[dp 2, cp 2-2-False]",),
         "Lightning's division by the number of batches is not undone",
     ),
     Mutant(
