@@ -1194,7 +1194,7 @@ flag("enable_checkpointing", options={"enable_checkpointing": True})
 flag("enable_progress_bar", options={"enable_progress_bar": True})
 flag("enable_model_summary", options={"enable_model_summary": True})
 flag("accumulate_grad_batches", options={"accumulate_grad_batches": 2})
-flag("gradient_clip_val", options={"gradient_clip_val": 0.1}, quick=True, sizes=(2, 3))
+flag("gradient_clip_val", options={"gradient_clip_val": 0.1}, sizes=(2, 3))
 flag(
     "gradient_clip_algorithm",
     options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},

@@ -341,7 +341,7 @@ TRAINED = {
     "shifted local mean": "Context parallelism changes the results of this model",
     "metric": "training_step() logged 'train_mean'",
     "metric object": "training_step() logged 'train_mean (of this step)'",
-    "right": "trained in 4 calls",
+    "right": "trained in 2 calls",
 }
 
 
@@ -354,7 +354,7 @@ def run_training():
             strategy = build_strategy(loss=loss)
             trainer = build_trainer(strategy=strategy, max_epochs=1)
             module = Training(kind)
-            batches = build_batches() * (3 if kind == "late" else 1)
+            batches = build_batches()[:1] * 12 if kind == "late" else build_batches()[:2]
             loader = DataLoader(batches, batch_size=None)
             try:
                 trainer.fit(module, loader)

@@ -93,15 +93,9 @@ def test_twenty_steps_of_every_split_of_eight_ranks(ranks, name, shard_size, con
         check(found, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("name", "every"),
-    [
-        ("moe", False),
-        pytest.param("llama", False, marks=pytest.mark.slow),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "every"), [("moe", False), ("llama", False), ("llama", True)])
 def test_accumulated_gradients_may_be_reduced_between_copies_once(ranks, name, every):
     exact = run_alone(name, 3, accumulate=2)
     options = hybrid(2, reduce_every_microbatch=every, verify_steps=False)
@@ -110,7 +104,10 @@ def test_accumulated_gradients_may_be_reduced_between_copies_once(ranks, name, e
 
 
 def run_offloaded(accumulate):
-    """Train with parameters in host memory; return how FSDP2 was told so, too."""
+    """Train with parameters in host memory; return how FSDP2 was told so, too.
+
+    Gradients are accumulated and reduced between copies once.
+    """
     policies = []
 
     def record(*args, offload_policy, **kwargs):

@@ -206,7 +206,7 @@ EXPECTED = {
 
 NUM_CHECKPOINTED = {"nothing": 0, "some layers": 4, "no device": 0}  # others: all 6
 
-QUICK = ("nothing", "some layers", "kept on the host, tiles", "no device")
+QUICK = ("nothing", "some layers", "kept on the host, tiles")
 
 
 @pytest.mark.ranks
@@ -236,7 +236,7 @@ def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks, names
     assert line.endswith(" activation_checkpointing=False offload=none tile=False")
     (line,) = first["some layers"]["lines"]
     assert " activation_checkpointing=4 offload=none tile=False keep_attention_limit_gb=" in line
-    assert first["no device"]["lines"] == []
+    assert "no device" not in first or first["no device"]["lines"] == []
     (line,) = first["no plan"]["lines"]
     assert "offload='auto', tile='auto': the memory of this run cannot be planned" in line
 
@@ -248,23 +248,16 @@ def fit_longer():
     """Train on sequences of which the second needs more memory than the first."""
     total = 1.001 * needed(**SOME)[0]
     assert total > needed(length=LENGTHS[0], **PLAIN)[0]
-    given = {"activation_checkpointing": 4, "keep_attention": "all"}
-    return [
-        fit(None, lengths=LENGTHS),
-        fit(total, lengths=LENGTHS, **AUTO),
-        fit(None, lengths=LENGTHS, **given),
-    ]
+    return fit(None, lengths=LENGTHS), fit(total, lengths=LENGTHS, **AUTO)
 
 
 @pytest.mark.ranks
 def test_a_longer_batch_recomputes_more_layers_and_changes_no_result(ranks):
-    for exact, auto, given in ranks(2).run(fit_longer):
+    for exact, auto in ranks(2).run(fit_longer):
         assert exact["num_checkpointed"] == [0] * 3
         assert auto["num_checkpointed"] == [0, 4, 4]
-        assert given["num_checkpointed"] == [4] * 3
-        for one in (auto, given):
-            assert one["losses"] == exact["losses"]
-            torch.testing.assert_close(one["gradients"], exact["gradients"], rtol=0, atol=0)
+        assert auto["losses"] == exact["losses"]
+        torch.testing.assert_close(auto["gradients"], exact["gradients"], rtol=0, atol=0)
         if auto["lines"]:  # of the first rank
             assert auto["lines"][1] == "memory plan: tokens=256 activation_checkpointing=4"
 

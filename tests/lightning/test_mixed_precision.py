@@ -74,7 +74,9 @@ def run(path, mixed):
     with elastic_environment():
         module = Module()
         trainer = build_trainer(
-            strategy=doors.strategy(mixed_precision=mixed, save_distributed_checkpoint=False),
+            strategy=doors.strategy(
+                mixed_precision=mixed, save_distributed_checkpoint=False, verify_steps=False
+            ),
             precision="bf16-mixed",
             max_steps=1,
         )

@@ -86,14 +86,14 @@ LAYOUTS = {
 def test_a_checkpoint_resumes_with_another_number_of_tensor_ranks(
     ranks, tmp_path, before, after, folder
 ):
-    exact = run_alone("moe", 2, epochs=2)
+    exact = run_alone("llama", 2, epochs=2)
     path, kind = str(tmp_path / "saved.ckpt"), {"save_distributed_checkpoint": folder}
     context, options = LAYOUTS[before]
     options = {**options, **kind, "verify_steps": False}
-    ranks(4).run(run_fit, "moe", 2, context, options, 1, None, path)
+    ranks(4).run(run_fit, "llama", 2, context, options, 1, None, path)
     context, options = LAYOUTS[after]
     options = {**options, "verify_steps": False}
-    for found in ranks(4).run(run_fit, "moe", 2, context, options, 1, path, None, 2):
+    for found in ranks(4).run(run_fit, "llama", 2, context, options, 1, path, None, 2):
         check(found[:2], exact)
 
 
