@@ -30,6 +30,7 @@ from lightning_cp.data.structure import flatten
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.restore import NotRestoredError
 from lightning_cp.step import Step, UnshardedStep
 from lightning_cp.torch_private import (
     accumulation_hooks,
@@ -48,6 +49,9 @@ LONGEST_MEDIA = 16384
 # Largest error of a gradient, relative to its norm, that rounding explains in float32 and float64.
 # Lower precisions are not compared: few tokens and the choices of a router differ by half and more.
 _GRADIENT = 2e-3
+
+_COPIED = 1 << 26
+"""Numbers of weights that are copied at most, of the first parameters."""
 
 # Equal computations of a number on several ranks may differ by atomic additions alone.
 _ULPS = 8
@@ -244,6 +248,8 @@ class TrialRuns:
                 full = self._run(call, part, alone=True)
             except Exception as error:  # noqa: BLE001  raised by the caller if no part is accepted
                 failure = problem = error
+            if isinstance(problem, NotRestoredError):
+                raise problem
             if self._any_rank(problem is not None)[0]:
                 continue
             results.append(self._compare(call, part, self._run(call, part, alone=False), full))
@@ -445,11 +451,75 @@ class TrialRuns:
         )
 
 
+class Weights:
+    """The weights of a model in a compared step, which may change small ones before backward.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [*model.parameters()]
+        self._copies: dict[int, Tensor] = {}
+        num_copied = 0
+        for parameter in self._parameters:
+            num_copied += (x := _local(parameter)).numel()
+            if not x.is_meta and num_copied <= _COPIED:
+                self._copies[id(parameter)] = x.clone()
+        self._state = self._read()
+        self._changed: list[Tensor] = []
+
+    def end_forward(self) -> None:
+        """Say that backward begins: what has changed so far is put back."""
+        state = self._read()
+        for parameter, then, now in zip(self._parameters, self._state, state, strict=True):
+            if then != now and id(parameter) in self._copies:
+                self._changed.append(parameter)
+        self._state = [
+            now if id(parameter) in self._copies else then
+            for parameter, then, now in zip(self._parameters, self._state, state, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Raise if weights have changed in backward, or large ones before."""
+        if self._state != self._read():
+            raise RuntimeError(
+                "A step changed weights while it was compared with one device: large ones, or in "
+                "backward, where a hook updates them before gradients are averaged over the ranks. "
+                "Update weights after backward: by an optimizer, or in a callback at the end of "
+                "the step."
+            )
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore weights that have changed before backward."""
+        for parameter in self._changed:
+            _local(parameter).copy_(self._copies[id(parameter)])
+
+    def _read(self) -> list[tuple[int | None, float]]:
+        # The sum as well: writing to `parameter.data` counts no version.
+        sums = [_sum(_local(x)) for x in self._parameters]
+        versions = [tensor_version(x) for x in self._parameters]
+        return [*zip(versions, sums, strict=True)]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    x = parameter.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _sum(x: Tensor) -> float:
+    if x.is_meta or type(x) is not Tensor:  # packed weights have operators of their own
+        return 0.0
+    return x.sum(dtype=torch.float64).nan_to_num().item()
+
+
 @contextmanager
-def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None]:
+def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[Weights]:
     """Give a model gradients of its own inside a ``with`` block, and put the former ones back.
 
-    FSDP2 reduces them in each backward; those of replicated parameters are not averaged.
+    FSDP2 reduces them in each backward; those of replicated parameters are not averaged. What
+    changes weights before `Weights.end_forward` is undone; a later change raises.
 
     Args:
         model: the model.
@@ -457,7 +527,7 @@ def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None
     """
     reshard(model)  # an evaluation may have left units gathered
     former = [(parameter, parameter.grad) for parameter in model.parameters()]
-    versions = [tensor_version(parameter) for parameter, _ in former]
+    weights = Weights(model)
     # Those of shards see averaged gradients, as on one device, and may update weights.
     hooks = [accumulation_hooks(p) for p, _ in former if isinstance(p, DTensor)]
     saved = [dict(by_id) for by_id in hooks]
@@ -470,13 +540,8 @@ def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None
         unit.set_requires_gradient_sync(True, recurse=False)
     set_averaging(model, enabled=False)
     try:
-        yield
-        if versions != [tensor_version(parameter) for parameter, _ in former]:
-            raise RuntimeError(
-                "A step changed weights while it was compared with one device: a hook updates them "
-                "in backward, before gradients are averaged over the ranks. Update them after "
-                "backward, by an optimizer."
-            )
+        yield weights
+        weights.check()
     finally:
         for by_id, hooks_of_user in zip(hooks, saved, strict=True):
             by_id.update(hooks_of_user)
@@ -487,6 +552,7 @@ def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[None
             for _ in take_used(unit):
                 pass
         set_averaging(model, enabled=True)
+        weights.put_back()
         for parameter, gradient in former:
             parameter.grad = gradient
 

@@ -5,17 +5,25 @@ Nothing that the step changes in the module stays changed, and nothing is logged
 in `lightning_cp.compare`.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
 from lightning_cp import active_step
 from lightning_cp.comm.transport import GroupTransport, Transport
-from lightning_cp.compare import Run, Value, own_gradients, returned_leaves, take_gradients
+from lightning_cp.compare import (
+    Run,
+    Value,
+    Weights,
+    own_gradients,
+    returned_leaves,
+    take_gradients,
+)
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
 from lightning_cp.data.media import media_names
@@ -70,8 +78,9 @@ class ModuleCall:
         module = self.module
         with (
             restored_metrics(module),
-            restored_state(module),
-            own_gradients(module) if self.is_training else nullcontext(),
+            restored_state(module, *_around(module)),
+            _without_loggers(module),
+            own_gradients(module) if self.is_training else nullcontext() as weights,
             torch.set_grad_enabled(self.is_training),
         ):
             module.eval()
@@ -79,8 +88,8 @@ class ModuleCall:
             for metric in metrics.values():
                 metric.reset()
             if user_hooks(module):  # what they keep may be used by the next step
-                self._run_once(batch, alone=alone)
-            step, output, logs = self._run_once(batch, alone=alone)
+                self._run_once(batch, weights, alone=alone)
+            step, output, logs = self._run_once(batch, weights, alone=alone)
             context = None if alone else step.groups.context
             # Towers of media share their work between ranks in a way of their own.
             is_compared = self.is_training and not media_names(batch)
@@ -109,7 +118,9 @@ class ModuleCall:
                 values[f"kept {name}"] = Value(Leaf("", number), f"kept self.{name}", is_kept=True)
             return Run(values, step, gradients)
 
-    def _run_once(self, batch: Any, *, alone: bool) -> tuple[Step, Any, list[Logged]]:
+    def _run_once(
+        self, batch: Any, weights: Weights | None, *, alone: bool
+    ) -> tuple[Step, Any, list[Logged]]:
         """Run the step, and backward if it trains, on gradients of its own."""
         cp, module = self.cp, self.module
         module.zero_grad(set_to_none=True)
@@ -123,6 +134,8 @@ class ModuleCall:
             assert step is not None  # noqa: S101
             with recorded_logs(module, step, training=self.is_training, sync=None) as logs:
                 output = self.step_fn(local)
+            if weights is not None:
+                weights.end_forward()
             loss = self._loss(output, step)
             if loss is not None and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -133,6 +146,30 @@ class ModuleCall:
         """Return the loss of training; None for others, which are refused or declared."""
         loss = take_loss(output) if self.is_training and step.losses else None
         return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _around(module: nn.Module) -> Iterator[Any]:
+    """Yield what a step may change beside its module: callbacks, data module, learning rates."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None:
+        yield from trainer.callbacks
+        yield from filter(None, [trainer.datamodule])
+        yield from (optimizer.param_groups for optimizer in trainer.optimizers)
+        yield from (config.scheduler for config in trainer.lr_scheduler_configs)
+
+
+@contextmanager
+def _without_loggers(module: nn.Module) -> Iterator[None]:
+    """Let loggers that a step calls write nothing."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
 
 
 def _check_comparable(leaf: Leaf, stage: str) -> None:

@@ -943,8 +943,8 @@ LIGHTNING = (
     ),
     Mutant(
         "trial-leaves-evaluation",
-        "lightning_cp.restore:restored_attributes",
-        "part.training = mode",
+        "lightning_cp.restore:Reached._save_module",
+        "module.training = training",
         "pass",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
         "the model stays in evaluation after a trial run",
