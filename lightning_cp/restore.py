@@ -244,7 +244,7 @@ class Reached:
             self._undo.append(value.rewind())
         elif (saved := _random_state(value)) is not None:
             self._undo.append(saved)
-        elif isinstance(value, dict | list | deque | set):
+        elif isinstance(value, dict | list | deque | set | bytearray):
             self._save_container(value, path)
         elif isinstance(value, tuple | frozenset):
             if len(value) <= _MAX_ITEMS:
@@ -613,7 +613,7 @@ def _fill(value: Any, items: list[Any]) -> None:
         for key, item in items:
             kind.__setitem__(value, key, item)
         return
-    kind = next(kind for kind in (list, deque, set) if isinstance(value, kind))
+    kind = next(kind for kind in (list, deque, set, bytearray) if isinstance(value, kind))
     kind.clear(value)
     (kind.update if kind is set else kind.extend)(value, items)
 

@@ -74,7 +74,7 @@ class Trainer:
         self.frozen, self.fixed = Frozen(a=1), np.broadcast_to(np.zeros(1), (3,))
         self.counter, self.array = build_counter(), np.zeros(2)
         self.ordered, self.recent = collections.OrderedDict(a=[1]), collections.deque([1])
-        self.names, self.text = {"a"}, b"1"
+        self.names, self.text, self.bytes = {"a"}, b"1", bytearray(b"1")
         self.generator = torch.Generator().manual_seed(3)
 
     def work(self):
@@ -96,6 +96,7 @@ class Trainer:
         self.recent.append(2)
         self.names.add("b")
         self.text += b"x"
+        self.bytes += b"x"
         torch.rand(1, generator=self.generator)
         random.random()
         torch.rand(1)
@@ -106,7 +107,13 @@ class Trainer:
             "meters": [(x.number, [*x.values]) for x in meters],
             "globals": ([*VALUES], AVERAGE, GENERATOR.bit_generator.state["state"]["state"]),
             "function": ([*helper.__defaults__[0]], getattr(helper, "calls", 0)),
-            "numbers": (Trainer.calls, self.namespace.number, self.slot.number, self.text),
+            "numbers": (
+                Trainer.calls,
+                self.namespace.number,
+                self.slot.number,
+                self.text,
+                [*self.bytes],
+            ),
             "closure": next(cell.cell_contents for cell in self.counter.__closure__),
             "gradient": None if self.weight.grad is None else self.weight.grad.tolist(),
             "metric": (float(self.metric.weight), self.metric._update_count),  # no public reader
