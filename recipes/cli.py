@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,12 @@ Train language models on long sequences that are sharded over several devices.
 _OUR_FOLDERS: Final = tuple(
     str(Path(__file__).parents[1] / name) for name in ("recipes", "lightning_cp", "hf_patches")
 )
+_LIBRARIES: Final = (
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(torch.__file__).parents[1]),
+    "<frozen",
+)
+"""Where code lies that is neither ours nor a user's."""
 _COMMANDS: Final = {
     "fit": "Train, validate at intervals, and write checkpoints.",
     "validate": "Compute the validation loss, and the retrieval accuracy of pass-key data.",
@@ -341,9 +348,11 @@ def _rank() -> int:
 
 def _is_for_user(error: Exception) -> bool:
     """Return whether an error is a user error, which is printed without a traceback."""
-    if isinstance(error, FileNotFoundError | MisconfigurationException):
+    if isinstance(error, MisconfigurationException):
         return True
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    *_, last = frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, FileNotFoundError):  # of an option, unless a user's own code looks for it
+        return all(frame.filename.startswith((*_OUR_FOLDERS, *_LIBRARIES)) for frame in frames)
     if not last.filename.startswith(_OUR_FOLDERS):
         return False
     if isinstance(error, OSError | ImportError):

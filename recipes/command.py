@@ -29,10 +29,11 @@ def run_recipes(args: Sequence[str], prog: str) -> int:
     try:
         from recipes.files import find_files
 
-        args = find_files(args)
+        try:
+            args = find_files(args)
+        except (OSError, ValueError) as error:
+            return report_error(error)
         from recipes.cli import main  # takes seconds
-    except FileNotFoundError as error:
-        return report_error(error)
     except ImportError as error:
         fix = "" if "pip install" in str(error) else ": pip install 'lightning-cp[recipes]'"
         return report_error(f"{error}{fix}")

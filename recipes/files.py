@@ -31,7 +31,7 @@ _PRINTING: Final = {"-h", "--help", "--print_config"}
 
 
 def find_files(args: Sequence[str]) -> list[str]:
-    """Return arguments with the paths of packaged configs; raise for a file that is missing.
+    """Return arguments with the paths of packaged configs; raise for a missing or broken file.
 
     Names of configs that this package holds are replaced where there is no such file:
     ``laptop.yaml`` and ``recipes/configs/laptop.yaml`` then work outside of a checkout.
@@ -51,6 +51,8 @@ def find_files(args: Sequence[str]) -> list[str]:
             )
         packaged |= {name: str(file), f"--config={name}": f"--config={file}"}
     args = [packaged.get(arg, arg) for arg in args]
+    for name in filter(None, configs(args)):
+        read_config(name)
     if not any(arg.partition("=")[0] in _PRINTING for arg in args):
         _check_options(read_options(args))
     return args
@@ -63,6 +65,24 @@ def configs(args: Sequence[str]) -> Iterator[str]:
             yield value
         elif flag.startswith("--config="):
             yield flag.removeprefix("--config=")
+
+
+def read_config(name: str) -> Mapping[str, Any]:
+    """Return the options that a config holds; raise for a file that holds none."""
+    try:
+        content = yaml.safe_load(Path(name).read_text("utf-8"))
+    except OSError as error:
+        raise OSError(f"--config {name}: {error.strerror}. Give a YAML file.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {name} is not text in UTF-8: {error}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {name} is not valid YAML: {error}") from error
+    if not isinstance(content, Mapping):
+        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise ValueError(
+            f"--config {name} {found}. A config names options, such as `trainer: {{max_steps: 9}}`."
+        )
+    return content
 
 
 def data_class(args: Sequence[str]) -> str:
@@ -79,8 +99,8 @@ def read_options(args: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in configs(args):
         try:
-            content = yaml.safe_load(Path(file).read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            content = read_config(file)
+        except (OSError, ValueError):
             continue
         for key, value in _flatten(content):
             _set(found, key, value)

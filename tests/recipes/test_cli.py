@@ -10,13 +10,13 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 # No option of Lightning's says what launches.
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
@@ -192,6 +192,17 @@ def test_what_torch_raises_in_our_code_keeps_its_traceback(monkeypatch):
         main(["fit"])
 
 
+def test_a_file_that_code_of_a_user_misses_keeps_its_traceback(monkeypatch):
+    def read(*_, **__):  # this file is not ours
+        Path("its.csv").read_text()
+
+    monkeypatch.setattr(cli, "_run", read)
+    with pytest.raises(FileNotFoundError, match="its.csv"):
+        main(["fit"])
+    monkeypatch.setattr(cli, "_run", Mock(side_effect=FileNotFoundError("of a library")))
+    assert main(["fit"]) == 2
+
+
 def test_debug_keeps_the_traceback():
     with pytest.raises(Exception, match="model.lrr"):
         main(["fit", "--model.lrr", "3", "--debug"])
@@ -243,7 +254,7 @@ def test_a_user_error_ends_the_processes_that_were_started(tmp_path, monkeypatch
         started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]))
         self.procs = [*started]
         launchers.append(self)
-        raise FileNotFoundError("only now")
+        raise MisconfigurationException("only now")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_SubprocessScriptLauncher, "launch", launch)

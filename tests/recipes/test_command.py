@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,6 @@ def test_files_that_are_missing_are_named(args, message, tmp_path, monkeypatch):
         "--config named.yaml --data.source null",
         "--config named.yaml --data PasskeyData",
         "--config named.yaml --data other.Data --data.source ./no.jsonl",
-        "--config broken.yaml",
         "--data.source some/name --model.model other/name --data.tokenizer third/name",
         "--ckpt_path last",
         "--ckpt_path s3://bucket/no.ckpt",
@@ -139,13 +139,36 @@ def test_what_may_be_there_is_not_refused(args, tmp_path, monkeypatch):
     config = "data: {class_path: TextData, init_args: {source: ./no.jsonl}}"
     files = {
         "named.yaml": config,
-        "broken.yaml": "[1",
         "there.txt": "",
         ".replaced.ckpt.replaced": "",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert find_files(["fit", *args.split()]) == ["fit", *args.split()]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"trainer: {max_steps: \xff}",
+            "run.yaml is not text in UTF-8: .*byte 0xff in position 21",
+        ),
+        (b"", "run.yaml is empty. A config names options"),
+        (b"- 1", "run.yaml holds a list. A config names options"),
+        (b"trainer: [1", "run.yaml is not valid YAML: .*line 1, column 12"),
+        (b"trainer:\n\tmax_steps: 1", "run.yaml is not valid YAML: .*cannot start any token"),
+        (None, "run.yaml: Is a directory. Give a YAML file"),
+    ],
+)
+def test_a_config_without_options_is_named(content, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with patch("recipes.cli.main", side_effect=AssertionError("too late")):
+        assert main(["fit", "--config", "run.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: --config {message}", line), line
 
 
 def test_help_imports_neither_torch_nor_transformers():
