@@ -40,7 +40,7 @@ from lightning_cp.loss import (
 )
 from lightning_cp.routing import unrouted
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
-from lightning_cp.torch_private import stays_unsharded
+from lightning_cp.torch_private import node_number, stays_unsharded
 
 HeadKind = Literal["next token", "same token", "sequence", "none"]
 """What a label belongs to: the next token, the same token or the sequence."""
@@ -236,7 +236,8 @@ def _score_tokens(
         output["aux_loss"], coefficient = auxiliary
         loss = loss + coefficient * output["aux_loss"].to(loss.dtype)
         # The sum is logged with the weight of its tokens as well.
-        step.losses.append(LossMark(loss.detach(), step.losses[-1].num_tokens))
+        count = step.losses[-1].num_tokens
+        step.losses.append(LossMark(loss.detach(), count, node=node_number(loss)))
     # The loss is the first entry of an output, even if it was added last.
     return type(output)(**{"loss": loss, **{k: v for k, v in output.items() if k != "loss"}})
 

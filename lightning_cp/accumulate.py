@@ -46,22 +46,27 @@ class GradientWindow:
             step: the step that the loss was computed in; the active step if None.
         """
         step = opened() if step is None else step
-        if step is None or not step.losses:
+        marks = [] if step is None else step.losses
+        # Not those that are only logged; a loss in a reentrant checkpoint has no node either.
+        marks = [mark for mark in marks if mark.node is not None] or marks
+        if not marks:
             raise RuntimeError(
                 "GradientWindow.weigh() needs a step in which token_mean(), global_mean() or "
                 "sample_mean() has been called: call it inside `with cp.step(batch):`, after the "
                 "loss."
             )
-        counts = [loss.num_tokens for loss in step.losses]
+        counts = [mark.num_tokens for mark in marks]
         count = counts[0]
         if self._first is None or self._total is None:
             self._first, self._total = count.clamp(min=1), torch.zeros_like(count)
             self._counts = counts
-        # Several means of a step have a common weight if their counts grow alike: see `finish`.
-        former = [*self._counts, *[self._counts[0]] * len(counts)]
+        # Several means of a step have a common weight if their counts grow alike: see `finish`. One
+        # that is missing in some steps counts there what their first one counts.
+        length = max(len(counts), len(self._counts))
+        now, before = (x + [x[0]] * (length - len(x)) for x in (counts, self._counts))
         self._disagreements += [
-            (other * former[0] != count * before) | ((other == 0) != (count == 0))
-            for other, before in zip(counts[1:], former[1:], strict=False)
+            (other * before[0] != count * former) | ((other == 0) != (count == 0))
+            for other, former in zip(now[1:], before[1:], strict=True)
         ]
         self._total = self._total + count
         self._num_microbatches += 1
@@ -82,7 +87,8 @@ class GradientWindow:
                 "A training step computed two means over different numbers of tokens or samples, "
                 f"and {num_microbatches} steps were accumulated: their gradients have no common "
                 "weight. Use accumulate_grad_batches=1 with larger batches, compute both losses "
-                "over the same tokens, or give all steps equally many tokens and samples."
+                "over the same tokens, or give all steps equally many tokens and samples. A mean "
+                "that is only logged does not count under torch.no_grad()."
             )
         factor = first / total.clamp(min=1)
         for parameter in parameters:

@@ -35,7 +35,7 @@ from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.sharding import shard, shift_labels, unshard
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
-from lightning_cp.torch_private import in_backward, outside_graphs
+from lightning_cp.torch_private import depends_on, in_backward, node_number, outside_graphs
 
 __all__ = [
     "MAX_CHUNK_LOGITS",
@@ -219,7 +219,9 @@ def global_mean(
     groups = () if step is None else step.loss_groups
     mean, num_tokens = _mean_over(groups, total, count, step)
     if step is not None and not in_backward():
-        step.note_loss(LossMark(mean.detach(), num_tokens, by_position, unit))
+        step.note_loss(
+            LossMark(mean.detach(), num_tokens, by_position, unit, node=node_number(mean))
+        )
     return mean
 
 
@@ -248,6 +250,8 @@ def sample_mean(losses: Tensor) -> Tensor:
         )
     step = opened()  # also one whose batch is full: losses of the parts of a batch
     check_recompute(step)
+    if step is not None and not in_backward():
+        _check_no_mean(losses, step)
     number = len(losses) if losses.dim() else 1
     weight = number if losses.dim() or step is None else max(step.num_samples, 1)
     # Each context rank has the same losses of the same samples: the sum is over the data ranks.
@@ -257,8 +261,28 @@ def sample_mean(losses: Tensor) -> Tensor:
     mean, num_samples = _mean_over(groups, total, count, step, dtype=losses.dtype)
     if step is not None and not in_backward():
         _check_alike(losses.detach(), step)
-        step.note_loss(LossMark(mean.detach(), num_samples, unit="samples", is_replicated=True))
+        step.note_loss(
+            LossMark(
+                mean.detach(),
+                num_samples,
+                unit="samples",
+                is_replicated=True,
+                node=node_number(mean),
+            )
+        )
     return mean
+
+
+def _check_no_mean(losses: Tensor, step: Step) -> None:
+    """Raise for losses that hold a mean over all ranks, which samples of a rank cannot weigh."""
+    nodes = {x.node for x in (*step.losses, *(step.outer_losses or ())) if x.node is not None}
+    if nodes and depends_on(losses, nodes, min(nodes)):
+        raise ValueError(
+            f"sample_mean() got {outputs.describe(losses)}, computed from a mean over all ranks "
+            "already (the loss of a model, token_mean(), global_mean() or sample_mean()): it would "
+            "be weighted by the samples of each data rank. Add the means instead: "
+            "token_mean(logits, labels) + sample_mean(losses)."
+        )
 
 
 def _check_alike(losses: Tensor, step: Step) -> None:

@@ -39,6 +39,7 @@ class LossMark:
             unless the step has ``position_edges``.
         unit: what it is a mean of: ``tokens``, or a name of the caller.
         is_replicated: whether each context rank has computed all of it, from full sequences.
+        node: the number of its node, which autograd counts up; None if it has no gradient.
     """
 
     value: Tensor
@@ -46,6 +47,7 @@ class LossMark:
     by_position: Tensor | None = None
     unit: str = "tokens"
     is_replicated: bool = False
+    node: int | None = None
 
 
 class StepCache(MutableMapping[object, Any]):

@@ -723,6 +723,35 @@ def within(fn: Callable[P, T]) -> Callable[P, T]:
     return inner
 
 
+@outside_graphs
+def node_number(x: Tensor) -> int | None:
+    """Return the number of the operation whose result a tensor is; None if it has no gradient.
+
+    Autograd counts operations up, on each thread (`Node._sequence_nr`; no public one).
+    """
+    return None if x.grad_fn is None else int(x.grad_fn._sequence_nr())
+
+
+def depends_on(x: Tensor, numbers: Container[int], first: int) -> bool:
+    """Return whether a tensor is computed from the result of one of some operations.
+
+    Args:
+        x: the tensor.
+        numbers: of the operations, by `node_number`.
+        first: the lowest of them: what is older cannot depend on them.
+    """
+    seen, nodes = set[Any](), [x.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        if node._sequence_nr() in numbers:
+            return True
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return False
+
+
 def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     """Let torch.compile call a function while it traces, and use the result as a constant.
 

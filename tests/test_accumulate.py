@@ -48,3 +48,42 @@ def test_a_window_needs_a_loss_of_the_step():
         RuntimeError, match=r"needs a step in which token_mean\(\).* after the loss"
     ):
         GradientWindow().weigh()
+
+
+def window_of(*steps):
+    """Run steps, each a list of what is computed in this order; return the gradient and weights.
+
+    ``loss`` goes backward; ``logged`` is a mean over fewer tokens, ``kept`` the same with gradient.
+    """
+    weight, window = torch.randn(4, 7).double().requires_grad_(), GradientWindow()
+    batches = list(build_batches([7 - index for index in range(len(steps))]))
+    for (hidden, labels), kinds in zip(batches, steps, strict=True):
+        with CP.step({"inputs_embeds": hidden, "labels": labels}) as local:
+            x, y = local["inputs_embeds"] @ weight, local["labels"]
+            loss = None
+            for kind in kinds:
+                with torch.set_grad_enabled(kind != "logged"):
+                    mean = token_mean(x, y if kind == "loss" else y.where(y > 4, -100))
+                loss = mean if kind == "loss" else loss
+            (loss * window.weigh()).backward()
+    window.finish([weight])
+    return weight.grad, exact_gradient(weight, batches)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (["logged", "loss"], ["logged", "loss"]),
+        (["loss", "logged"], ["loss", "logged"]),
+        (["logged", "loss"], ["loss"]),
+        (["loss", "loss"], ["loss"]),
+    ],
+)
+def test_a_mean_that_is_only_logged_does_not_count(steps):
+    torch.testing.assert_close(*window_of(*steps))
+
+
+@pytest.mark.parametrize("steps", [(["kept", "loss"], ["loss"]), (["loss"], ["loss", "kept"])])
+def test_a_mean_that_only_some_steps_compute_is_refused(steps):
+    with pytest.raises(RuntimeError, match=r"no common weight.*only logged does not count"):
+        window_of(*steps)

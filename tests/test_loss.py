@@ -538,3 +538,16 @@ def test_token_and_sample_means_that_grow_alike_have_a_common_weight():
 def test_token_and_sample_means_that_do_not_grow_alike_are_not_accumulated(batches):
     with pytest.raises(RuntimeError, match="two means over different numbers of tokens or samp"):
         run_samples(batches)
+
+
+def test_a_mean_over_all_ranks_is_no_loss_of_a_sample():
+    """Data ranks may hold different numbers of samples, by which it would be weighted."""
+    weight, labels = torch.randn(7, 7, requires_grad=True), torch.randint(0, 7, (2, 6))
+    with doors.parallel(None).step({"input_ids": labels, "labels": labels}) as local:
+        logits = weight[local["input_ids"]]
+        own = logits.mean((1, 2))
+        mean = token_mean(logits, local["labels"])
+        for held in (mean, (mean + own.mean()).exp(), own + 0.1 * mean, sample_mean(own)):
+            with pytest.raises(ValueError, match=r"Add the means instead: token_mean\("):
+                sample_mean(held)
+        (mean + sample_mean(own) + sample_mean(own * mean.detach())).backward()
