@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -226,10 +226,23 @@ def accept_full_tensors(module: nn.Module) -> Callable[[], None]:
     Names without the prefixes of torch.compile and activation checkpointing are accepted too.
 
     Returns:
-        A function that undoes it.
+        A function that undoes it, unless the module stays sharded.
     """
+    if module.__dict__.get(_ACCEPTS_FULL):  # it has stayed sharded
+        return lambda: None
     handle: Any = module.register_load_state_dict_pre_hook(_shard_state)  # type: ignore[no-untyped-call]
-    return lambda: handle.remove()
+    module.__dict__[_ACCEPTS_FULL] = True
+
+    def undo() -> None:
+        if not any(isinstance(p, DTensor) for p in module.parameters()):
+            handle.remove()
+            del module.__dict__[_ACCEPTS_FULL]
+
+    return undo
+
+
+_ACCEPTS_FULL: Final = "_lightning_cp_full_tensors"
+"""Attribute of a module that accepts full tensors."""
 
 
 def _shard_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -6,9 +6,9 @@ pass, whoever calls it, gradients are summed over data x context in buckets; hal
 float32, as FSDP2 does here. Nothing is gathered in forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.torch_private import after_backward, backward_id, plain_functions
@@ -42,6 +43,16 @@ def average_gradients(owner: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     return stop
 
 
+def average_new(owner: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Average gradients of parameters that were made since, too. Collective if there are any.
+
+    They get the values of rank 0. Called often: looks only where optimizers train more parameters.
+    """
+    if owner in _replicas:
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        _replicas[owner].add_trained(owner, groups)
+
+
 def is_replicated(owner: nn.Module) -> bool:
     """Return whether every rank holds all parameters of a module, and averages their gradients."""
     return owner in _replicas and not _replicas[owner].has_shards
@@ -53,34 +64,68 @@ def set_averaging(owner: nn.Module, *, enabled: bool) -> None:
         _replicas[owner].enabled = enabled
 
 
+def of_rank_0(x: Tensor, device: torch.device) -> Tensor:
+    """Return the values that a tensor has on rank 0. Collective over all ranks."""
+    staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
+    # As bytes: not every backend supports every dtype.
+    dist.broadcast(staged.view(-1).view(torch.uint8), 0)
+    return staged
+
+
 class _Replicas:
     """The parameters of a module that every rank holds."""
 
     def __init__(self, owner: nn.Module, mesh: DeviceMesh) -> None:
         self.enabled = True
+        self._num_trained = 0
         self._groups, self._size = [mesh.get_group(x) for x in range(mesh.ndim)], mesh.size()
         named = dict(owner.named_parameters())
         self._parameters = {n: p for n, p in named.items() if not isinstance(p, DTensor)}
         self.has_shards = len(self._parameters) < len(named)
         self._backward = -1
+        self._is_alone = self._size == 1 and not self.has_shards
+        self._handles: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
         # Frozen ones too: a callback may unfreeze them later. And shards: all ranks reduce theirs,
         # while a replicated parameter may have a gradient on some ranks only.
-        hooked = named.values() if self._parameters else ()
-        self._handles = [handle for p in hooked if (handle := self._hook(p)) is not None]
+        self._hook(named.values() if self._parameters else ())
 
-    def _hook(self, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle | None:
-        is_alone = self._size == 1 and not self.has_shards
-        if is_alone or not parameter.is_floating_point():
-            return None
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)
-        handle = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(is_trained)
-        return handle  # type: ignore[no-any-return]
+    def add_trained(self, owner: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Add parameters of optimizers that are new; raise for those that are not the module's."""
+        num_trained = sum(len(group) for group in groups)
+        if self._is_alone or num_trained == self._num_trained:
+            return
+        self._num_trained = num_trained
+        names = {p: name for name, p in owner.named_parameters()}
+        known = set(self._parameters.values())
+        for parameter in (p for group in groups for p in group if not isinstance(p, DTensor)):
+            if parameter not in names:
+                raise ValueError(
+                    f"An optimizer trains a parameter of shape {tuple(parameter.shape)} that is no "
+                    "parameter of the module: it is not saved, and its gradients are not averaged "
+                    "over the ranks. Assign it to the module (self.x = nn.Parameter(...), "
+                    "nn.ParameterList), and make optimizers in configure_optimizers(), where the "
+                    "parameters are sharded."
+                )
+            if parameter not in known:
+                self._parameters[names[parameter]] = parameter
+                with torch.no_grad():
+                    parameter.copy_(of_rank_0(parameter, parameter.device))
+        self._hook(names if self._parameters else ())
+
+    def _hook(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the gradients of parameters that are not noted yet."""
+        for parameter in parameters:
+            if self._is_alone or parameter in self._handles or not parameter.is_floating_point():
+                continue
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)
+            note: Any = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            self._handles[parameter] = note
+            parameter.requires_grad_(is_trained)
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def _note(self, parameter: Tensor) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.adapters import parallelize_models
 from lightning_cp.fsdp.frozen import FrozenWeights, keep_packed
 from lightning_cp.fsdp.gathering import own_modules
-from lightning_cp.fsdp.replication import set_averaging
+from lightning_cp.fsdp.replication import of_rank_0, set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.torch_private import (
     accumulation_hooks,
@@ -426,7 +426,7 @@ def _broadcast_weights(
                     assert mesh is not None  # noqa: S101
                     _broadcast_along(x.to_local(), mesh, device)
                     continue
-                staged = _of_rank_0(x, device)
+                staged = of_rank_0(x, device)
                 if 0 in x.stride():  # expanded: several elements share memory
                     tensors[name] = staged
                 else:
@@ -438,14 +438,7 @@ def broadcast_replicated(owner: nn.Module, device: torch.device) -> None:
     """Broadcast the values of rank 0 to the parameters of a sharded model that are not sharded."""
     for parameter in owner.parameters():
         if not isinstance(parameter, DTensor):
-            parameter.copy_(_of_rank_0(parameter, device))
-
-
-def _of_rank_0(x: Tensor, device: torch.device) -> Tensor:
-    staged = x.detach().to(device).clone(memory_format=torch.contiguous_format)
-    # As bytes: not every backend supports every dtype.
-    dist.broadcast(staged.view(-1).view(torch.uint8), 0)
-    return staged
+            parameter.copy_(of_rank_0(parameter, device))
 
 
 def _broadcast_along(x: Tensor, mesh: DeviceMesh, device: torch.device) -> None:
