@@ -117,16 +117,17 @@ class ContextParallelCallback(Callback):
         self._num_tokens, self._start_time = 0, time.perf_counter()
 
     def _measure(self, strategy: Any) -> dict[str, float]:
-        seconds = max(time.perf_counter() - self._start_time, 1e-9)
         device = strategy.root_device
         count = torch.tensor(float(self._num_tokens), dtype=torch.float64, device=device)
         # All context ranks have counted the same sequences.
         num_tokens = float(strategy.reduce(count, reduce_op="sum")) / strategy.context_parallel_size
-        memory = torch.tensor(_peak_memory(device), dtype=torch.float64, device=device)
+        own = [time.perf_counter() - self._start_time, _peak_memory(device)]
+        largest = torch.tensor(own, dtype=torch.float64, device=device).clamp(min=1e-9)
+        seconds, memory = strategy.reduce(largest, reduce_op="max").tolist()
         measurements = {
             "tokens_per_second": num_tokens / seconds,
             "tokens_per_second_per_device": num_tokens / seconds / strategy.world_size,
-            "peak_memory_gb": float(strategy.reduce(memory, reduce_op="max")) / 1e9,
+            "peak_memory_gb": memory / 1e9,
         }
         work = strategy.last_step.work_by_rank()
         if sum(work):

@@ -2,15 +2,15 @@
 """What a module logs during a step: losses weighted by their tokens, all values recorded.
 
 Replaces `LightningModule.log` on the instance for the duration of a block, and reads that method's
-arguments by name (Lightning 2.6); imports nothing from Lightning.
+arguments by name (Lightning 2.6); imports nothing from Lightning. What hooks log is compared too.
 """
 
 import inspect
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any, Final, Literal
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
+from lightning_cp.parallel import ContextParallel
 from lightning_cp.routing import unrouted
 from lightning_cp.step import LossMark, Step
 
@@ -114,6 +115,32 @@ def recorded_logs(
 
     with _replaced_log(module, record):
         yield records
+
+
+_STEPS: Final = {"training_step", "validation_step", "test_step"}
+
+
+def noted_hook_logs(trainer: Any, cp: ContextParallel) -> list[Callable[[], None]]:
+    """Let context ranks compare what hooks log, with the next batch; return what ends it.
+
+    What steps log is compared by `StepOutputs`. Replaces ``log`` of the values of Lightning's loops
+    (2.6) on the instances, where the name of the hook is known.
+    """
+    training, device = trainer.fit_loop.epoch_loop, cp.groups.context.device
+    loops = (training, training.val_loop, trainer.validate_loop, trainer.test_loop)
+    undos = []
+
+    def note(original: Any, fx: str, name: str, value: Any, **options: Any) -> None:
+        original(fx, name, value, **options)
+        is_reduced = options["sync_dist"] and _reduction(options) != "mean"
+        is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if fx not in _STEPS and is_plain and not (is_reduced or options["rank_zero_only"]):
+            cp.checks.released.add(f"{name!r} in {fx}()", value, device)
+
+    for results in (loop._results for loop in loops if cp.cp_size > 1):
+        vars(results)["log"] = partial(note, results.log)
+        undos.append(partial(vars(results).pop, "log"))
+    return undos
 
 
 # The parameters of `LightningModule.log` in their order, with defaults of those that are read here.

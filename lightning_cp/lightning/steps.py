@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
@@ -159,19 +159,6 @@ class StepRunner:
                 tolerance=TOLERANCES[torch.bfloat16] if is_mixed else None,
                 stock=self._stock,
             )
-
-    def check_epoch_logs(self, trainer: Trainer) -> None:
-        """Raise if context ranks differ in values that `on_*_epoch_end` has logged. Collective."""
-        cp = self._cp
-        for result in (trainer._results or {}).values():
-            meta = result.meta
-            may_differ = meta.sync.rank_zero_only or (
-                meta.sync.should and not meta.is_mean_reduction
-            )
-            if result.is_tensor and meta.fx.endswith("_epoch_end") and not may_differ:
-                name = f"{meta.name!r} in {meta.fx}()"
-                cp.checks.released.add(name, result.value, cp.groups.context.device)
-        cp.checks.check_released()
 
     def _begin(self, local: Any) -> Step:
         """Make the open step the last one; count its labels if the loss policy needs them."""

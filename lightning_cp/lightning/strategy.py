@@ -27,6 +27,7 @@ from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
 from lightning_cp.fsdp.frozen import packed_stay
 from lightning_cp.fsdp.gathering import check_reduced, find_units
+from lightning_cp.fsdp.replication import average_new
 from lightning_cp.fsdp.sharding import ParameterSharding, drop_unused_gradients, reshard
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import averaging, loaders
@@ -36,6 +37,7 @@ from lightning_cp.lightning.checkpoint_strategy import CheckpointStrategy
 from lightning_cp.lightning.checkpointing import check_links
 from lightning_cp.lightning.features import check_hooks, check_optimizers
 from lightning_cp.lightning.launch import check_tensor_parallel_size
+from lightning_cp.lightning.logs import noted_hook_logs
 from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
 from lightning_cp.lightning.mixed_precision import MixedPrecision, resolve_plugin
 from lightning_cp.lightning.model_setup import share_random_state, use_offloaded
@@ -304,6 +306,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         )
         self._place_model(self.model)
         prepared.undos += averaging.shard_averages(trainer, module)
+        prepared.undos += noted_hook_logs(trainer, self.context_parallel)
         self.barrier()
         self._accumulation.start_run(module, training=is_training)
         if is_training:
@@ -393,9 +396,10 @@ class ContextParallelStrategy(CheckpointStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start a gradient window where Lightning sets gradients to zero."""
+        """Start a gradient window where Lightning sets gradients to zero; find new parameters."""
         super().on_train_batch_start(batch, batch_idx)
         self._accumulation.start_batch(self._module(), batch_idx)
+        average_new(self._module(), self.optimizers)
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -444,9 +448,9 @@ class ContextParallelStrategy(CheckpointStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Compare what the last steps and the end of the epoch have logged."""
+        """Compare what the last steps and hooks have logged."""
         super().on_train_end()
-        self._step_runner().check_epoch_logs(self._trainer())
+        self.context_parallel.checks.check_released()
 
     # ---------------------------------------------------------------- evaluation
 
@@ -475,9 +479,9 @@ class ContextParallelStrategy(CheckpointStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        """Reshard the model; compare what the end of the epoch has logged."""
+        """Reshard the model; compare what hooks have logged."""
         reshard(self._module())
-        self._step_runner().check_epoch_logs(self._trainer())
+        self.context_parallel.checks.check_released()
 
     on_test_end = on_validation_end
 

@@ -1,0 +1,120 @@
+"""What a LightningModule does beside its steps: values of hooks, new parameters, other weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests import doors
+from tests.lightning.jobs import (
+    Module,
+    PackedRows,
+    build_trainer,
+    elastic_environment,
+    full,
+    loader,
+)
+
+pytestmark = pytest.mark.ranks
+
+
+class Hooked(Module):
+    """Logs a value of this rank in one hook."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def note(self, hook):
+        value = float(self.global_rank)
+        self.log("same", 1.0)
+        self.log("measured", value, rank_zero_only=True)
+        self.log("added", value, reduce_fx="sum", sync_dist=True)
+        if hook == self.hook:
+            self.log("own", value)
+
+    def on_after_backward(self):
+        self.note("on_after_backward")
+
+    def on_train_batch_end(self, *_):
+        self.note("on_train_batch_end")
+
+    def on_train_epoch_end(self):
+        self.note("on_train_epoch_end")
+
+    def on_validation_epoch_end(self):
+        self.note("on_validation_epoch_end")
+
+
+HOOKS = ("on_after_backward", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")
+
+
+class Late(Module):
+    """Makes parameters after the strategy has placed its own, other ones on each rank."""
+
+    def __init__(self, *, assigned=True):
+        super().__init__(dtype=torch.float64)
+        self.assigned = assigned
+
+    def new(self, value):
+        shift = 1e-3 * self.global_rank if self.trainer.world_size > 1 else 0.0
+        return nn.Parameter(torch.tensor([value + shift], dtype=torch.float64))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.later = self.new(1.25)
+            self.trainer.optimizers[0].add_param_group({"params": [self.later]})
+
+    def logits(self, batch):
+        out = super().logits(batch) * (self.late if self.assigned else self.held[0])
+        return out * self.later if hasattr(self, "later") else out
+
+    def configure_optimizers(self):
+        late = self.new(0.5)
+        if self.assigned:
+            self.late = late
+            return super().configure_optimizers()
+        self.held = [late]
+        return torch.optim.SGD([*self.parameters(), late], lr=self.lr)
+
+
+def fit(module, trainer):
+    trainer.fit(module, loader(PackedRows(6), 1), loader(PackedRows(2), 1))
+    return {name: full(p.detach()).clone() for name, p in module.named_parameters()}
+
+
+def run_edges():
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    found = {}
+    with elastic_environment():
+        for hook in HOOKS:
+            with pytest.raises(ValueError, match=rf"'own' in {hook}\(\)"):
+                fit(Hooked(hook), build_trainer(strategy=doors.strategy(), **options))
+        for sharding in ("full", "none"):
+
+            def train(module, sharding=sharding):
+                strategy = doors.strategy(parameter_sharding=sharding)
+                return fit(module, build_trainer(strategy=strategy, **options))
+
+            module = Late()
+            found[sharding] = train(module)
+            # After the run, too: each rank keeps its part of full weights.
+            module.load_state_dict({name: 2 * x for name, x in found[sharding].items()})
+            for name, p in module.named_parameters():
+                assert torch.equal(full(p.detach()), 2 * found[sharding][name])
+            with pytest.raises(ValueError, match=r"shape \(1,\) that is no parameter of the mod"):
+                train(Late(assigned=False))
+    return found
+
+
+def test_hooks_and_late_parameters_are_as_on_one_device(ranks):
+    exact = ranks(1).run(run_alone)[0]
+    for found in ranks(2).run(run_edges):
+        for weights in found.values():
+            assert weights.keys() == exact.keys()
+            for name, expected in exact.items():
+                torch.testing.assert_close(weights[name], expected, rtol=1e-10, atol=1e-12)
+
+
+def run_alone():
+    with elastic_environment():
+        return fit(Late(), build_trainer(strategy=doors.strategy(), max_epochs=1))
