@@ -128,7 +128,7 @@ def noted_hook_logs(trainer: Any, cp: ContextParallel) -> list[Callable[[], None
     """
     training, device = trainer.fit_loop.epoch_loop, cp.groups.context.device
     loops = (training, training.val_loop, trainer.validate_loop, trainer.test_loop)
-    undos = []
+    undos = list[Callable[[], None]]()
 
     def note(original: Any, fx: str, name: str, value: Any, **options: Any) -> None:
         original(fx, name, value, **options)
