@@ -17,6 +17,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 # No option of Lightning's says what launches.
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
