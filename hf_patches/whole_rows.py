@@ -60,6 +60,7 @@ class Rows:
         forward: the instance's ``forward`` before `whole_rows`.
         generate: the instance's own ``generate`` before it, if it had one.
         is_alone: whether each rank runs full sequences by itself, as one device.
+        is_private: returns whether a call without gradients is one that other ranks may not make.
     """
 
     cp: ContextParallel
@@ -67,6 +68,7 @@ class Rows:
     forward: Callable[..., Any]
     generate: Callable[..., Any] | None
     is_alone: bool = False
+    is_private: Callable[[], bool] = lambda: False
 
     def __deepcopy__(self, _: object) -> "Rows":
         return self  # groups cannot be copied; a copy of the model has the same ranks
@@ -113,6 +115,10 @@ class RowsHandle:
             yield
         finally:
             rows.is_alone = False
+
+    def run_alone_where(self, is_private: Callable[[], bool]) -> None:
+        """Run calls without gradients as ``generate()`` does, where a condition holds."""
+        self.model.__dict__[_MARK].is_private = is_private
 
     @property
     def logits(self) -> Logits:
@@ -171,7 +177,9 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
         if rows.cp is not cp:
             raise ValueError(
                 f"whole_rows() was called before for this {type(inner).__name__}, with another "
-                "ContextParallel. Call undo() of its handle first."
+                "ContextParallel. Call undo() of its handle first; for a model that another "
+                "trainer has had: handle = context_parallel(first_trainer, size=...), then "
+                "handle.undo() before the next context_parallel()."
             )
         return RowsHandle(inner)
     if cp.groups.data.size > 1:
@@ -218,6 +226,9 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     has_cache = arguments.get("past_key_values") is not None or arguments.get("use_cache")
     if active_step.opened() is not None or active_step.is_paused() or has_cache:
         return forward.forward(model, **arguments)
+    if not torch.is_grad_enabled() and model.__dict__[_MARK].is_private():
+        with active_step.paused():
+            return forward.forward(model, **arguments)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     as_tuple = not arguments.pop("return_dict", getattr(model.config, "return_dict", True))
     num_items = arguments.pop("num_items_in_batch", None)
