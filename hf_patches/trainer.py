@@ -32,6 +32,7 @@ from hf_patches.trainer_checks import (
     check_trainer,
     is_transformers,
 )
+from hf_patches.trainer_steps import is_for_user
 from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
@@ -42,6 +43,9 @@ from lightning_cp.verification import Report
 _logger = logging.getLogger(__name__)
 
 _MARK: Final = "_lightning_cp"
+
+_AROUND_MODELS: Final = ("hf_patches", "lightning_cp", "peft", "transformers")
+"""Whose functions lie between a caller and a model."""
 
 
 @dataclass(eq=False)
@@ -140,13 +144,14 @@ def context_parallel(
             _share_batches(accelerator, handle)
             if trainer is not None:
                 _count_once(trainer, handle)
+                _run_alone_between_steps(trainer, handle)
         if trainer is not None:
             _adapt_trainer(trainer, handle)
         if accelerator.num_processes > 1:
             _average_gradients(accelerator, trainer, handle)
         if trainer is not None and size > 1 and verify_steps:
             assert mesh is not None  # noqa: S101
-            data = mesh["dp_replicate"].get_group() if size < mesh.size() else None
+            data = mesh["dp_replicate"].get_group()
             verify_first_steps(trainer, handle.models, handle.cp, data, handle.replace)
     except Exception:
         handle.undo()
@@ -506,6 +511,27 @@ def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
     if columns is not None and "document_ids" not in columns:
         # Else it would be dropped like any column that is no argument of the model.
         handle.replace(trainer, "_signature_columns", [*columns, "document_ids"])
+
+
+def _run_alone_between_steps(trainer: Any, handle: TrainerHandle) -> None:
+    """Let users call the models between steps, on one process if they like, as on one device."""
+    number = 0
+
+    def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal number
+            number += 1
+            try:
+                return step(*args, **kwargs)
+            finally:
+                number -= 1
+
+        return call
+
+    for name in ("training_step", "compute_loss", "prediction_step"):
+        handle.replace(trainer, name, counted(getattr(trainer, name)))
+    for model in handle.models:
+        model.run_alone_where(lambda: number == 0 and is_for_user(_AROUND_MODELS))
 
 
 def _count_items(count: Callable[..., Any], batch_samples: Any, device: Any) -> Any:

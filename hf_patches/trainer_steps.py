@@ -3,33 +3,41 @@
 
 The first training step and the first evaluation step run on short batches, once sharded and once as
 one device would run them: the loss, every gradient, outputs and logged values must be the same.
-Nothing that they change stays changed. `lightning_cp.compare` compares.
+Nothing that they change stays changed. `lightning_cp.compare` compares. A few later steps do so
+again, more and more seldom: users' code may change with the number of steps.
 """
 
 import copy
+import functools
+import importlib
+import inspect
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from hf_patches.whole_rows import RowsHandle
 from lightning_cp.comm.collective_errors import from_all
 from lightning_cp.comm.transport import GroupTransport
-from lightning_cp.compare import Run, TrialRuns, Value, own_gradients, take_gradients
+from lightning_cp.compare import Run, TrialRuns, Value, Weights, own_gradients, take_gradients
 from lightning_cp.data import outputs
 from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
 from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.structure import flatten
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.restore import restored_state, user_hooks
+from lightning_cp.restore import UpdatesWeightsError, restored_state, user_hooks
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import truncate_batch
 
@@ -41,42 +49,45 @@ _MAX_LEN: Final = 512
 _LONGEST_WHOLE: Final = 4096
 """Tokens of a batch that each rank runs in full, where it cannot be truncated."""
 
-_LARGE: Final = 1 << 26
-"""Numbers of another module that are too many to be copied."""
-
 # Losses of preference trainers are differences of sums over tokens. Metrics may be choices between
 # scores that differ by rounding: the same on all ranks is all that can be asked of them.
 _LOSS_FLOOR, _METRIC_FLOOR = 2e-5, float("inf")
 
+# In low precision that much of the norm of a gradient may differ; parts of it differ by more.
+_LOW_GRADIENT: Final = 0.3
+
 _DATA: Final = ("train_dataset", "eval_dataset")
-_LIBRARIES: Final = ("transformers", "trl", "accelerate", "hf_patches", "lightning_cp", "torch")
+_LIBRARIES: Final = frozenset(
+    ("transformers", "trl", "accelerate", "peft", "hf_patches", "lightning_cp", "torch")
+)
+_BELOW: Final = sys.stdlib_module_names | {"torch", "accelerate"}
+"""Whose functions count processes for those who call them."""
 _DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-
-
-class _UpdatesWeightsError(Exception):
-    """A training step updates the weights itself, and cannot run for a comparison."""
 
 
 def verify_steps(
     trainer: Any,
     models: list[RowsHandle],
     cp: ContextParallel,
-    data: dist.ProcessGroup | None,
+    data: dist.ProcessGroup,
     replace: Callable[[Any, str, Any], None],
 ) -> None:
-    """Compare the first steps of a trainer with one device; raise on all ranks if they differ.
+    """Compare steps of a trainer with one device; raise on all ranks if they differ.
 
     Args:
         trainer: under context parallelism.
         models: the handles of its models.
         cp: the context ranks.
-        data: the ranks with other batches, if any.
+        data: the ranks with other batches, and this one.
         replace: sets an attribute of the trainer until context parallelism is undone.
     """
-    transport = [] if data is None else [GroupTransport(data)]
-    runs, seen = TrialRuns(cp, max_len=_MAX_LEN, data=transport), set[Any]()
+    transport = [GroupTransport(data)] if data.size() > 1 else []
+    runs = TrialRuns(cp, max_len=_MAX_LEN, data=transport)
+    calls, due, told = Counter[Any](), set[Any](), set[str]()
+    # FSDP2 holds unreduced gradients of the batches before, which a trial run would drop.
+    is_amid_update = False
     # An own training step may compute its loss by itself.
-    is_own = _root(type(trainer).training_step) not in _LIBRARIES
+    is_own = not _is_of_library(type(trainer).training_step)
     for stage in ("training_step" if is_own else "compute_loss", "prediction_step"):
         function = getattr(trainer, stage)
 
@@ -88,43 +99,103 @@ def verify_steps(
             _function: Callable[..., Any] = function,
             **kwargs: Any,
         ) -> Any:
+            nonlocal is_amid_update
             is_training = _stage != "prediction_step"
             # Data ranks may get different kinds of batches at first: they compare once.
             key = _stage, None if transport else frozenset(inputs)
-            is_due = key not in seen and (model.training or not is_training or is_own)
-            if is_due and not runs.is_running and (torch.is_grad_enabled() or not is_training):
-                seen.add(key)
-                call = _TrainerCall(_stage, trainer, models, cp, _function, model, args, kwargs)
-                _compare(runs, call, inputs, cp)
+            is_step = not is_training or (torch.is_grad_enabled() and (model.training or is_own))
+            if is_step and not runs.is_running:
+                calls[key] += 1
+                if _is_due(calls[key]):
+                    due.add(key)
+                if key in due and not is_amid_update:
+                    due.remove(key)
+                    call = _TrainerCall(
+                        _stage, trainer, models, cp, data, _function, model, args, kwargs
+                    )
+                    _compare(runs, call, inputs, told)
+                if is_training:
+                    is_amid_update = not trainer.accelerator.sync_gradients
             return _function(model, inputs, *args, **kwargs)
 
         replace(trainer, stage, verified)
 
 
-def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, cp: ContextParallel) -> None:
-    """Run a step on short batches and compare; say so where that is not possible."""
+def _is_due(number: int) -> bool:
+    """Return whether a step is compared, by its number: 1, 3, 10, 30, 100 and so on."""
+    while number % 10 == 0:
+        number //= 10
+    return number in (1, 3)
+
+
+def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, told: set[str]) -> None:
+    """Run a step on short batches and compare; say once what could not be compared."""
     parts: list[Any] = []
-    problem = None
-    if not isinstance(inputs, Mapping) or _has_iterators(call.trainer):
-        problem = "its batch is no dict, or the trainer holds an iterator, which cannot go back"
+    if isinstance(inputs, Mapping):
+        parts = _short_batches(inputs, call.cp)
     else:
-        parts = _short_batches(inputs, cp)
-    if problem is not None:
-        _logger.info("%s() is not compared with one device: %s", call.stage, problem)
-    try:
-        _, failure = runs.compare_runs(call, runs.equal_number(parts))
-    except _UpdatesWeightsError:
-        failure = None
-    if failure is not None:
+        _say(f"{call.stage}() is not compared with one device: its batch is no dict.", told)
+    if not _has_room(call.model):  # later there are states of the optimizer
+        _say(f"{call.stage}() is not compared with one device: the GPU has no room for it.", told)
+        parts = []
+    whole = [inputs] if parts and _longest(inputs) <= _LONGEST_WHOLE else []
+    results, failure = list[Any](), None
+    # A step may refuse shorter sequences, or take an index among all processes for one of a batch.
+    for batches, call.sees_rank in ((parts, False), (whole, False), (parts, True)):
+        if not results:  # on all ranks
+            is_over = isinstance(failure, UpdatesWeightsError)
+            number = runs.equal_number([] if is_over else batches)
+            results, problem = runs.compare_runs(call, number)
+            failure = problem or failure
+    if isinstance(failure, UpdatesWeightsError):
+        _say(
+            f"{call.stage}() updates weights by itself, by an optimizer: it is not compared with "
+            "one device. Compare the losses and weights of a few steps with those of one process.",
+            told,
+        )
+    elif failure is not None and not results:
+        _say(
+            f"{call.stage}() was not compared with one device, since it raised on full sequences: "
+            f"{type(failure).__name__}: {failure}",
+            told,
+        )
+    new = {name: pair for name, pair in call.differing.items() if name not in told}
+    told.update(new)
+    if new:
+        named = [f"`{name}` has {x:.6g} instead of {y:.6g}" for name, (x, y) in new.items()]
+        more = f", and {len(named) - 4} more places" if len(named) > 4 else ""
         _logger.warning(
-            "%s() was not compared with one device, since it raised on short sequences: %s",
+            "%s() keeps other numbers on this rank than one device would: %s%s. They are in no "
+            "loss and in no log, but a callback or compute_metrics that reads them gets this "
+            "rank's values: a hook on a layer sees this rank's tokens. Request hidden states from "
+            "the model instead (output_hidden_states=True): it returns full sequences.",
             call.stage,
-            failure,
+            ", ".join(named[:4]),
+            more,
         )
 
 
-def _has_iterators(trainer: Any) -> bool:
-    return any(isinstance(value, Iterator) for value in vars(trainer).values())
+def _has_room(model: nn.Module) -> bool:
+    """Return whether three more sets of a model's gradients fit into the memory of its GPU."""
+    tensors = [
+        p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad
+    ]
+    devices = {x.device for x in tensors if x.is_cuda}
+    size = sum(x.nbytes for x in tensors if x.is_cuda)
+    free = [
+        torch.cuda.mem_get_info(device)[0]
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+        for device in devices
+    ]
+    return 3 * size <= min(free, default=0)
+
+
+def _say(text: str, told: set[str]) -> None:
+    """Log a warning that has not been logged before."""
+    if text not in told:
+        _logger.warning(text)
+    told.add(text)
 
 
 # ---------------------------------------------------------------- batches
@@ -133,19 +204,14 @@ def _has_iterators(trainer: Any) -> bool:
 def _short_batches(inputs: Any, cp: ContextParallel) -> list[Any]:
     """Return short batches like this one: one that is divided evenly, and one that is padded.
 
-    Also one with padding of its own, if this one has some. None for a long one with media, which
-    cannot be truncated.
+    Also one with padding of its own, if this one has some. None for a long one with media or with
+    unknown names, which cannot be truncated.
     """
-    dims = {
-        name: dim
-        for name, x in inputs.items()
-        if isinstance(x, Tensor) and x.dim() > 1
-        if (dim := SEQUENCE_DIMS.get(name, 1)) is not None
-    }
+    dims = _token_dims(inputs)
     longest = max((inputs[name].shape[dim] for name, dim in dims.items()), default=0)
-    has_mask = any(inputs[name].dim() > 3 for name in dims)
-    if media_names(inputs) or has_mask:
-        return [inputs] * 2 if longest <= _LONGEST_WHOLE else []
+    has_mask = any(isinstance(x, Tensor) and x.dim() > 3 for x in inputs.values())
+    if media_names(inputs) or has_mask or not dims:
+        return [inputs] * 2 if _longest(inputs) <= _LONGEST_WHOLE else []
     chunks = 2 * cp.cp_size
     odd, even = 8 * chunks + 1, min(_MAX_LEN, longest) // chunks * chunks
     if any(name.startswith("cu_seq_lens") for name in inputs):
@@ -155,6 +221,32 @@ def _short_batches(inputs: Any, cp: ContextParallel) -> list[Any]:
     if isinstance(mask, Tensor) and bool((inputs["attention_mask"] == 0).any()):
         parts.append(pad_samples(parts[-1]))
     return parts
+
+
+def _token_dims(inputs: Any) -> dict[str, int]:
+    """Return the dims along which tensors of a batch hold tokens, by name.
+
+    They are as long as ids or embeddings of tokens are. Others hold features, or labels of a row.
+    """
+    dims = {
+        name: dim
+        for name, x in inputs.items()
+        if isinstance(x, Tensor) and x.dim() > 1
+        if (dim := SEQUENCE_DIMS.get(name, 1)) is not None
+    }
+    lengths = {
+        inputs[name].shape[dim]
+        for name, dim in dims.items()
+        if name.endswith("_ids") or "input_ids" in name or "inputs_embeds" in name
+    }
+    return {name: dim for name, dim in dims.items() if inputs[name].shape[dim] in lengths}
+
+
+def _longest(inputs: Any) -> int:
+    """Return the number of tokens of a batch, of all its dims if it is not known."""
+    sizes = [inputs[name].shape[dim] for name, dim in _token_dims(inputs).items()]
+    tensors = [leaf.value for leaf in flatten(inputs).values() if isinstance(leaf.value, Tensor)]
+    return max(sizes or [size for x in tensors for size in x.shape[1:]], default=0)
 
 
 def _cut(inputs: Any, dims: Mapping[str, int], max_len: int) -> Any:
@@ -196,6 +288,7 @@ class _TrainerCall:
         trainer: the trainer.
         models: the handles of its models.
         cp: the context ranks.
+        data: the ranks with other batches, and this one.
         function: the method.
         model: the model that it got, which may be wrapped.
         args: what it got after the batch.
@@ -206,11 +299,17 @@ class _TrainerCall:
     trainer: Any
     models: list[RowsHandle]
     cp: ContextParallel
+    data: dist.ProcessGroup
     function: Callable[..., Any]
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     skip: str = "context_parallel(..., verify_steps=False)"
+    sees_rank: bool = False
+    """Whether users see the rank among the data ranks where full sequences run."""
+    differing: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The first number that differs of each place that users keep some in, and one device's."""
+    _numbers: list[dict[str, float]] = field(default_factory=list)
     _evaluates: bool = False
     _fixed: set[str] = field(default_factory=set)
     _is_fixed: bool = True
@@ -224,20 +323,30 @@ class _TrainerCall:
         }
         return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
-    def cure(self, _: Value | None) -> str:
+    def cure(self, value: Value | None) -> str:
         """Return how to make a value that differs, for errors."""
+        if value is not None and value.source.startswith("gradient of"):
+            return (
+                "It is no parameter of the model: nobody averages its gradient over the ranks, "
+                "each of which computes the part of its own tokens. Make it one, before the "
+                "trainer is built: trainer.model.NAME = it (a parameter or a module)."
+            )
         return (
             "Inside of the model each rank holds its own tokens: what a hook on a layer sees there "
             "must not enter a loss or a log. Request hidden states from the model instead "
             "(output_hidden_states=True): it returns full sequences. The number of data ranks is "
             f"accelerator.num_processes // {self.cp.cp_size}: a loss that is multiplied by the "
-            "number of all processes counts each token once per context rank."
+            "number of all processes, or sums what gather() and other collectives get from all of "
+            "them, counts each token once per context rank. accelerator.gather_for_metrics() "
+            "returns each row once."
         )
 
     def run(self, batch: Any, *, alone: bool) -> Run:
         """Run the step, collect its values, and undo what it changes."""
         if not alone:
-            return self._comparable(self._run_sharded(batch))
+            run = self._run_sharded(batch)
+            self._find_differing()
+            return self._comparable(run)
         self._evaluates = False
         run = self._run_twice(batch)
         if not self._is_fixed and self.stage != "prediction_step":  # dropout by a function
@@ -263,7 +372,24 @@ class _TrainerCall:
 
         All ranks leave out the same values: those that some rank draws, measures or does not have.
         """
-        run, other = (self._run_once(batch, alone=True, seed=seed) for seed in (0, 1))
+        problem, answer = None, None
+        try:
+            run, other = (self._run_once(batch, alone=True, seed=seed) for seed in (0, 1))
+            answer = self._compare_seeds(run, other)
+        except Exception as error:  # noqa: BLE001  raised below, after all ranks know
+            problem = error
+        found = from_all(answer)
+        answers = [x for x in found if x is not None]
+        if problem is not None:
+            raise problem
+        if len(answers) < len(found):
+            raise RuntimeError("It raised on another rank.")
+        self._fixed = set.intersection(*(names for names, _ in answers))
+        self._is_fixed = all(answer for _, answer in answers)
+        return run
+
+    def _compare_seeds(self, run: Run, other: Run) -> tuple[set[str], bool]:
+        """Return the values that are the same with both seeds, and whether gradients are."""
         precision = self.precision()
         fixed = {
             name
@@ -272,11 +398,20 @@ class _TrainerCall:
             and outputs.is_close(value.leaf.value, other.values[name].leaf.value, precision)
         }
         lost = {name for name in run.values if name.startswith("output") and name not in fixed}
-        is_fixed = not lost and _is_near(run.gradients, other.gradients)
-        answers = from_all((fixed, is_fixed))
-        self._fixed = set.intersection(*(names for names, _ in answers))
-        self._is_fixed = all(answer for _, answer in answers)
-        return run
+        return fixed, not lost and _is_near(run.gradients, other.gradients)
+
+    def _find_differing(self) -> None:
+        """Find numbers that differ from those of one device, but not from seed to seed."""
+        full, other, mine = self._numbers[-3:]
+        precision = self.precision()
+        for path in sorted(full.keys() & other.keys() & mine.keys()):
+            expected, value = full[path], mine[path]
+            is_fixed = outputs.is_close(other[path], expected, precision)
+            is_same = outputs.is_close(value, expected, precision)
+            is_same |= abs(value - expected) <= _LOSS_FLOOR
+            if is_fixed and not is_same and "._metrics[" not in path:  # those are compared
+                # A list may hold one for each step so far.
+                self.differing.setdefault(path.partition("[")[0], (value, expected))
 
     def _comparable(self, run: Run) -> Run:
         """Return a run without the values that depend on the seed."""
@@ -289,29 +424,22 @@ class _TrainerCall:
         if isinstance(model, DistributedDataParallel):
             model = model.module
         callbacks = trainer.callback_handler.callbacks
-        functions = [trainer.compute_loss_func, type(trainer).compute_loss]
+        functions = [trainer.compute_loss_func] if trainer.compute_loss_func else []
         with ExitStack() as stack:
-            stack.enter_context(
+            reached = stack.enter_context(
                 restored_state(
                     model,
                     *(trainer, trainer.state, trainer.control, *callbacks),
-                    functions=[f for f in functions if f is not None],
+                    functions=functions,
                     leave=_DATA,
                 )
             )
-            for owner in [x for x in vars(trainer).values() if isinstance(x, Optimizer)]:
-                stack.enter_context(_set(owner, "step", _refuse_update))
-            inside = {id(part) for handle in self.models for part in handle.model.modules()}
-            for other in vars(trainer).values():
-                is_model = isinstance(other, nn.Module) and any(
-                    id(part) in inside for part in other.modules()
-                )
-                if isinstance(other, nn.Module) and not is_model:
-                    stack.enter_context(_restored_module(other))
             is_last = trainer.accelerator.sync_gradients
-            stack.enter_context(own_gradients(model, is_reduced=is_last))
+            weights = stack.enter_context(own_gradients(model, is_reduced=is_last))
             if alone:
-                stack.enter_context(_as_one_device(trainer, self.models, self.cp.cp_size))
+                stack.enter_context(
+                    _as_one_device(trainer, self.models, self.data, sees_rank=self.sees_rank)
+                )
             logs = stack.enter_context(_recorded_logs(trainer))
             for part in model.modules():
                 if isinstance(part, _DROPOUT):
@@ -320,10 +448,14 @@ class _TrainerCall:
                 model.eval()
             torch.manual_seed(seed)
             if user_hooks(model):  # what they keep may be used by the next step
-                self._call(model, batch)
+                self._call(model, batch, weights)
                 model.zero_grad(set_to_none=True)
                 logs.clear()
-            result = self._call(model, batch)
+            for x in reached.trained.values():
+                x.grad = None
+            result = self._call(model, batch, weights)
+            if not _is_of_library(type(trainer).log):
+                self._log()
             values = {
                 f"output{leaf.path}": Value(
                     leaf, f"returned output{leaf.path}", is_loss=True, floor=_LOSS_FLOOR
@@ -338,10 +470,33 @@ class _TrainerCall:
                     values[f"{kind} {path}"] = Value(
                         leaf, f"logged {path}", is_loss=is_metric, floor=floor
                     )
+            values |= self._outside_gradients(reached.trained)
+            self._numbers.append(reached.numbers())
             context = None if alone else self.cp.groups.context
             return Run(values, gradients=take_gradients(model, context))
 
-    def _call(self, model: nn.Module, batch: Any) -> Any:
+    def _log(self) -> None:
+        """Call the user's own log(), which may add values to those of a step."""
+        logs = dict.fromkeys(("loss", "grad_norm", "learning_rate"), 1.0)
+        if self.stage == "prediction_step":
+            logs = {"eval_loss": 1.0}
+        with suppress(Exception):  # it may ask for what a step logs after others
+            self.trainer.log({**logs, "epoch": 0.0})
+
+    def _outside_gradients(self, trained: Mapping[str, Tensor]) -> dict[str, Value]:
+        """Return the gradients of tensors outside of the model, which no one averages."""
+        is_low = torch.get_float32_matmul_precision() != "highest"
+        is_low |= self.precision() in (torch.float16, torch.bfloat16)
+        values, number = {}, torch.zeros(())
+        for path, x in sorted(trained.items()):  # ranks may find them in another order
+            gradient = number if x.grad is None else x.grad.detach()
+            norm = float(gradient.norm())
+            leaf = Leaf("", torch.tensor(norm) if is_low else gradient)
+            name = f"gradient of `{path}`"
+            values[name] = Value(leaf, name, floor=_LOW_GRADIENT * norm if is_low else 0.0)
+        return values
+
+    def _call(self, model: nn.Module, batch: Any, weights: Weights) -> Any:
         """Call the method; in training, run backward where the method does not."""
         inputs = copy.deepcopy(batch)  # a step may change it
         if self.stage == "training_step":
@@ -350,6 +505,7 @@ class _TrainerCall:
                 return self.function(self.model, inputs, *self.args, **self.kwargs)
         result = self.function(model, inputs, *self.args, **self.kwargs)
         loss = result[0] if isinstance(result, tuple) else result
+        weights.end_forward()
         if self.stage == "compute_loss" and isinstance(loss, Tensor) and loss.requires_grad:
             loss.mean().backward()  # type: ignore[no-untyped-call]
         return result
@@ -361,10 +517,6 @@ def _is_near(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> b
     pairs = [(x, others[name]) for name, x in gradients.items()]
     distance = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
     return not distance > 1e-8 * total
-
-
-def _refuse_update(*_: Any, **__: Any) -> None:
-    raise _UpdatesWeightsError
 
 
 def _detached(result: Any) -> Any:
@@ -382,30 +534,16 @@ def _synchronized(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _restored_module(module: nn.Module) -> Iterator[None]:
-    """Restore the weights and buffers of a small module that a step may update."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if sum(x.numel() for x in tensors) > _LARGE:
-        tensors = [*module.buffers()]
-    saved = [(x, x.detach().clone()) for x in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for x, value in saved:
-                x.copy_(value)
-
-
-@contextmanager
 def _recorded_logs(trainer: Any) -> Iterator[dict[str, list[Any]]]:
-    """Record what is logged in a step, without logging it."""
+    """Record what is logged in a step, without logging it: below the log() of a user's class."""
     logs: dict[str, list[Any]] = {}
 
-    def log(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+    def log(_: Any, values: Mapping[str, Any], *__: Any, **___: Any) -> None:
         for name, value in values.items():
             logs.setdefault(name, []).append(value)
 
-    with _set(trainer, "log", log):
+    owners = [cls for cls in type(trainer).__mro__ if "log" in vars(cls)]
+    with _set(next(cls for cls in owners if _is_of_library(cls)), "log", log):
         yield logs
 
 
@@ -424,46 +562,125 @@ def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 # ---------------------------------------------------------------- as one device
 
 
+# What users call over all processes, and as one of them.
+_COLLECTIVES: Final = {
+    "torch.distributed": (
+        *("get_world_size", "all_reduce", "all_gather", "all_gather_into_tensor"),
+        *("all_gather_object", "gather", "reduce", "reduce_scatter_tensor", "broadcast"),
+    ),
+    "torch.distributed.nn.functional": ("all_gather", "all_reduce", "reduce_scatter"),
+}
+_PEERS: Final = {"src": "group_src", "dst": "group_dst"}
+
+
 @contextmanager
-def _as_one_device(trainer: Any, models: list[RowsHandle], size: int) -> Iterator[None]:
-    """Let models run on full sequences, on each rank alone; users see the number of data ranks.
+def _as_one_device(
+    trainer: Any, models: list[RowsHandle], data: dist.ProcessGroup, *, sees_rank: bool
+) -> Iterator[None]:
+    """Let models run on full sequences, on each rank alone; users see the data ranks only.
 
     What libraries compute from the number of processes cancels out, as it does in a sharded run.
+
+    Args:
+        trainer: the trainer.
+        models: the handles of its models.
+        data: the ranks with other batches, and this one.
+        sees_rank: whether users see the rank among them, too. Else what they do on the first
+            process only remains there.
     """
-    number = trainer.accelerator.num_processes
+    from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
+
+    state, args, size = PartialState(), type(trainer.args), data.size()
+    seen = [
+        (PartialState, "num_processes", state.num_processes, size),
+        (AcceleratorState, "num_processes", state.num_processes, size),
+        (args, "world_size", state.num_processes, size),
+    ]
+    ranks = [(owner, "process_index") for owner in (PartialState, AcceleratorState, args)]
+    if sees_rank:
+        seen += [(*owner, state.process_index, data.rank()) for owner in ranks]
     tp_size = trainer.get_tp_size
-
-    def seen_as(value: Any, own: Any) -> Any:
-        is_user = _frame_root(2) not in _LIBRARIES
-        return own if is_user else value
-
+    factor = state.num_processes // size
+    environment = {"WORLD_SIZE": size} | ({"RANK": data.rank()} if sees_rank else {})
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(model.alone())
-        for owner, name in (
-            (type(trainer.accelerator), "num_processes"),
-            (type(trainer.args), "world_size"),
-        ):
-            seen = property(lambda _: seen_as(number, number // size))
-            stack.enter_context(_set(owner, name, seen))
+        for owner, name, stock, own in seen:
+            stack.enter_context(_set(owner, name, _seen_as(stock, own)))
         stack.enter_context(
-            _set(trainer, "get_tp_size", lambda: seen_as(tp_size(), tp_size() // size))
+            _set(trainer, "get_tp_size", lambda: tp_size() // (factor if is_for_user() else 1))
         )
-        world_size = dist.get_world_size  # noqa: TID251  what users read
-
-        def get_world_size(group: Any = None) -> int:
-            size_of_group = world_size(group)
-            return int(
-                seen_as(size_of_group, size_of_group // size if group is None else size_of_group)
-            )
-
-        stack.enter_context(_set(dist, "get_world_size", get_world_size))
+        for owner, name, function in _collectives(sees_rank):
+            stack.enter_context(_set(owner, name, _among(function, data)))
+        stack.enter_context(_environment({k: str(x) for k, x in environment.items()}))
         yield
 
 
-def _frame_root(depth: int) -> str:
-    """Return the package of a function that called."""
-    return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).partition(".")[0]
+def _seen_as(stock: int, own: int) -> property:
+    return property(lambda _: own if is_for_user() else stock)
+
+
+def _collectives(sees_rank: bool) -> list[tuple[Any, str, Any]]:
+    """Return the collectives of torch, where they are and where users have imported them to."""
+    functions = dict[int, Any]()
+    for module, names in _COLLECTIVES.items():
+        owner = importlib.import_module(module)
+        functions |= {id(x := getattr(owner, name)): x for name in names}
+    if sees_rank:
+        functions[id(dist.get_rank)] = dist.get_rank
+    return [
+        (module, name, value)
+        for title, module in [*sys.modules.items()]
+        if title in _COLLECTIVES or title.partition(".")[0] not in _LIBRARIES | _BELOW
+        for name, value in [*getattr(module, "__dict__", {}).items()]
+        if id(value) in functions
+    ]
+
+
+def _among(function: Callable[..., Any], data: dist.ProcessGroup) -> Callable[..., Any]:
+    """Return a collective that works on the data ranks where users mean all processes."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        values = bound.arguments
+        group = values.get("group")
+        if (group is None or group is dist.group.WORLD) and is_for_user():
+            values["group"] = data
+            for peer, own in _PEERS.items():
+                if values.get(peer) is not None:
+                    values[own] = values.pop(peer)
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set those of some environment variables that are set."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update({name: values[name] for name in before})
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def is_for_user(through: Collection[str] = ()) -> bool:
+    """Return whether the function that asks was called by code of a user.
+
+    Args:
+        through: packages that may lie between, beside torch, accelerate and Python's own.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (root := _root_of(frame)) and (root in _BELOW or root in through):
+        frame = frame.f_back
+    return frame is not None and _root_of(frame) not in _LIBRARIES
+
+
+def _root_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _raised_in(error: BaseException) -> str:
@@ -471,11 +688,12 @@ def _raised_in(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    return "" if trace is None else _root_of(trace.tb_frame)
 
 
-def _root(function: Any) -> str:
-    return str(getattr(function, "__module__", "")).partition(".")[0]
+def _is_of_library(x: Any) -> bool:
+    """Return whether a function or a class is of a library that we know."""
+    return str(getattr(x, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 
 @contextmanager

@@ -1,15 +1,20 @@
 """The first steps of a trainer, compared with one device before they are believed."""
 
+import logging
+import os
 import random
 import re
 import tempfile
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from torch import nn
+from torch.distributed import get_world_size  # noqa: TID251  as users import it
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patches.trainer import context_parallel
@@ -77,11 +82,145 @@ class DroppedOut(Trainer):
         return loss * (0.5 + torch.rand(()))
 
 
+class Scaled(Trainer):
+    """Multiplies its loss by a number of processes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * self.count()
+
+
+class ByEnvironment(Scaled):
+    def count(self):
+        return int(os.environ["WORLD_SIZE"])
+
+
+class ByState(Scaled):
+    def count(self):
+        return PartialState().num_processes
+
+
+class ByImport(Scaled):
+    def count(self):
+        return get_world_size()
+
+
+class OverAll(Trainer):
+    """Divides a sum by the number of labels of all processes, as many repositories do."""
+
+    factor = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1]
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        number = self.accelerator.gather((labels != -100).sum()).sum()
+        return total / number * (self.accelerator.num_processes if self.factor else 1)
+
+
+class Cancels(OverAll):
+    factor = True
+
+
+class Contrastive(Trainer):
+    """Finds each row's own embedding among those of all processes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs, output_hidden_states=True)
+        rows = nn.functional.normalize(output.hidden_states[-1].mean(1), dim=-1)
+        others = self.accelerator.gather(rows.detach())
+        own = torch.arange(len(rows)) + self.accelerator.process_index * len(rows)
+        return output.loss + nn.functional.cross_entropy(rows @ others.T, own)
+
+
+class Features(OwnLoss):
+    """Has 50 features in each row, which are no tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        features = inputs.pop("features")
+        assert features.shape[1] == 50
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+class Later(OwnLoss):
+    """Adds its term with a weight that begins at 0."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = Trainer.compute_loss(self, model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss + self.state.global_step * self.seen.pow(2).mean()
+
+
+class Prompted(Trainer):
+    """Trains a prompt that is no part of the model."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not hasattr(self, "prompt"):
+            raise AssertionError
+        ids = inputs.pop("input_ids")
+        embeds = self.accelerator.unwrap_model(model).get_input_embeddings()(ids)
+        return model(inputs_embeds=embeds + self.prompt, **inputs).loss
+
+
+class AddsToLogs(Trainer):
+    """Adds a hook's value to what is logged."""
+
+    seen = None
+
+    def log(self, logs, *args, **kwargs):
+        super().log({**logs, "norm": self.seen.norm().item()}, *args, **kwargs)
+
+
+class Updates(Trainer):
+    """Updates a weight of its own in its loss."""
+
+    def compute_loss(self, *args, **kwargs):
+        weight = nn.Parameter(torch.ones(()))
+        weight.sum().backward()
+        torch.optim.SGD([weight]).step()
+        return super().compute_loss(*args, **kwargs)
+
+
+class Probes(TrainerCallback):
+    """Calls the model on the first process only."""
+
+    found = None
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.is_world_process_zero:
+            batch = trainer_jobs.padded(trainer_jobs.token_rows(1))
+            with torch.no_grad():
+                self.found = float(model(**batch).loss)
+
+
 def keep(trainer):
     def hook(module, inputs, output):
         trainer.seen = output
 
     trainer.model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+def keep_with_features(trainer):
+    keep(trainer)
+    trainer.args.remove_unused_columns = False
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: collate(rows) | {"features": torch.ones(len(rows), 50)}
+
+
+def give_prompt(trainer):
+    trainer.prompt = nn.Parameter(torch.full((32,), 0.1))
+
+
+def keep_norms(trainer):
+    norms = []
+    trainer.model.model.layers[0].mlp.register_forward_hook(
+        lambda module, inputs, output: norms.append(output.norm().item())
+    )
+
+
+def probe(trainer):
+    trainer.add_callback(Probes())
 
 
 def normalise(trainer):
@@ -110,13 +249,32 @@ SCRIPTS = {
     "a hook whose value stays": (Trainer, keep, None),
     "an own step": (OwnStep, None, None),
     "random numbers": (DroppedOut, None, None),
+    "processes of the environment": (ByEnvironment, None, "once per context rank"),
+    "processes of PartialState": (ByState, None, "once per context rank"),
+    "processes by an imported function": (ByImport, None, "once per context rank"),
+    "labels of all processes": (OverAll, None, "returned output"),
+    "labels of all processes, times them": (Cancels, None, None),
+    "rows of all processes": (Contrastive, None, "returned output"),
+    "features that are no tokens": (Features, keep_with_features, "returned output.*hook on"),
+    "a term that begins later": (Later, keep, "returned output.*hook on a layer"),
+    "a prompt of the trainer": (Prompted, give_prompt, "gradient of `.*prompt`.*no parameter of"),
+    "a hook's value added to a log": (AddsToLogs, keep, r"logged \['norm'\].*on rank 0"),
+    "a model called on one process": (Trainer, probe, None),
+    "numbers that a hook keeps": (Trainer, keep_norms, None),
+    "an optimizer in the loss": (Updates, None, None),
+}
+
+# What is said where a step is not refused.
+WARNINGS = {
+    "numbers that a hook keeps": r"keeps other numbers on this rank.*`.*norms` has",
+    "an optimizer in the loss": r"compute_loss\(\) updates weights by itself",
 }
 
 
 def run_script(name, folder):
     build, hang, _ = SCRIPTS[name]
     arguments = TrainingArguments(
-        folder, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1, save_strategy="no"
+        folder, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=3, save_strategy="no"
     )
     rows = trainer_jobs.token_rows(8)
     trainer = build(
@@ -133,27 +291,48 @@ def run_script(name, folder):
 
 QUICK = (
     "a hook's value in the loss",
-    "a hook's value in a log",
     "a loss times all processes",
     "gradients by their norm",
     "a hook whose value stays",
     "random numbers",
+    "processes by an imported function",
+    "labels of all processes",
+    "labels of all processes, times them",
+    "a term that begins later",
+    "a prompt of the trainer",
+    "a hook's value added to a log",
+    "a model called on one process",
+    "numbers that a hook keeps",
 )
 
 
+@contextmanager
+def heard():
+    """Collect what trial runs warn of."""
+    handler, texts = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger = logging.getLogger("hf_patches.trainer_steps")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
 def run_scripts(names):
-    """Return the error of each script, or None."""
+    """Return the error of each script, or None, and what was warned of."""
     warnings.simplefilter("ignore")
-    errors = {}
+    results = {}
     for name in names:
-        errors[name] = None
-        with processes(), tempfile.TemporaryDirectory() as folder:
+        error = None
+        with processes(), tempfile.TemporaryDirectory() as folder, heard() as texts:
             try:
                 run_script(name, folder)
-            except ValueError as error:
-                errors[name] = str(error)
+            except ValueError as raised:
+                error = str(raised)
+        results[name] = error, texts
         forget_processes()
-    return errors
+    return results
 
 
 @pytest.mark.parametrize(
@@ -162,14 +341,17 @@ def run_scripts(names):
     ids=["some", "others"],
 )
 def test_a_step_is_that_of_one_device_or_refused_on_all_ranks(ranks, names):
-    for errors in ranks(2).run(run_scripts, names):
-        for name, error in errors.items():
+    """What cannot be refused is said once."""
+    for results in ranks(2).run(run_scripts, names):
+        for name, (error, texts) in results.items():
             expected = SCRIPTS[name][2]
             if expected is None:
                 assert error is None, name
             else:
                 assert error is not None, name
                 assert re.search(expected, error), name
+            assert len(texts) == (name in WARNINGS), name
+            assert all(re.search(WARNINGS[name], text) for text in texts), name
 
 
 def hook_weight(trainer):
