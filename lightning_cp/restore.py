@@ -286,7 +286,7 @@ class Reached:
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             self._pending.append((cell, f"{path}.{name}"))
-        wanted = _names(function.__code__)
+        wanted = sorted(_names(function.__code__))  # paths are the same on all ranks
         around = function.__globals__
         self._save_items(around, wanted, f"{around.get('__name__', '')}.")
         for name in wanted:
