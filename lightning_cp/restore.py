@@ -31,6 +31,7 @@ from lightning_cp.torch_private import (
     global_module_hooks,
     gradient_hooks,
     module_hooks,
+    own_buffers,
     tensor_version,
 )
 
@@ -163,7 +164,7 @@ class Reached:
         """Tensors outside of the model that get gradients, by where they were found."""
         self._leave = leave
         self._own = {id(part) for part in model.modules()}
-        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self._weights = {id(parameter) for parameter in model.parameters()}
         self._seen: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._pending: list[tuple[Any, str]] = []
@@ -298,7 +299,7 @@ class Reached:
         """Follow a module outside of the model; of one that holds the model, its own attributes."""
         if any(id(part) in self._own for part in module.modules()):
             if _is_holder(type(module)):
-                self._save_attributes(module, path, frozenset({"_modules", "_parameters"}))
+                self._save_attributes(module, path, _MODULE_ATTRIBUTES)
                 self._visit_classes(type(module), path)
             return
         self._save_module(module, is_own=False, path=path)
@@ -316,10 +317,10 @@ class Reached:
 
         self._undo.append(restore_mode)
         attributes, has_users_class = vars(module), _is_holder(type(module))
-        self._save_items(attributes["_buffers"], None, f"{path}.")
+        if is_own:
+            self._save_items(own_buffers(module), None, f"{path}.")
         if has_users_class or not is_own:
-            leave = {"_parameters", "_modules"} if is_own else set()
-            self._save_attributes(module, path, frozenset({"training", "_buffers", *leave}))
+            self._save_attributes(module, path, _MODULE_ATTRIBUTES if is_own else frozenset())
             self._visit_classes(type(module), path)
         else:
             names = {
@@ -377,7 +378,7 @@ class Reached:
         mine = is_mine or (lambda name: wanted is None or name in wanted)
 
         def current() -> dict[str, Any]:
-            return {name: x for name, x in items.items() if mine(name)}
+            return {name: x for name, x in items.items() if mine(name) and not _is_ours(name)}
 
         self._save_names(current, [*current()], items.__setitem__, items.__delitem__, path)
 
@@ -452,7 +453,7 @@ class Reached:
         self._undo.append(undo)
 
     def _save_tensor(self, x: Tensor, path: str) -> None:
-        if id(x) in self._parameters or x.is_meta or x.layout != torch.strided:
+        if id(x) in self._weights or x.is_meta or x.layout != torch.strided:
             return
         if x.is_leaf and x.requires_grad:
             self.trained[path] = x
@@ -570,6 +571,11 @@ def _is_installed(root: str) -> bool:
         return True
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     return any(part in _INSTALLED for part in Path(file).parts)
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether an attribute is ours: a module that was called in a run stays noted."""
+    return name.startswith("_lightning_cp")
 
 
 def _is_special(name: str) -> bool:

@@ -457,6 +457,11 @@ def run_pre_hooks(
     return arguments
 
 
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict that holds the buffers of a module itself (`nn.Module._buffers`)."""
+    return module._buffers
+
+
 def module_hooks(module: nn.Module) -> list[object]:
     """Return the hooks of a module itself, without those of FSDP2 (`nn.Module._forward_hooks`...).
 

@@ -84,7 +84,7 @@ ORDERS = [
 @pytest.mark.parametrize(("calls", "flags"), ORDERS)
 def test_calls_of_a_trainer_may_come_in_any_order(ranks, calls, flags):
     flags = (*flags.split(), "every_batch", "no_predictions")
-    job = Job(flags=flags, calls=tuple(calls.split()))
+    job = Job(flags=flags, calls=tuple(calls.split()), is_tried=True)
     exact = ranks(1).run(train, job)[0]
     found = ranks(2).run(train, replace(job, size=2))[0]
     assert max(differences(found, exact).values()) < 1e-9

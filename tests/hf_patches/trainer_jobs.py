@@ -72,6 +72,7 @@ class Job:
         model: of the zoo, with the flag ``media`` of the one with media; None for a tiny Llama.
         head: of a model of the zoo.
         calls: of the trainer, one after the other; with "freeze" and "unfreeze" between them.
+        is_tried: whether steps are compared with one device before they are believed.
     """
 
     kind: str = "trainer"
@@ -81,6 +82,7 @@ class Job:
     model: str | None = None
     head: str = "causal"
     calls: tuple[str, ...] = ("train",)
+    is_tried: bool = False
 
 
 @dataclass
@@ -572,7 +574,7 @@ def train(job: Job) -> Run | None:
         trainer = build_trainer(job, job.folder or temporary)
         if job.size:
             named = [trainer.model.backbone] if "own" in job.flags else []
-            handle = context_parallel(trainer, *named, size=job.size)
+            handle = context_parallel(trainer, *named, size=job.size, verify_steps=job.is_tried)
             if "reads_logits" in job.flags:
                 handle.models[0].logits = "always"
             assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)

@@ -1,8 +1,12 @@
 """What a LightningModule does beside its steps: values of hooks, new parameters, other weights."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests import doors
 from tests.lightning.jobs import (
@@ -118,3 +122,26 @@ def test_hooks_and_late_parameters_are_as_on_one_device(ranks):
 def run_alone():
     with elastic_environment():
         return fit(Late(), build_trainer(strategy=doors.strategy(), max_epochs=1))
+
+
+class Recomputed(Module):
+    """Blocks are recomputed in backward, which stops in the middle of them."""
+
+    def logits(self, batch):
+        positions = self.trainer.strategy.context_parallel.position_ids()
+        recompute = partial(checkpoint, use_reentrant=False)
+        return self.model(batch["input_ids"], positions, checkpoint=recompute)
+
+
+def run_recomputed():
+    with elastic_environment():
+        module = Recomputed()
+        trainer = build_trainer(strategy=doors.strategy(), max_steps=2)
+        trainer.fit(module, DataLoader(PackedRows(4), batch_size=2))
+        return module.losses
+
+
+def test_a_trial_run_leaves_hooks_of_recomputed_layers_alone(ranks):
+    first, second = ranks(2).run(run_recomputed)
+    assert len(first) == 2
+    assert first == second

@@ -52,7 +52,7 @@ def fit(total, *, lora=False, precision="bf16-mixed", freeze=False, host=1e12, *
             callbacks=[ContextParallelCallback()],
         )
         try:
-            trainer.fit(module, DataLoader(Batches(), batch_size=None))
+            trainer.fit(module, DataLoader(Batches(1), batch_size=None))
         except MemoryError as error:
             return str(error)
     kept = strategy.last_step.cache.kept_bytes
