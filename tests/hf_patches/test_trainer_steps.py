@@ -294,14 +294,10 @@ QUICK = (
     "a loss times all processes",
     "gradients by their norm",
     "a hook whose value stays",
-    "random numbers",
-    "processes by an imported function",
-    "labels of all processes",
     "labels of all processes, times them",
+    "a model called on one process",
     "a term that begins later",
     "a prompt of the trainer",
-    "a hook's value added to a log",
-    "a model called on one process",
     "numbers that a hook keeps",
 )
 
