@@ -8,6 +8,7 @@ about steps, Lightning or transformers.
 
 import builtins
 import io
+import logging
 import random
 import sys
 import types
@@ -34,6 +35,8 @@ from lightning_cp.torch_private import (
     own_buffers,
     tensor_version,
 )
+
+_logger = logging.getLogger(__name__)
 
 _MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {"log"}
 _PLAIN: Final = (int, float, str, tuple, list, dict, set, deque, type(None), Tensor, np.ndarray)
@@ -234,6 +237,13 @@ class Reached:
                 continue
             self._seen[id(value)] = value
             self._visit(value, path)
+        if self._pending:
+            _logger.warning(
+                "A step that is compared with one device reaches more than %d objects, by %s: what "
+                "it changes in others is not restored. verify_steps=False omits the comparison.",
+                _MAX_OBJECTS,
+                self._pending[-1][1],
+            )
         self._pending.clear()
 
     def _visit(self, value: Any, path: str) -> None:

@@ -234,3 +234,10 @@ def test_large_tensors_are_not_copied_but_a_change_is_noticed():
         restored_state(nn.Linear(1, 1), large),
     ):
         large.queue.add_(1)
+
+
+def test_too_many_objects_are_said(caplog):
+    many = types.SimpleNamespace(parts=[[[object()] for _ in range(999)] for _ in range(250)])
+    with restored_state(nn.Linear(1, 1), many):
+        pass
+    assert "more than 200000 objects" in caplog.text
