@@ -32,7 +32,7 @@ from hf_patches.trainer_checks import (
     check_trainer,
     is_transformers,
 )
-from hf_patches.trainer_steps import is_for_user
+from hf_patches.trainer_steps import attribute_set, is_for_user
 from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
@@ -327,7 +327,7 @@ def _share_batches(accelerator: Any, handle: TrainerHandle) -> None:
         if use_gather_object or not _is_tensors(input_data):
             is_first = handle.cp.cp_rank == 0
             return gather_for_metrics(input_data if is_first else [], use_gather_object=True)
-        with _set(accelerator, "gather", gather_once):
+        with attribute_set(accelerator, "gather", gather_once):
             return gather_for_metrics(input_data)
 
     handle.replace(accelerator, "gather_for_metrics", gather_for_metrics_once)
@@ -351,19 +351,6 @@ def _is_tensors(data: Any) -> bool:
     if isinstance(data, tuple | list):
         return all(_is_tensors(x) for x in data)
     return isinstance(data, Tensor)
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    existed, previous = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if existed:
-            setattr(owner, name, previous)
-        else:
-            delattr(owner, name)
 
 
 def _step_per_data_rank(prepared: Any, num_data_ranks: int) -> Any:
@@ -420,7 +407,7 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
                 unit.reshard()
             # accelerate would checkpoint the layers a second time.
             plugin = accelerator.state.fsdp_plugin
-            no_checkpointing = _set(plugin, "activation_checkpointing", False)
+            no_checkpointing = attribute_set(plugin, "activation_checkpointing", False)
         with no_checkpointing:
             model, loader = prepare_for_training(*args, **kwargs)
         check_averaged(trainer, model)
@@ -469,7 +456,7 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
     def count_own_items(batch_samples: Any, device: Any) -> Any:
         if trainer.args.average_tokens_across_devices:
             return count_items(batch_samples, device)
-        with _set(trainer, "get_tp_size", tp_size):  # no sum over ranks, nothing to divide
+        with attribute_set(trainer, "get_tp_size", tp_size):  # no sum over ranks, nothing to divide
             return count_items(batch_samples, device)
 
     handle.replace(trainer, "_get_num_items_in_batch", count_own_items)

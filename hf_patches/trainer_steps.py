@@ -529,7 +529,7 @@ def _synchronized(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    with _set(model, "require_backward_grad_sync", True):
+    with attribute_set(model, "require_backward_grad_sync", True):
         yield
 
 
@@ -543,7 +543,7 @@ def _recorded_logs(trainer: Any) -> Iterator[dict[str, list[Any]]]:
             logs.setdefault(name, []).append(value)
 
     owners = [cls for cls in type(trainer).__mro__ if "log" in vars(cls)]
-    with _set(next(cls for cls in owners if _is_of_library(cls)), "log", log):
+    with attribute_set(next(cls for cls in owners if _is_of_library(cls)), "log", log):
         yield logs
 
 
@@ -606,12 +606,14 @@ def _as_one_device(
         for model in models:
             stack.enter_context(model.alone())
         for owner, name, stock, own in seen:
-            stack.enter_context(_set(owner, name, _seen_as(stock, own)))
+            stack.enter_context(attribute_set(owner, name, _seen_as(stock, own)))
         stack.enter_context(
-            _set(trainer, "get_tp_size", lambda: tp_size() // (factor if is_for_user() else 1))
+            attribute_set(
+                trainer, "get_tp_size", lambda: tp_size() // (factor if is_for_user() else 1)
+            )
         )
         for owner, name, function in _collectives(sees_rank):
-            stack.enter_context(_set(owner, name, _among(function, data)))
+            stack.enter_context(attribute_set(owner, name, _among(function, data)))
         stack.enter_context(_environment({k: str(x) for k, x in environment.items()}))
         yield
 
@@ -697,7 +699,7 @@ def _is_of_library(x: Any) -> bool:
 
 
 @contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object or a class inside a ``with`` block."""
     existed, previous = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
