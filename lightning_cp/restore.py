@@ -99,17 +99,6 @@ def restored_state(
         reached.restore()
 
 
-@contextmanager
-def restored_attributes(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes and all buffers of a module on exit."""
-    reached = Reached(module, frozenset())
-    reached.add_root(module)
-    try:
-        yield
-    finally:
-        reached.restore()
-
-
 def user_hooks(model: nn.Module) -> list[Any]:
     """Return the hooks on a model and its parameters that are of no library that we know."""
     hooks = [hook for part in model.modules() for hook in module_hooks(part)]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_cp import token_mean
-from lightning_cp.restore import restored_attributes
+from lightning_cp.restore import restored_state
 from tests.lightning.generated_steps import (
     Case,
     Drawn,
@@ -418,7 +418,7 @@ def test_a_trial_run_leaves_nothing_in_the_module():
     module = torch.nn.Linear(2, 2)
     module.by_loader, module.total, module.place = {0: [1]}, torch.zeros(()), (1, [2])
     module.array, module.view = np.zeros(2), torch.zeros(1).expand(3)
-    with restored_attributes(module):
+    with restored_state(module):
         module.by_loader[0].append(9)
         module.by_loader[1] = []
         module.total += 5
