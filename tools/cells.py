@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from tests.lightning.mesh_runs import (
     run_fit,
 )
 from tests.ranks import RankPool
+from tools.side_by_side import Pools, run_side_by_side
 
 MODELS = ("llama", "moe")
 NUM_RANKS, NUM_BATCHES = 8, 10
@@ -66,6 +68,17 @@ class Cell:
         if self.expert > 1:  # sharded by transformers
             return {"tensor_parallel_size": self.tensor}
         return hybrid(self.shard, tensor_parallel_size=self.tensor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell that is trained, and resumed from another one; or a pair, which is resumed only."""
+
+    model: str
+    before: Cell
+    cell: Cell
+    key: str
+    is_pair: bool
 
 
 @dataclass(frozen=True)
@@ -169,26 +182,47 @@ def differences(found, exact) -> tuple[float, float]:
     return loss, max(float((weights[n] - x).abs().max()) for n, x in exact_weights.items())
 
 
-def compare(
-    pool: RankPool, name: str, folder: str, before: Cell, cell: Cell, scratch: Path
-) -> Result:
-    """Train in a cell, look at its checkpoint, and resume in it what the cell before has saved."""
-    whole = pool.run(run_fresh, name, folder, cell, scratch)
-    saved = difference_of_content(
-        read(path_of(scratch, name, cell)), read(save_alone(name, scratch))
-    )
-    resumed = compare_pair(pool, name, folder, before, cell, scratch)
-    return Result(*worst(name, whole, NUM_STEPS), saved, *resumed)
+class Runs:
+    """Trains in cells, each from its start once, and resumes what others have saved.
 
+    Args:
+        folder: the weights of a model that transformers shards.
+        scratch: where checkpoints are kept.
+    """
 
-def compare_pair(
-    pool: RankPool, name: str, folder: str, before: Cell, cell: Cell, scratch: Path
-) -> list[float]:
-    """Resume in a cell what another has saved; return the differences from one process."""
-    if not path_of(scratch, name, before).exists():
-        pool.run(run_fresh, name, folder, before, scratch)
-    resumed = pool.run(run_resumed, name, folder, before, cell, scratch)
-    return worst(name, resumed, NUM_BATCHES)
+    def __init__(self, folder: str, scratch: Path) -> None:
+        self.folder, self.scratch = folder, scratch
+        self.locks = {path_of(scratch, x, cell): RLock() for x in MODELS for cell in cells(x)}
+        self.found: dict[Path, list] = {}
+
+    def run(self, case: Case, pools: Pools) -> list[float]:
+        """Return the differences of a case from one process."""
+        pool, model, before, cell = pools[NUM_RANKS], case.model, case.before, case.cell
+        if case.is_pair:
+            return self.resume(pool, model, before, cell)
+        whole = self.train(pool, model, cell)
+        saved = difference_of_content(
+            read(path_of(self.scratch, model, cell)), read(save_alone(model, self.scratch))
+        )
+        resumed = self.resume(pool, model, before, cell)
+        return list(asdict(Result(*worst(model, whole, NUM_STEPS), saved, *resumed)).values())
+
+    def train(self, pool: RankPool, model: str, cell: Cell) -> list:
+        """Train in a cell, and return losses and weights of all ranks."""
+        path = path_of(self.scratch, model, cell)
+        with self.locks[path]:
+            if path not in self.found:
+                self.found[path] = pool.run(run_fresh, model, self.folder, cell, self.scratch)
+            return self.found[path]
+
+    def resume(self, pool: RankPool, model: str, before: Cell, cell: Cell) -> list[float]:
+        """Resume in a cell what another has saved; return the differences from one process."""
+        path = path_of(self.scratch, model, before)
+        with self.locks[path]:
+            if not path.exists():
+                self.train(pool, model, before)
+        resumed = pool.run(run_resumed, model, self.folder, before, cell, self.scratch)
+        return worst(model, resumed, NUM_BATCHES)
 
 
 def worst(name: str, found: list, num_losses: int) -> list[float]:
@@ -270,6 +304,20 @@ def pairs(name: str) -> list[tuple[int, int]]:
     return random.Random(0).sample(every, NUM_PAIRS)
 
 
+def all_cases() -> Iterator[Case]:
+    """Yield every cell, each resumed from the one before, and the pairs."""
+    for model in MODELS:
+        every = cells(model)
+        for index, cell in enumerate(every):
+            yield Case(model, every[index - 1], cell, str(index), is_pair=False)
+        for first, second in pairs(model):
+            yield Case(model, every[first], every[second], f"{first} {second}", is_pair=True)
+
+
+def kind(case: Case) -> str:
+    return "pairs" if case.is_pair else "cells"
+
+
 def path_of(scratch: Path, name: str, cell: Cell) -> Path:
     return scratch / f"{name}-{'-'.join(map(str, asdict(cell).values()))}.ckpt"
 
@@ -314,7 +362,7 @@ def page(results: dict[str, dict[str, dict[str, list]]]) -> str:
             "| resumed: loss | weights |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for cell, numbers in found["cells"].values():
+        for cell, numbers in (found["cells"][str(n)] for n in range(len(cells(name)))):
             row = [*map(str, cell.values()), *(f"{x:.0e}" for x in numbers)]
             lines.append(f"| {' | '.join(row)} |")
         lines += [
@@ -324,7 +372,7 @@ def page(results: dict[str, dict[str, dict[str, list]]]) -> str:
             "| saved in | resumed in | loss | weights |",
             "|---|---|---|---|",
         ]
-        for first, second, numbers in found["pairs"].values():
+        for first, second, numbers in (found["pairs"][f"{x} {y}"] for x, y in pairs(name)):
             row = [show(first), show(second), *(f"{x:.0e}" for x in numbers)]
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
@@ -350,29 +398,20 @@ def main() -> int:
     results = json.loads(file.read_text()) if file.is_file() else {}
     scratch = file.with_suffix(".checkpoints")
     scratch.mkdir(exist_ok=True)
-    pool = RankPool(NUM_RANKS)
-
-    def keep(found: dict[str, list], key: str, row: list) -> None:
-        found[key] = row
-        file.write_text(json.dumps(results))
-        sys.stdout.write(f"{name} {' '.join(map(str, row))}\n")
-        sys.stdout.flush()
-
+    for model in MODELS:
+        results.setdefault(model, {"cells": {}, "pairs": {}})
+        exact_run(model), save_alone(model, scratch)  # once, not in each thread
+    rest = [case for case in all_cases() if case.key not in results[case.model][kind(case)]]
     with tempfile.TemporaryDirectory() as folder:
         build("moe", **HEADS).save_pretrained(folder)
-        for name in MODELS:
-            every, found = cells(name), results.setdefault(name, {"cells": {}, "pairs": {}})
-            for index, cell in enumerate(every):
-                if str(index) not in found["cells"]:
-                    result = compare(pool, name, folder, every[index - 1], cell, scratch)
-                    row = [asdict(cell), list(asdict(result).values())]
-                    keep(found["cells"], str(index), row)
-            for first, second in pairs(name):
-                if f"{first} {second}" not in found["pairs"]:
-                    pair = every[first], every[second]
-                    numbers = compare_pair(pool, name, folder, *pair, scratch)
-                    row = [*map(asdict, pair), numbers]
-                    keep(found["pairs"], f"{first} {second}", row)
+        runs = Runs(folder, scratch)
+        for case, numbers in run_side_by_side(rest, runs.run, [NUM_RANKS]):
+            shown = (case.before, case.cell) if case.is_pair else (case.cell,)
+            row = [*map(asdict, shown), numbers]
+            results[case.model][kind(case)][case.key] = row
+            file.write_text(json.dumps(results))
+            sys.stdout.write(f"{case.model} {' '.join(map(str, row))}\n")
+            sys.stdout.flush()
     if arguments.write:
         arguments.write.write_text(page(results))
     count = sum(len(found["cells"]) + len(found["pairs"]) for found in results.values())

@@ -21,7 +21,8 @@ import transformers
 from hf_patches.support import MULTIMODAL, Architecture
 from tests.parity import media_zoo
 from tests.parity.media import REFUSED_BATCHES, MediaJob, compare_all
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankError
+from tools.side_by_side import Pools, run_side_by_side
 from tools.support_table import features_of
 
 BEGIN: Final = "<!-- multimodal: begin -->"
@@ -46,8 +47,9 @@ def jobs_of(name: str, turn: int, sizes: list[int]) -> dict[int, list[MediaJob]]
     return found
 
 
-def run(name: str, turn: int, pools: dict[int, RankPool]) -> tuple[float, float, list[str]]:
-    """Return the worst difference of losses, the worst error of a gradient, and failures."""
+def run(case: tuple[int, str], pools: Pools) -> tuple[float, float, list[str], float]:
+    """Return the worst difference of losses and error of a gradient, failures, and seconds."""
+    (turn, name), start = case, time.monotonic()
     loss, gradient, failures = 0.0, 0.0, []
     for size, jobs in jobs_of(name, turn, sorted(pools)).items():
         try:
@@ -65,7 +67,7 @@ def run(name: str, turn: int, pools: dict[int, RankPool]) -> tuple[float, float,
             loss, gradient = max(loss, difference), max(gradient, found.worst[1])
             if not (difference < LOSS_LIMIT and found.worst[1] < GRADIENT_LIMIT):
                 failures.append(f"{size} ranks, {job}: loss {difference:.1e}, {found.worst}")
-    return loss, gradient, failures
+    return loss, gradient, failures, time.monotonic() - start
 
 
 def main() -> int:
@@ -77,28 +79,28 @@ def main() -> int:
     names = [x for x in given.names.split(",") if x] or sorted(media_zoo.names())
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # of the ranks
     transformers.logging.set_verbosity_error()
-    pools = {int(size): RankPool(int(size)) for size in given.ranks.split(",")}
-    rows, failed = [], False
+    sizes = [int(size) for size in given.ranks.split(",")]
+    rows, failed, served = {}, False, []
     for turn, name in enumerate(names):
-        known, start = MULTIMODAL.get(name), time.monotonic()
-        if known is None or not known.is_served:
-            reason = "supported with text only" if known is None else known.refusal
-            rows.append([name, "no", reason, "", ""])
-            _say(f"{name:24} refused: {reason}\n")
+        known = MULTIMODAL.get(name)
+        if known is not None and known.is_served:
+            served.append((turn, name))
             continue
-        loss, gradient, failures = run(name, turn, pools)
+        reason = "supported with text only" if known is None else known.refusal
+        rows[name] = [name, "no", reason, "", ""]
+        _say(f"{name:24} refused: {reason}\n")
+    for (_, name), found in run_side_by_side(served, run, sizes):
+        loss, gradient, failures, seconds = found
         failed |= bool(failures)
         verdict = f"FAILED: {failures[0]}" if failures else "yes"
-        features = f"{features_of(known)}; {_shared(known)}"
-        rows.append([name, verdict, features, f"{loss:.1e}", f"{gradient:.1e}"])
-        seconds = time.monotonic() - start
+        features = f"{features_of(MULTIMODAL[name])}; {_shared(MULTIMODAL[name])}"
+        rows[name] = [name, verdict, features, f"{loss:.1e}", f"{gradient:.1e}"]
         _say(f"{name:24} {loss:.1e} {gradient:.1e} {seconds:5.1f}s {' | '.join(failures)[:600]}\n")
-    for pool in pools.values():
-        pool.stop()
-    exact = sum(row[1] == "yes" for row in rows)
-    _say(f"{exact} of {len(rows)} exact\n")
+    table = [rows[name] for name in names]
+    exact = sum(row[1] == "yes" for row in table)
+    _say(f"{exact} of {len(table)} exact\n")
     if given.write:
-        given.write.write_text(rewrite(given.write.read_text(), rows, given.ranks))
+        given.write.write_text(rewrite(given.write.read_text(), table, given.ranks))
     return int(failed)
 
 

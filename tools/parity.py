@@ -31,8 +31,9 @@ from hf_patches import enable
 from hf_patches.support import ARCHITECTURES, Architecture
 from tests.parity import zoo
 from tests.parity.hf import KINDS, Job, compare_all
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankError
 from tools import media_report
+from tools.side_by_side import Pools, run_side_by_side
 from tools.support_table import BEGIN, END, count_models, support_table
 
 LAYOUTS = ("zigzag", "balanced", "contiguous")
@@ -255,13 +256,11 @@ def _spread(name: str, kinds: Iterable[str], turn: int, **options) -> list[Job]:
 
 
 def run(cases: list[Case], sizes: list[int]) -> Iterator[Result]:
-    """Run the cases one after another, and say what each one found."""
-    pools = {size: RankPool(size) for size in sizes}
+    """Run the cases, and say what each one found."""
     width = max((len(str(case)) for case in cases), default=0)
     _say(f"{len(cases)} cases on {_listed(sizes)} ranks\n\n")
     _say(f"{'':9}  {'name':{width}}  {'loss':>7}  {'gradient':>8}  seconds  worst parameter\n")
-    for number, case in enumerate(cases, 1):
-        result = _run_case(case, pools)
+    for number, (case, result) in enumerate(run_side_by_side(cases, _run_case, sizes), 1):
         yield result
         _say(
             f"{number:>4}/{len(cases):<4}  {case!s:{width}}  {result.loss:7.1e}  "
@@ -269,11 +268,9 @@ def run(cases: list[Case], sizes: list[int]) -> Iterator[Result]:
         )
         for failure in result.failures:
             _say(f"    FAILED {failure}\n")
-    for pool in pools.values():
-        pool.stop()
 
 
-def _run_case(case: Case, pools: dict[int, RankPool]) -> Result:
+def _run_case(case: Case, pools: Pools) -> Result:
     loss, worst, failures = 0.0, ("", 0.0), []
     start = time.monotonic()
     for size, jobs in case.jobs.items():
