@@ -20,7 +20,7 @@ import transformers
 
 from hf_patches.support import MULTIMODAL, Architecture
 from tests.parity import media_zoo
-from tests.parity.media import REFUSED_BATCHES, MediaJob, compare_all
+from tests.parity.media import KINDS, REFUSED_BATCHES, MediaJob, compare_all
 from tests.ranks import RankError
 from tools.side_by_side import Pools, run_side_by_side
 from tools.support_table import features_of
@@ -29,22 +29,27 @@ BEGIN: Final = "<!-- multimodal: begin -->"
 END: Final = "<!-- multimodal: end -->"
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-3
 
-# Each kind of batch on some number of ranks; layouts and algorithms take turns.
-KINDS: Final = {2: ("plain",), 3: ("packed", "left"), 4: ("right",)}
+# Layouts and algorithms take turns.
 _OPTIONS = list(
     itertools.product(("zigzag", "contiguous", "balanced"), ("gather", "ring", "ulysses"))
 )
 
 
 def jobs_of(name: str, turn: int, sizes: list[int]) -> dict[int, list[MediaJob]]:
-    """Return the comparisons of a model type, by number of ranks."""
-    found: dict[int, list[MediaJob]] = {}
-    for size in sizes:
-        for kind in KINDS[size]:
-            layout, algorithm = _OPTIONS[(turn + len(found)) % len(_OPTIONS)]
-            options = (("layout", layout), ("algorithm", algorithm))
-            found.setdefault(size, []).append(MediaJob(name, kind, options=options))
-    return found
+    """Return the comparisons of a model type, by number of ranks: every kind of batch on each."""
+    kinds = [kind for kind in KINDS if kind != "packed" or media_zoo.ENTRIES[name].packs]
+    if not media_zoo.takes_text(name):
+        kinds.remove("text")
+    options = itertools.cycle(_OPTIONS)
+    for _ in range(turn % len(_OPTIONS)):
+        next(options)
+    return {
+        size: [
+            MediaJob(name, kind, options=(("layout", layout), ("algorithm", algorithm)))
+            for kind, (layout, algorithm) in zip(kinds, options, strict=False)
+        ]
+        for size in sizes
+    }
 
 
 def run(case: tuple[int, str], pools: Pools) -> tuple[float, float, list[str], float]:
@@ -116,9 +121,9 @@ Images, video and audio: {exact} of the {all} names of `AutoModelForImageTextToT
 `AutoModelForMultimodalLM` ({refused} refused). Written by
 `python -m tools.media_report`, transformers {version}: tiny random models on {ranks} ranks,
 with items of several tokens, several per sample or none, across the borders of ranks, of uneven
-sizes; towers and projectors are compared too. Plain batches ran on 2 ranks, packed and left-padded
-ones on 3, right-padded ones on 4; layouts and algorithms take turns. Limits as above. The slow
-tests run every kind of batch on each number of ranks.
+sizes; towers and projectors are compared too. Every kind of batch ran on each number of ranks
+(plain, packed, padded before or after the tokens, without media); layouts and algorithms take
+turns. Limits as above.
 """
 
 

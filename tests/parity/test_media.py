@@ -12,7 +12,7 @@ from hf_patches.support import MULTIMODAL
 from tests import doors
 from tests.parity import media_zoo
 from tests.parity.broken_media import BREAKS, compare_broken
-from tests.parity.media import KINDS, REFUSED_BATCHES, MediaJob, compare_all
+from tests.parity.media import REFUSED_BATCHES, MediaJob, compare_all
 
 pytestmark = pytest.mark.ranks
 
@@ -59,16 +59,6 @@ def test_loss_and_gradients_are_those_of_the_stock_model(ranks):
         with_options("qwen3_vl_moe:aux", "packed"),
     ]
     check(ranks, 2, jobs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
-@pytest.mark.parametrize("name", SERVED)
-def test_every_name_is_exact(ranks, name, cp_size):
-    kinds = [kind for kind in KINDS if kind != "packed" or media_zoo.ENTRIES[name].packs]
-    if not media_zoo.takes_text(name):
-        kinds.remove("text")
-    check(ranks, cp_size, [MediaJob(name, kind) for kind in kinds])
 
 
 @pytest.mark.slow
