@@ -29,7 +29,8 @@ from lightning_cp.torch_private import (
     without_modes,
 )
 
-_backend: Any = "inductor"
+BACKEND: Any = "inductor"
+"""What torch.compile makes of a layer."""
 
 
 def compile_layers(model: nn.Module, *, shard_modules: Sequence[str] | None = None) -> Handle:
@@ -103,7 +104,7 @@ class _Compiled(Replacement):
             return self.call(*args, **kwargs)
         (x,) = values
         module = self.module
-        fn = _compiled(type(module).forward, _key(module, x), tuple(kwargs), _backend)
+        fn = _compiled(type(module).forward, _key(module, x), tuple(kwargs), BACKEND)
         # The modes of a step route attention, of which there is none: tracing them takes minutes.
         with without_modes():
             return fn(module, *args, **kwargs)
@@ -190,7 +191,7 @@ def _call_compiled(fn: FunctionType, *args: Any, **kwargs: Any) -> Any:
     key = (tuple(_describe(x) for x in values), _modes(tensors[0]))
     # As for modules: no mode of a step has to see what is computed here.
     with without_modes():
-        return _compiled(fn, key, tuple(kwargs), _backend)(*args, **kwargs)
+        return _compiled(fn, key, tuple(kwargs), BACKEND)(*args, **kwargs)
 
 
 def _describe(x: Any) -> object:

@@ -40,7 +40,7 @@ def count_graphs(monkeypatch):
     torch.compiler.reset()
     say_again(compiled)
     backend = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compiled, "_backend", backend)
+    monkeypatch.setattr(compiled, "BACKEND", backend)
     yield backend
     say_again(compiled)
     torch.compiler.reset()
@@ -85,7 +85,7 @@ def test_generated_code_is_exact(monkeypatch, dtype):
 
     torch.compiler.reset()
     say_again(compiled)
-    monkeypatch.setattr(compiled, "_backend", counting)
+    monkeypatch.setattr(compiled, "BACKEND", counting)
     plain = zoo.build_model("qwen3", dtype=dtype)
     model = copy.deepcopy(plain)
     handle = compile_layers(model)

@@ -178,7 +178,7 @@ def build_flex_call(
             rank=query_shard.rank,
             num_kv_heads=num_kv_heads,
             sorted_keys=True,
-            block_size=_block_size(plain=plain),
+            block_size=block_size(plain=plain),
         ).stages
         stage = replace(stage, heads=Range(0, num_kv_heads // num_groups))
         keys = _buffered_keys(stage, query_shard, buffer_len)
@@ -205,7 +205,7 @@ def _is_sorted(ranges: tuple[Range, ...]) -> bool:
     return all(a.stop <= b.start for a, b in pairwise(ranges))
 
 
-def _block_size(*, plain: bool) -> int:
+def block_size(*, plain: bool) -> int:
     """Return the block size of the key buffer: that of the fused kernel."""
     return 1 if plain else BLOCK_SIZE
 
@@ -219,13 +219,13 @@ def longest_key_buffer(layout: Layout, bounds: Bounds, *, plain: bool) -> int:
         plain: whether functions are evaluated in plain torch.
     """
     lengths = (
-        key_buffer_len(layout, bounds, rank, _block_size(plain=plain))
+        key_buffer_len(layout, bounds, rank, block_size(plain=plain))
         for rank in range(layout.cp_size)
     )
-    return max(_padded_buffer_len(length, layout, plain=plain) for length in lengths)
+    return max(padded_buffer_len(length, layout, plain=plain) for length in lengths)
 
 
-def _padded_buffer_len(num_needed: int, layout: Layout, *, plain: bool) -> int:
+def padded_buffer_len(num_needed: int, layout: Layout, *, plain: bool) -> int:
     """Return the length of a buffer for ``num_needed`` entries.
 
     Fused kernels are compiled for one length. With documents the number of needed keys changes with

@@ -50,7 +50,8 @@ MIN_HEAD_DIM = 16
 # Where FlexAttention has no backward.
 FORWARD_ONLY = ("cpu", "mps")
 
-_backend = "inductor"
+BACKEND = "inductor"
+"""What torch.compile makes of FlexAttention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +169,7 @@ def build_block_mask(
     """
     # Not as inference tensors: masks are cached, and training may follow evaluation.
     with without_modes(), torch.inference_mode(False), torch.no_grad():
-        compiled = _compiled(torch_flex.create_block_mask, (kind, lengths), _backend)
+        compiled = _compiled(torch_flex.create_block_mask, (kind, lengths), BACKEND)
         block_mask: BlockMask = compiled(
             mask_mod, batch, heads, *lengths, device=device, BLOCK_SIZE=block_size
         )
@@ -186,7 +187,7 @@ def compiled_flex_attention(kind: object, *tensors: Tensor) -> Callable[..., Any
     # Separate copies for everything that torch recompiles for: it gives up after 8 compilations.
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = ((x.shape, x.dtype, x.requires_grad, type(x)) for x in tensors)
-    return _compiled(fn, (kind, *modes, *kinds), _backend)
+    return _compiled(fn, (kind, *modes, *kinds), BACKEND)
 
 
 # More than the lengths, modes and masks of a training.

@@ -252,7 +252,7 @@ def test_keys_of_a_zigzag_lie_end_to_end():
 def test_keys_lie_in_blocks_as_in_the_row(monkeypatch, cp_size):
     """A block of queries meets no more blocks of keys than in the row; gaps are seen by nobody."""
     # A row of blocks of 128 would be long.
-    monkeypatch.setattr(from_mask, "_block_size", lambda *, plain: 4)
+    monkeypatch.setattr(from_mask, "block_size", lambda *, plain: 4)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
     num_gaps = 0
     biases = [None, SLOPES, numbers()]
@@ -293,7 +293,7 @@ def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
 
 def buffer_len(num_needed, row_len, cp_size):
     layout = build_layout("contiguous", seq_len=row_len, cp_size=cp_size)
-    return from_mask._padded_buffer_len(num_needed, layout, plain=False)
+    return from_mask.padded_buffer_len(num_needed, layout, plain=False)
 
 
 def test_buffers_of_fused_kernels_have_few_lengths():
@@ -328,7 +328,7 @@ def test_lengths_of_queries_and_buffers_are_few():
             layout = build_layout("zigzag", seq_len=seq_len, cp_size=cp_size)
             queries = block_mask.round_up(layout.local_len)
             for needed in (1, seq_len // 3, seq_len // 2, seq_len, layout.padded_len):
-                length = from_mask._padded_buffer_len(needed, layout, plain=False)
+                length = from_mask.padded_buffer_len(needed, layout, plain=False)
                 assert length >= max(needed, layout.local_len)
                 pairs.add((queries, length))
         assert len(pairs) <= 5 * len({queries for queries, _ in pairs})
@@ -340,7 +340,7 @@ def counter(monkeypatch):
     backend = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(kernel, "_backend", backend)
+    monkeypatch.setattr(kernel, "BACKEND", backend)
     monkeypatch.setitem(globals(), "plain_torch", lambda: False)
     monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 0)
     yield backend

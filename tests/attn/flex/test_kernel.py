@@ -51,7 +51,7 @@ def counter(monkeypatch):
     backend = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(kernel, "_backend", backend)
+    monkeypatch.setattr(kernel, "BACKEND", backend)
     yield backend
     torch.compiler.reset()
 
