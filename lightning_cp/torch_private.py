@@ -822,14 +822,18 @@ def plain_functions() -> AbstractContextManager[None]:
     return disabled
 
 
+def num_function_modes() -> int:
+    """Return how many torch function modes are active (`_C._len_torch_function_stack`)."""
+    return int(torch._C._len_torch_function_stack())
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Remove the active torch function modes (`overrides._pop_mode`); those entered inside work.
 
     Also inside `plain_functions` (`_C._EnableTorchFunction`): FlexAttention traces with a mode.
     """
-    depth = torch._C._len_torch_function_stack()
-    modes = [overrides._pop_mode() for _ in range(depth)]  # type: ignore[no-untyped-call]
+    modes = [overrides._pop_mode() for _ in range(num_function_modes())]  # type: ignore[no-untyped-call]
     try:
         with torch._C._EnableTorchFunction():
             yield

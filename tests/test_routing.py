@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import active_step, routing
+from lightning_cp.torch_private import num_function_modes
 from tests import doors
 
 LENGTH, DIM = 6, 8
@@ -182,22 +183,17 @@ def test_what_cannot_be_served_is_refused(name, cp, batch):
     assert functional.scaled_dot_product_attention is ORIGINAL
 
 
-def depth():
-    """Return the number of function modes: torch has no public way to tell."""
-    return torch._C._len_torch_function_stack()
-
-
 def test_nothing_is_left_after_steps_exceptions_and_ten_thousand_entries(cp, batch):
-    before = depth()
+    before = num_function_modes()
     for _ in range(10_000):
         with routing.enabled():
             assert functional.scaled_dot_product_attention is ORIGINAL
     for _ in range(50):
         with cp.step(batch), cp.step(batch):
-            assert depth() == before + 2
+            assert num_function_modes() == before + 2
     with pytest.raises(KeyError), cp.step(batch):
         raise KeyError
-    assert depth() == before
+    assert num_function_modes() == before
     assert functional.scaled_dot_product_attention is ORIGINAL
 
 

@@ -32,12 +32,11 @@ from lightning_cp import (
     token_mean,
     torch_prototype,
 )
-from lightning_cp.torch_private import num_process_groups
+from lightning_cp.torch_private import num_function_modes, num_process_groups
 from tests.attn.cases import say_again
 from tests.oracle import errors
 from tests.ranks import RankPool
 from tests.scripts.run import run_alone, run_shared
-from tests.test_routing import depth
 
 sdpa = functional.scaled_dot_product_attention
 
@@ -601,10 +600,10 @@ def test_groups_that_were_destroyed_are_not_used_again():
 
 
 def test_nothing_is_left_active():
-    before = depth()
+    before = num_function_modes()
     with context_parallel(None, buffers=[torch.arange(4)], buffer_seq_dims=[0]):
         assert active_step.current() is not None
-    assert depth() == before
+    assert num_function_modes() == before
     assert active_step.current() is None
 
 
