@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.torch_private import num_process_groups
+from tests.torch_names import compiler_config
 
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second. Where
 # there is a GPU, nothing else: a library that looks for GPUs when it is imported spoils the fork.
@@ -305,9 +306,9 @@ def litter() -> None:
 
 def _compile_in_turn(lock: Path) -> None:
     """Let one rank compile at a time: the others mostly find the same in the compiler's cache."""
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx
 
-    config.compile_threads = 1  # a daemon may not have children of its own
+    compiler_config().compile_threads = 1  # a daemon may not have children of its own
     compile_graph = compile_fx._compile_fx_inner
 
     def compile_alone(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import active_step, routing
 from lightning_cp.torch_private import num_function_modes
 from tests import doors
+from tests.torch_names import FLASH_FORWARD
 
 LENGTH, DIM = 6, 8
 ORIGINAL = functional.scaled_dot_product_attention
@@ -111,9 +112,7 @@ REFUSED = {
     ),
     "a kernel of torch": (
         # The operator itself: a kernel that has no public function.
-        lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            heads(), heads(), heads()
-        ),
+        lambda x: FLASH_FORWARD(heads(), heads(), heads()),
         r"_scaled_dot_product_flash_attention_for_cpu.*was called inside a step.*cp.unsharded",
     ),
     "an operator of flex attention": (flex, r"flex_attention\(\) was called inside a step"),

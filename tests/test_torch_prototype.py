@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import _attention as prototype  # its options
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +36,7 @@ from tests.attn.cases import say_again
 from tests.oracle import errors
 from tests.ranks import RankPool
 from tests.scripts.run import run_alone, run_shared
+from tests.torch_names import prototype
 
 sdpa = functional.scaled_dot_product_attention
 
@@ -249,7 +249,7 @@ def shards_of_both(length):
     with context_parallel(world(), buffers=[mine], buffer_seq_dims=[0]):
         ours = mine.tolist()
     try:
-        with prototype.context_parallel(world(), buffers=[theirs], buffer_seq_dims=[0]):
+        with prototype().context_parallel(world(), buffers=[theirs], buffer_seq_dims=[0]):
             return theirs.tolist(), ours
     except AssertionError:
         return ours, ours
@@ -263,7 +263,7 @@ def both_orders(lengths):
         row = torch.tensor(ours)[None]
         (whole,) = context_parallel_unshard(mesh, [row], [1])
         assert whole.tolist() == [list(range(length))]
-        options = prototype._cp_options
+        options = prototype()._cp_options  # where scripts set them: the module has no others
         options.enable_load_balance = False
         try:
             theirs, ours = shards_of_both(length)
@@ -273,7 +273,7 @@ def both_orders(lengths):
             assert whole.tolist() == [list(range(length))]
         finally:
             options.enable_load_balance = True
-    build = prototype._HeadTailLoadBalancer
+    build = prototype()._HeadTailLoadBalancer  # what torch gives to unshard with
     balancer = build(12, mesh.size(), "cpu")
     with context_parallel(mesh, buffers=[row := torch.arange(12)[None]], buffer_seq_dims=[1]):
         (whole,) = context_parallel_unshard(mesh, [row], [1], balancer)
@@ -386,7 +386,7 @@ def test_autocast_may_remember_a_buffer(inside):
 
 def test_the_signatures_are_those_of_torch():
     for name in ("context_parallel", "context_parallel_unshard", "set_rotate_method"):
-        theirs = inspect.signature(getattr(prototype, name)).parameters.values()
+        theirs = inspect.signature(getattr(prototype(), name)).parameters.values()
         ours = inspect.signature(getattr(torch_prototype, name)).parameters.values()
         described = [[(p.name, p.kind, p.default) for p in side] for side in (theirs, ours)]
         assert described[0] == described[1]

@@ -6,13 +6,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch._inductor import config as inductor_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable
 from lightning_cp.memory import compile_layers, tile_modules
-from tests import doors
+from tests import doors, torch_names
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,9 +56,7 @@ def error(found, exact):
 
 def compare(dtype, tiles):
     """Return errors of the plain and of the compiled model, graphs and seconds, by length."""
-    inductor_config.compile_threads = 1  # a rank may not have children of its own
-    torch._dynamo.reset()
-    counters.clear()
+    torch_names.compile_anew()
     cp = doors.parallel(dist.group.WORLD, kernel="reference")
     plain = build(dtype)
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
@@ -78,7 +74,7 @@ def compare(dtype, tiles):
         found = step(ours, cp, length)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
-        graphs = counters["stats"]["unique_graphs"]
+        graphs = torch_names.num_graphs()
         results.append(
             (error(step(plain, cp, length), truth), error(found, truth), graphs, seconds)
         )

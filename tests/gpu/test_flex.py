@@ -11,8 +11,6 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch._inductor import config as inductor_config
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_cp import Mask, active_step, attention
@@ -21,7 +19,7 @@ from lightning_cp.attn import choose
 from lightning_cp.attn.flex import from_mask
 from lightning_cp.attn.flex.from_mask import FlexCall
 from lightning_cp.data.sharding import shard
-from tests import doors
+from tests import doors, torch_names
 from tests.attn import cases
 from tests.attn.flex.cases import flex_whole, make_flex_case
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
@@ -40,7 +38,7 @@ FUSED = "compiled, as on a GPU"
 
 
 def run_jobs(jobs):
-    inductor_config.compile_threads = 1  # a rank may not have children of its own
+    torch_names.compiler_config().compile_threads = 1  # a rank may not have children of its own
     return [test_flex.run_shared(device="cuda", **job) for job in jobs]
 
 
@@ -94,9 +92,7 @@ def test_float64_is_exact_in_plain_torch(nccl):
 
 def count_compilations(kind):
     """Return how many graphs were compiled after each of four batches with other documents."""
-    inductor_config.compile_threads = 1
-    torch._dynamo.reset()
-    counters.clear()
+    torch_names.compile_anew()
     cp = doors.parallel(dist.group.WORLD, kernel="flex" if kind == "mask" else "auto")
     counts = []
     for seed in range(4):
@@ -120,7 +116,7 @@ def count_compilations(kind):
                     attend = torch.compile(flex_attention)
                     out = attend(*leaves, block_mask=cp.block_mask(mask_mod))
             out.float().square().mean().backward()
-        counts.append(counters["stats"]["unique_graphs"])
+        counts.append(torch_names.num_graphs())
     return counts
 
 
@@ -132,9 +128,7 @@ def test_other_documents_are_not_compiled_again(nccl, kind):
 
 def train_lengths(lengths, kind):
     """Return graphs and seconds after each of several lengths: forward and backward of 2 layers."""
-    inductor_config.compile_threads = 1
-    torch._dynamo.reset()
-    counters.clear()
+    torch_names.compile_anew()
     cp = doors.parallel(dist.group.WORLD, kernel="flex")
     found = []
     for turn, length in enumerate(lengths):
@@ -159,7 +153,7 @@ def train_lengths(lengths, kind):
                 out = attention(*(x.requires_grad_() for x in leaves), mask=mask)
             out.float().square().mean().backward()
         torch.cuda.synchronize()
-        found.append((counters["stats"]["unique_graphs"], time.perf_counter() - begun))
+        found.append((torch_names.num_graphs(), time.perf_counter() - begun))
     return found
 
 
@@ -174,7 +168,7 @@ def test_a_length_that_was_never_seen_is_not_compiled_again(nccl, kind):
 
 
 def run_kernels(jobs):
-    inductor_config.compile_threads = 1
+    torch_names.compiler_config().compile_threads = 1
     return [test_flex.run_kernel(device="cuda", **each) for each in jobs]
 
 
@@ -337,7 +331,7 @@ def test_auto_takes_flex_where_dense_kernels_are_bad(nccl, name, how):
 
 def peak_memory():
     """Return the bytes that forward and backward of 4k tokens need beside their inputs."""
-    inductor_config.compile_threads = 1
+    torch_names.compiler_config().compile_threads = 1
     cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(1, 4096, 1, device="cuda")}):
         q, k, v = (
@@ -368,7 +362,7 @@ def test_functions_that_captured_this_ranks_part_are_refused(nccl, which):
 
 def no_gradients():
     """Train after evaluation in inference mode: what was kept from it serves autograd, too."""
-    inductor_config.compile_threads = 1
+    torch_names.compiler_config().compile_threads = 1
     cp = doors.parallel(dist.group.WORLD)
     x = torch.randn(1, 2, 600, 64, generator=torch.Generator().manual_seed(0))
     found = []
@@ -391,7 +385,7 @@ def test_evaluation_before_training(nccl):
 
 def backward_twice():
     """Return how far a second backward of the same graph is from the first."""
-    inductor_config.compile_threads = 1
+    torch_names.compiler_config().compile_threads = 1
     cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(1, 1024, 1, device="cuda")}):
         leaves = [

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import _attention as prototype
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,6 +14,7 @@ from lightning_cp import torch_prototype
 from lightning_cp.geometry.mask import Mask
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
 from tests.scripts.run import run_alone, run_shared
+from tests.torch_names import prototype
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +67,7 @@ def attend(names, rotate, *, backward_inside=True, buffers_require_grad=False):
 
 def attend_both(rotate):
     return (
-        attend(prototype, rotate),
+        attend(prototype(), rotate),
         attend(torch_prototype, rotate),
         attend(torch_prototype, rotate, backward_inside=False, buffers_require_grad=True),
     )

@@ -11,7 +11,6 @@ from accelerate.utils import convert_to_fp32
 from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import ModelOutput
 
@@ -22,6 +21,7 @@ from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, errors, exact_gradients
 from tests.parity.trainer_step import forget_processes
+from tests.torch_names import tree_map
 
 
 def build(name="llama", head="causal"):

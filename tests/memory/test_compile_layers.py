@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_patches import enable
 from lightning_cp.memory import compile_layers, compiled, tile_modules
+from tests import torch_names
 from tests.attn.cases import say_again
 from tests.memory import token_wise
 from tests.memory.token_wise import (
@@ -39,7 +39,7 @@ def counter(monkeypatch):
 def count_graphs(monkeypatch):
     torch.compiler.reset()
     say_again(compiled)
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = torch_names.counting_backend("aot_eager")
     monkeypatch.setattr(compiled, "BACKEND", backend)
     yield backend
     say_again(compiled)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -37,6 +36,7 @@ from tests.memory.token_wise import (
 from tests.parity import zoo
 from tests.parity.hf import build_cp, errors
 from tests.planner.live_bytes import Live, measure
+from tests.torch_names import TorchDispatchMode
 
 EXACT = 1e-9
 

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 from transformers import AutoModelForCausalLM
 
 from hf_patches import enable
 from lightning_cp.memory import tile_modules
 from tests import doors
+from tests.torch_names import TorchDispatchMode, tree_iter, tree_map
 
 # In bfloat16 they take 250 times as long on CPUs without instructions for it.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"

@@ -1,7 +1,7 @@
 """A small training script, written for torch's prototype: it needs GPUs.
 
 `torchrun --nproc-per-node 2 torch_prototype.py`. The tests run this text, and this text with the
-line that imports the prototype changed.
+line that imports the prototype changed. Its name is private in torch.
 """
 
 import torch

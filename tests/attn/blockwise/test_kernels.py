@@ -28,6 +28,7 @@ from tests.attn.cases import (
     put_together,
 )
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
+from tests.torch_names import FLASH_BACKWARD, FLASH_FORWARD
 
 CPU = torch.device("cpu")
 
@@ -97,18 +98,18 @@ class DenseOnCpu(DenseKernel):
 
     def rectangle_forward(self, q, k, v, *, causal, scale):
         self._check(q, k, v, causal=causal)
-        return FORWARD(q, k, v, 0.0, causal, scale=scale)
+        return FLASH_FORWARD.default(q, k, v, 0.0, causal, scale=scale)
 
     def rectangle_backward(self, given, *, causal, scale):
         dout, q, k, v, out, lse = given
         self._check(q, k, v, out, dout, causal=causal)
         assert lse.is_contiguous()
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-        return BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return FLASH_BACKWARD.default(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
 
     def differentiable_rectangle(self, q, k, v, *, causal, scale):
         self._check(q, k, v, causal=causal)
-        return FORWARD(q, k, v, 0.0, causal, scale=scale)[0]
+        return FLASH_FORWARD.default(q, k, v, 0.0, causal, scale=scale)[0]
 
     def _check(self, *tensors, causal):
         assert len({x.shape[-1] for x in tensors}) == 1
@@ -118,11 +119,6 @@ class DenseOnCpu(DenseKernel):
             assert x.shape[-1] % 8 == 0
             assert x.data_ptr() % 16 == 0
             assert all(stride % 8 == 0 for stride in x.stride()[:-1])
-
-
-# The kernels of `scaled_dot_product_attention`: no public function returns lse.
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @pytest.fixture

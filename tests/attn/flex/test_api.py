@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
@@ -16,7 +15,7 @@ import lightning_cp
 from lightning_cp import Mask, attention, routing, torch_private
 from lightning_cp.attn.flex import api, kernel
 from lightning_cp.attn.flex import api as flex_api
-from tests import doors
+from tests import doors, torch_names
 from tests.attn.flex.cases import (
     MASKS,
     SCORES,
@@ -162,7 +161,7 @@ def test_modes_are_taken_off_and_put_back(cp, batch):
 def test_compiled_models_go_in_and_out_of_steps_without_being_compiled_again(cp, batch):
     """Inside, the graph breaks around attention; outside it stays whole."""
     torch.compiler.reset()
-    counter = CompileCounterWithBackend("eager")
+    counter = torch_names.counting_backend("eager")
     x = heads()
 
     @torch.compile(backend=counter)

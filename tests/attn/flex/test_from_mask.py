@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
 from lightning_cp.attn import accumulators, kv_exchange
@@ -24,6 +23,7 @@ from lightning_cp.data.sharding import pad_end, shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
+from tests import torch_names
 from tests.attn import cases
 from tests.attn.cases import MASKS, make_case
 from tests.attn.flex.cases import states
@@ -337,14 +337,14 @@ def test_lengths_of_queries_and_buffers_are_few():
 @pytest.fixture
 def counter(monkeypatch):
     """Let the road of fused kernels run on a CPU, and count what is compiled."""
-    backend = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    backend = torch_names.counting_backend("aot_eager")
+    torch.compiler.reset()
+    torch_names.train_flex_on_cpu(monkeypatch)
     monkeypatch.setattr(kernel, "BACKEND", backend)
     monkeypatch.setitem(globals(), "plain_torch", lambda: False)
     monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 0)
     yield backend
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 class Replay:

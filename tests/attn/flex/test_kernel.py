@@ -8,8 +8,6 @@ import itertools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor import config
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -28,7 +26,7 @@ from lightning_cp.attn.plan import QueryShard
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.torch_private import exact_backend
-from tests import doors
+from tests import doors, torch_names
 from tests.attn import cases
 from tests.attn.flex.cases import (
     MASKS,
@@ -48,9 +46,9 @@ from tests.oracle import errors
 @pytest.fixture
 def counter(monkeypatch):
     """Let the road of fused kernels run on a CPU, and count what is compiled."""
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = torch_names.counting_backend("aot_eager")
     torch.compiler.reset()
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    torch_names.train_flex_on_cpu(monkeypatch)
     monkeypatch.setattr(kernel, "BACKEND", backend)
     yield backend
     torch.compiler.reset()
@@ -423,7 +421,7 @@ def test_backward_of_compiled_code_may_run_again():
 @pytest.mark.slow
 def test_torchs_compiler_pads_nothing():
     """torch 2.11 reads with padding what it wrote without: forward and backward are built so."""
-    padded = []
+    padded, config = [], torch_names.compiler_config()
     watch = config.patch(
         post_grad_custom_post_pass=lambda _: padded.append(config.comprehensive_padding),
         disable_padding_cpu=False,

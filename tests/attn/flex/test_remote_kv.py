@@ -5,8 +5,6 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from lightning_cp.attn import kv_exchange
 from lightning_cp.attn.flex import kernel as kernel
@@ -32,6 +30,7 @@ from tests.attn.flex.cases import (
 )
 from tests.oracle import Inputs, assert_earned, errors
 from tests.ranks import run_threads
+from tests.torch_names import TorchDispatchMode, tree_iter
 
 
 def worst_error(case, cp_size):
