@@ -49,7 +49,7 @@ def run(name, keep):
         return call
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(function, "_forward", counted(function._forward))
+    patch.setattr(function, "compute_forward", counted(function.compute_forward))
     patch.setattr(from_mask, "attend_compiled", counted(from_mask.attend_compiled))
     torch.manual_seed(0)
     layers = [Layer().to("cuda", torch.bfloat16) for _ in range(LAYERS)]

@@ -463,7 +463,7 @@ ATTENTION = (
     ),
     Mutant(
         "sinks-twice",
-        "lightning_cp.attn.blockwise.function:_forward",
+        "lightning_cp.attn.blockwise.function:compute_forward",
         "        add_sinks_(out, lse, sinks)",
         "        add_sinks_(out, lse, sinks)\n        add_sinks_(out, lse, sinks)",
         (f"{_GRID}[gather-causal-gqa-2]",),

@@ -184,7 +184,7 @@ class _Attend(torch.autograd.Function):
             out, lse = kept.out.get().detach(), kept.rest.get()
         else:
             with plain_functions(), autocast_off(q.device.type):
-                out, lse = _forward(q, k, v, sinks, bias, call)
+                out, lse = compute_forward(q, k, v, sinks, bias, call)
             keeps = call.may_keep and any(ctx.needs_input_grad)
             if keeps and slot.reserve(out.nbytes + lse.nbytes):
                 slot.store(slot.save(out), slot.save(lse))
@@ -226,7 +226,7 @@ def _gradients(
     return dq, dk, dv, dsinks
 
 
-def _forward(
+def compute_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -234,6 +234,7 @@ def _forward(
     bias: ScoreBias | None,
     call: BlockwiseCall,
 ) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a call, by one tile or by its stages."""
     only = call.only_tile(q, k) if bias is None else None
     if only is None:
         out, lse = _forward_by_stages(q, k, v, bias, call)
