@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.torch_private import after_backward, backward_id, plain_functions
 
-_BUCKET_BYTES: Final = 1 << 27
+BUCKET_BYTES: Final = 1 << 27
 """Bytes that are summed together. A larger gradient has a bucket of its own."""
 
 
@@ -162,7 +162,7 @@ class _Replicas:
             bucket: list[nn.Parameter] = []
             num_bytes = 0
             for parameter in parameters:
-                if bucket and num_bytes + parameter.numel() * itemsize > _BUCKET_BYTES:
+                if bucket and num_bytes + parameter.numel() * itemsize > BUCKET_BYTES:
                     yield bucket
                     bucket, num_bytes = [], 0
                 bucket.append(parameter)

@@ -17,7 +17,8 @@ from torch import Tensor
 ALIGNMENT: Final = 512
 """Blocks start at multiples of it, as in torch's allocator of GPU memory."""
 
-_MIN_CHUNK: Final = 256 * 2**20
+MIN_CHUNK: Final = 256 * 2**20
+"""Bytes that an arena asks the system for at least."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -146,7 +147,7 @@ class Arena:
         room = self._limit - self.num_bytes
         if num_bytes > room:
             return False
-        wanted = max(_MIN_CHUNK, self.num_bytes // 4)
+        wanted = max(MIN_CHUNK, self.num_bytes // 4)
         size = max(1, wanted // num_bytes) * num_bytes
         self._chunks.append(_Chunk(min(size, room), pinned=pinned))
         return True

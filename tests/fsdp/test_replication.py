@@ -116,7 +116,7 @@ def run_unfrozen():
 
 def run_small_buckets():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replication, "_BUCKET_BYTES", 64)  # of 128 MiB
+        patch.setattr(replication, "BUCKET_BYTES", 64)  # of 128 MiB
         run_averaged()
 
 

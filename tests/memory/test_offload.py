@@ -632,7 +632,7 @@ def test_a_store_without_room_for_all_is_an_error():
 
 def set_chunks(monkeypatch, num_bytes):
     """Let host memory come in small pieces: they have 256 MiB."""
-    monkeypatch.setattr(arenas, "_MIN_CHUNK", num_bytes)
+    monkeypatch.setattr(arenas, "MIN_CHUNK", num_bytes)
 
 
 def test_blocks_do_not_overlap_and_are_reused(monkeypatch):

@@ -316,7 +316,7 @@ def test_cudnn_plans_few_lengths_of_chunks_at_once():
 
 
 def test_cudnn_remembers_the_shapes_that_came_last(monkeypatch):
-    monkeypatch.setattr(cudnn, "_MAX_SHAPES", 3)  # of thousands
+    monkeypatch.setattr(cudnn, "MAX_SHAPES", 3)  # of thousands
     kernel = CudnnKernel()
     assert num_by_flash(kernel, 8191, 8191) == 33
     assert num_by_flash(kernel, 8190, 8190) == 33

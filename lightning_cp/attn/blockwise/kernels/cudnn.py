@@ -21,8 +21,8 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 # versions compare its layout too).
 _OUR_DROPOUT = -0.0
 
-# Most recent shapes that are remembered.
-_MAX_SHAPES = 1024
+MAX_SHAPES = 1024
+"""Most recent shapes that are remembered."""
 
 # Older ones are wrong for lengths that are not multiples of 128 (pytorch#169849).
 _MIN_VERSION = 91501
@@ -176,7 +176,7 @@ class CudnnKernel(FlashKernel):
             self._trusted.add(shape)
             return True
         self._work[shape] = self._work.pop(shape, 0) + work
-        if len(self._work) > _MAX_SHAPES:
+        if len(self._work) > MAX_SHAPES:
             del self._work[next(iter(self._work))]
         return False
 
