@@ -28,12 +28,12 @@ A step may be right for one and wrong for the other.
 _Key = tuple[str, _Padding, str]
 """A stage, the padding of a batch, and the name of a value."""
 
-# After this many trial runs, a value that is 0 or uniform in all of them is accepted.
-_MAX_TRIALS: Final = 8
+MAX_TRIALS: Final = 8
+"""After so many trial runs, a value that is 0 or uniform in all of them is accepted."""
 
 
 @dataclass
-class _Evidence:
+class Evidence:
     """What trial runs have shown about one value.
 
     Args:
@@ -62,7 +62,7 @@ class _Evidence:
     def count_trial(self) -> None:
         """Count a trial run that did not settle the value; give up after the last one."""
         self.num_trials += 1
-        if self.num_trials >= _MAX_TRIALS:
+        if self.num_trials >= MAX_TRIALS:
             self.kind = "same" if self.kind is None else self.kind
             self.is_open = False
 
@@ -98,7 +98,7 @@ class StepOutputs:
         self._cp = cp
         self._verify = verify
         self._trials = TrialRuns(cp, max_len=max_len, data=[cp.groups.data] if lockstep else [])
-        self._evidence: dict[_Key, _Evidence] = {}
+        self._evidence: dict[_Key, Evidence] = {}
         self._verified: set[tuple[str, _Padding, object]] = set()
 
     @property
@@ -135,7 +135,7 @@ class StepOutputs:
         padding = _padding_of(step)
         for findings in self._trials.run(call, batch, step):
             for name, finding in findings.items():
-                self._evidence.setdefault((call.stage, padding, name), _Evidence()).add(finding)
+                self._evidence.setdefault((call.stage, padding, name), Evidence()).add(finding)
         for (stage, *_), evidence in self._evidence.items():
             if stage == call.stage and evidence.is_open:
                 evidence.count_trial()
@@ -179,7 +179,7 @@ class StepOutputs:
             if may_verify and self.any_data_rank(is_new):
                 self.verify(call, batch, step)
                 for key in keys:
-                    evidence = self._evidence.setdefault(key, _Evidence())
+                    evidence = self._evidence.setdefault(key, Evidence())
                     if evidence.kind is None:
                         evidence.count_trial()
                 tokens, others = self._sort(call, output, logs, step)
@@ -218,7 +218,7 @@ class StepOutputs:
 
     def _find_kind(self, stage: str, padding: _Padding, name: str) -> Kind | None:
         """Return the kind of a value for batches with this padding, or else for other batches."""
-        same = self._evidence.get((stage, padding, name), _Evidence()).kind
+        same = self._evidence.get((stage, padding, name), Evidence()).kind
         if same is not None:
             return same
         others = (

@@ -3,13 +3,11 @@
 import pytest
 
 from lightning_cp.compare import Finding
-
-# When trials end shows in no result: a run would only make one trial more, or one less.
-from lightning_cp.lightning.step_outputs import _MAX_TRIALS, _Evidence
+from lightning_cp.lightning.step_outputs import MAX_TRIALS, Evidence
 
 
 def test_a_value_that_varies_is_settled_at_once_and_for_good():
-    evidence = _Evidence()
+    evidence = Evidence()
     assert not evidence.is_settled
     for is_uniform in (False, True):
         evidence.add(Finding("same", is_uniform))
@@ -18,9 +16,9 @@ def test_a_value_that_varies_is_settled_at_once_and_for_good():
 
 @pytest.mark.parametrize("kind", [0, 1, "same"])
 def test_a_uniform_value_stays_open_until_it_varies_or_trials_end(kind):
-    evidence = _Evidence()
+    evidence = Evidence()
     evidence.add(Finding(kind, is_uniform=True))
-    for _ in range(_MAX_TRIALS - 1):
+    for _ in range(MAX_TRIALS - 1):
         evidence.count_trial()
         evidence.add(Finding(kind, is_uniform=True))
         assert not evidence.is_settled
@@ -30,8 +28,8 @@ def test_a_uniform_value_stays_open_until_it_varies_or_trials_end(kind):
 
 
 def test_a_value_that_no_trial_run_produces_is_accepted_as_equal_on_all_ranks():
-    evidence = _Evidence()
-    for _ in range(_MAX_TRIALS):
+    evidence = Evidence()
+    for _ in range(MAX_TRIALS):
         assert evidence.kind is None
         evidence.count_trial()
     assert evidence.kind == "same"
@@ -39,7 +37,7 @@ def test_a_value_that_no_trial_run_produces_is_accepted_as_equal_on_all_ranks():
 
 
 def test_the_first_trial_run_that_produces_a_value_starts_the_count_again():
-    evidence = _Evidence(num_trials=_MAX_TRIALS - 1)
+    evidence = Evidence(num_trials=MAX_TRIALS - 1)
     evidence.add(Finding(1, is_uniform=True))
     evidence.count_trial()
     assert not evidence.is_settled

@@ -1074,9 +1074,9 @@ LIGHTNING = (
     ),
     Mutant(
         "one-trial-more",
-        "lightning_cp.lightning.step_outputs:_Evidence.count_trial",
-        "if self.num_trials >= _MAX_TRIALS:",
-        "if self.num_trials > _MAX_TRIALS:",
+        "lightning_cp.lightning.step_outputs:Evidence.count_trial",
+        "if self.num_trials >= MAX_TRIALS:",
+        "if self.num_trials > MAX_TRIALS:",
         ("tests/lightning/test_step_outputs.py",),
         "trial runs of a uniform value end one too late",
     ),
