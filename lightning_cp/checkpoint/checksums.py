@@ -24,9 +24,13 @@ from lightning_cp.comm.collective_errors import rank, size
 CHECKSUMS: Final = "checksums.json"
 """The file with the checksums of a folder."""
 
+BLOCK_BYTES: Final = 64 * 2**20
+"""Bytes of a file with a checksum of their own."""
+
+BUFFER_BYTES: Final = 2**20
+"""Bytes of a block that are read at once."""
+
 _VERSION: Final = 1
-_BLOCK: Final = 64 * 2**20
-_BUFFER: Final = 2**20
 _THREADS: Final = 8
 _FIX: Final = "Use another checkpoint."
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
@@ -66,15 +70,20 @@ def sum_files(files: Iterable[Path]) -> dict[str, Any]:
     entries = {}
     for file in files:
         length = file.stat().st_size
-        starts = range(0, length, _BLOCK)
-        blocks = [_Block(file, start, min(_BLOCK, length - start), 0) for start in starts]
+        starts = range(0, length, BLOCK_BYTES)
+        blocks = [_Block(file, start, min(BLOCK_BYTES, length - start), 0) for start in starts]
         entries[file.name] = {"size": length, "blocks": [f"{x:08x}" for x in _sum_blocks(blocks)]}
     return entries
 
 
 def write_checksums(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write `checksums.json`, and flush it to disk."""
-    content = {"version": _VERSION, "algorithm": "crc32", "block_size": _BLOCK, "files": entries}
+    content = {
+        "version": _VERSION,
+        "algorithm": "crc32",
+        "block_size": BLOCK_BYTES,
+        "files": entries,
+    }
     with (folder / CHECKSUMS).open("w") as stream:
         json.dump(content, stream, indent=1)
         stream.flush()
@@ -194,7 +203,7 @@ def _sum_blocks(blocks: Sequence[_Block]) -> list[int]:
 
 def _sum_block(block: _Block) -> int:
     checksum, left = 0, block.length
-    buffer = memoryview(bytearray(min(_BUFFER, left)))
+    buffer = memoryview(bytearray(min(BUFFER_BYTES, left)))
     with block.file.open("rb", buffering=0) as stream:
         stream.seek(block.start)
         while left and (count := stream.readinto(buffer[: min(len(buffer), left)])):
