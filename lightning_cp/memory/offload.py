@@ -39,32 +39,32 @@ class _Lane:
     """Copies in one direction, on a side stream of a GPU; elsewhere at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, target: Tensor, source: Tensor, *after: Mark) -> Mark:
         """Start a copy when the work before some marks is done; return the mark of its end."""
-        if self._stream is None:
+        if self.stream is None:
             target.copy_(source)
             return None
         for mark in after:
             self.wait(mark)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-        return _record(self._stream)
+        return _record(self.stream)
 
     def wait(self, mark: Mark) -> None:
         """Let later copies wait for a mark."""
-        if self._stream is not None and mark is not None:
-            self._stream.wait_event(mark)
+        if self.stream is not None and mark is not None:
+            self.stream.wait_event(mark)
 
     def hold(self, x: Tensor, mark: Mark) -> None:
         """Keep the memory of a tensor that nobody refers to any more until its copy is done."""
-        if self._stream is None or mark is None:
+        if self.stream is None or mark is None:
             return
         if not mark.query():  # type: ignore[no-untyped-call]
-            x.record_stream(self._stream)
+            x.record_stream(self.stream)
 
 
 class _Lanes(NamedTuple):
@@ -92,7 +92,7 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 @cache
-def _lanes(device: torch.device) -> _Lanes:
+def lanes_of(device: torch.device) -> _Lanes:
     """Return the lanes of a device, made once: each stream has a memory pool of its own."""
     return _Lanes(device, _Lane(device), _Lane(device))
 
@@ -152,7 +152,7 @@ class _Moved(Saved):
         self.num_bytes = aligned(x.nbytes)
         self.resident_bytes = 0  # those of them that count as staying on the device
         self._parcel, self._store = parcel, parcel.store
-        self._lanes = _lanes(x.device)
+        self._lanes = lanes_of(x.device)
         self._shape, self._stride, self._dtype = x.shape, x.stride(), x.dtype
         self._block: Block | None = None
         self._sent: Mark = None
@@ -253,7 +253,7 @@ class Parcel:
                 for same in (item for item in other.items() if item.is_same(x)):
                     same.stays = saved.stays = True  # other regions hold it on the device anyway
             self._moved.append(weakref.ref(saved))
-            self._ready = _lanes(x.device).mark()
+            self._ready = lanes_of(x.device).mark()
             return saved
 
     def saving_inputs(self) -> AbstractContextManager[object]:

@@ -147,7 +147,7 @@ def test_the_peak_is_lower_by_all_regions_but_three(keep):
 
 
 def slow_kernel():
-    torch.cuda._sleep(20_000_000)  # about 10 ms
+    torch.cuda._sleep(20_000_000)  # about 10 ms; torch has no public one
 
 
 def test_copies_wait_for_the_tensor_and_its_memory_is_not_reused_too_early(monkeypatch):
@@ -155,7 +155,7 @@ def test_copies_wait_for_the_tensor_and_its_memory_is_not_reused_too_early(monke
     monkeypatch.setattr(offload, "SMALL_BYTES", 0)
     for slow in ("compute", "out", "back", "none"):
         store = Store(Budget(2**30))
-        lanes = offload._lanes(torch.device("cuda", torch.cuda.current_device()))
+        lanes = offload.lanes_of(torch.device("cuda", torch.cuda.current_device()))
         for repeat in range(20):
             saved, exact = [], []
             for i in range(8):
@@ -164,14 +164,14 @@ def test_copies_wait_for_the_tensor_and_its_memory_is_not_reused_too_early(monke
                 x = torch.full((2**20,), float(repeat * 100 + i), device="cuda")
                 exact.append(repeat * 100 + i)
                 if slow == "out":
-                    with torch.cuda.stream(lanes.out._stream):
+                    with torch.cuda.stream(lanes.out.stream):
                         slow_kernel()
                 saved.append(Parcel(store).save(x))
                 del x
                 torch.full((2**20,), float("nan"), device="cuda")  # takes memory that was freed
             for i in reversed(range(8)):
                 if slow == "back":
-                    with torch.cuda.stream(lanes.back._stream):
+                    with torch.cuda.stream(lanes.back.stream):
                         slow_kernel()
                 found = saved[i].get()
                 assert bool((found == exact[i]).all()), (slow, repeat, i)
@@ -187,12 +187,12 @@ def test_copies_wait_for_the_tensor_and_its_memory_is_not_reused_too_early(monke
 def test_what_is_dropped_while_it_is_copied_harms_nobody(monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 0)
     store = Store(Budget(2**30))
-    lanes = offload._lanes(torch.device("cuda", torch.cuda.current_device()))
+    lanes = offload.lanes_of(torch.device("cuda", torch.cuda.current_device()))
     for repeat in range(50):
         saved = [
             Parcel(store).save(torch.full((2**20,), float(i), device="cuda")) for i in range(6)
         ]
-        with torch.cuda.stream(lanes.back._stream):
+        with torch.cuda.stream(lanes.back.stream):
             slow_kernel()
         saved[2].get()  # starts to fetch the one before, into memory that is dropped now
         saved = None
