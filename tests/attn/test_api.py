@@ -17,7 +17,7 @@ from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.call import Bias, CallOptions
 from lightning_cp.attn.choose import CallSpec, choose_head_groups
 from lightning_cp.attn.cost import Problem
-from lightning_cp.attn.flex.api import _attend_in_step, _FlexArguments
+from lightning_cp.attn.flex.api import FlexArguments, attend_in_step
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Gpu, Groups
 from lightning_cp.comm.transport import LoneTransport
@@ -307,8 +307,8 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
         step = own_step(transport, wire, "auto" if kernel == "function" else kernel, layout)
         q, k, v = (draw(1, 2, 8, 4).bfloat16().requires_grad_() for _ in range(3))
         if kernel == "function":  # threads share the active step: it is given by hand
-            arguments = _FlexArguments(None, None, None, AuxRequest(), None)
-            out = _attend_in_step(step, q, k, v, arguments).out
+            arguments = FlexArguments(None, None, None, AuxRequest(), None)
+            out = attend_in_step(step, q, k, v, arguments).out
         else:
             out = attention(q, k, v, mask=StepMask(causal=True, reference=StepReference(step)))
         torch.autograd.grad(out, [q, k, v], torch.ones_like(out))

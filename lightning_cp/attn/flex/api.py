@@ -133,7 +133,7 @@ def flex_attention(
     if return_lse and return_aux is not None:
         raise ValueError("flex_attention() got return_lse and return_aux. Pass one of them.")
     aux = return_aux or AuxRequest(lse=return_lse)
-    arguments = _FlexArguments(score_mod, block_mask, scale, aux, kernel_options)
+    arguments = FlexArguments(score_mod, block_mask, scale, aux, kernel_options)
     q, k, v = as_autocast(query, key, value)
     check_qkv("flex_attention", q, k, v)
     _check_heads(q, k, enable_gqa=enable_gqa)
@@ -147,14 +147,14 @@ def flex_attention(
         else:
             check_recomputable("flex_attention", step)
             check_lengths("flex_attention", query, key, step)
-            output = _attend_in_step(step, q, k, v, arguments)
+            output = attend_in_step(step, q, k, v, arguments)
     if return_aux is not None:
         lse = output.lse if aux.lse else None
         return output.out, AuxOutput(lse, output.max_scores if aux.max_scores else None)
     return (output.out, output.lse) if return_lse else output.out
 
 
-class _FlexArguments(NamedTuple):
+class FlexArguments(NamedTuple):
     """Arguments of a call that are not tensors; names as in `flex_attention`."""
 
     score_mod: ScoreMod | None
@@ -164,9 +164,10 @@ class _FlexArguments(NamedTuple):
     kernel_options: Any
 
 
-def _attend_in_step(
-    step: Step, q: Tensor, k: Tensor, v: Tensor, arguments: _FlexArguments
+def attend_in_step(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, arguments: FlexArguments
 ) -> FlexOutput:
+    """Attend as `flex_attention` does inside a step, whatever step is active."""
     step.cache.has_attended = True
     score_mod, block_mask, scale, aux, kernel_options = arguments
     options, inside, tensor_len = CallOptions.of(step), step.groups.inside, q.shape[2]
@@ -254,7 +255,7 @@ def _sequence_mask(block_mask: Any, q: Tensor, step: Step) -> SequenceMask | Non
     return mask
 
 
-def _attend_unsharded(q: Tensor, k: Tensor, v: Tensor, arguments: _FlexArguments) -> FlexOutput:
+def _attend_unsharded(q: Tensor, k: Tensor, v: Tensor, arguments: FlexArguments) -> FlexOutput:
     """Attend outside a step: by torch's function, or in plain torch where it has no backward."""
     score_mod, block_mask, scale, aux, kernel_options = arguments
     needs_grad = torch.is_grad_enabled() or any(x.requires_grad for x in (q, k, v))

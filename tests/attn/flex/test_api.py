@@ -45,13 +45,13 @@ def batch():
 def routed(monkeypatch):
     """Count the calls that attend inside a step."""
     calls = []
-    attend = api._attend_in_step  # all that differs from a call that is not routed
+    attend = api.attend_in_step  # all that differs from a call that is not routed
 
     def counted(*args):
         calls.append(args)
         return attend(*args)
 
-    monkeypatch.setattr(flex_api, "_attend_in_step", counted)
+    monkeypatch.setattr(flex_api, "attend_in_step", counted)
     return calls
 
 
