@@ -138,7 +138,7 @@ class RecipesCLI(LightningCLI):
             if not is_overridden(name, self.datamodule, LightningDataModule):
                 setattr(self.datamodule, name, self.datamodule.val_dataloader)
         for saver in self.trainer.checkpoint_callbacks:
-            _restore_last(getattr(saver, "dirpath", None))
+            restore_last(getattr(saver, "dirpath", None))
         is_first = _launcher(self.trainer) is not None and self.trainer.num_nodes == 1
         if is_first and isinstance(self.datamodule, SampleData):
             # Not only in `fit`: bad data is found before other processes are started.
@@ -188,7 +188,7 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     )
 
 
-def _restore_last(folder: str | None) -> None:
+def restore_last(folder: str | None) -> None:
     """Restore the name of the last checkpoint, if a run was killed while replacing it."""
     last = Path(folder or ".") / "last.ckpt"
     if not last.exists():
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") 
     return 0
 
 
-def _parse_int_before_float(fn: Any) -> None:
+def parse_int_before_float(fn: Any) -> None:
     """Parse options of type int or float as int first.
 
     ``limit_val_batches: 1`` is one batch, 1.0 is all. Python caches ``Optional[Union[...]]`` and
@@ -298,7 +298,7 @@ def _parse_int_before_float(fn: Any) -> None:
 
 
 def _run(args: Sequence[str], prog: str) -> None:
-    _parse_int_before_float(Trainer.__init__)
+    parse_int_before_float(Trainer.__init__)
     RecipesCLI(
         PreferenceModule if data_class(args) == "PairData" else CausalLMModule,
         LightningDataModule,

@@ -160,11 +160,11 @@ class CausalLMModule(LightningModule):
         if self.hparams["media"] is None:
             self.hparams["media"] = processor is not None
         if processor is not None:
-            self._check_processor(processor)
+            self.check_processor(processor)
         if data is not None and hasattr(data, "build_metric"):
             self.grid, self._grid_axes = data.build_metric(), (data.lengths, data.depths)
 
-    def _check_processor(self, processor: Any) -> None:
+    def check_processor(self, processor: Any) -> None:
         """Raise if the model does not take what a processor returns."""
         kind = self._config.model_type
         known = MULTIMODAL.get(kind)
@@ -194,9 +194,9 @@ class CausalLMModule(LightningModule):
         """Build the model on the meta device; the strategy materializes and shards it."""
         if self.model is not None:
             return
-        self.model = self._build(trained=True)
+        self.model = self.build_model(trained=True)
 
-    def _build(self, *, trained: bool) -> Any:
+    def build_model(self, *, trained: bool) -> Any:
         """Build a model that is trained, or a frozen copy without adapters."""
         has_trainer = self._trainer is not None  # load_from_checkpoint() has none
         auto = auto_class(self._config, media=bool(self.hparams["media"]))

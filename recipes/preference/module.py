@@ -116,7 +116,7 @@ class PreferenceModule(CausalLMModule):
         """Build the model, and the frozen copy if there is one."""
         super().configure_model()
         if self._kind == "model" and self.reference is None and self._trainer is not None:
-            self.reference = self._build(trained=False)
+            self.reference = self.build_model(trained=False)
             # A copy can be loaded again: it is not saved.
             self.strict_loading = self.strict_loading and not self._is_pretrained
 

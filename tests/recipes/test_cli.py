@@ -197,10 +197,10 @@ def test_a_file_that_code_of_a_user_misses_keeps_its_traceback(monkeypatch):
     def read(*_, **__):  # this file is not ours
         Path("its.csv").read_text()
 
-    monkeypatch.setattr(cli, "_run", read)
+    monkeypatch.setattr(cli, "RecipesCLI", read)
     with pytest.raises(FileNotFoundError, match="its.csv"):
         main(["fit"])
-    monkeypatch.setattr(cli, "_run", Mock(side_effect=FileNotFoundError("of a library")))
+    monkeypatch.setattr(cli, "RecipesCLI", Mock(side_effect=FileNotFoundError("of a library")))
     assert main(["fit"]) == 2
 
 
@@ -471,7 +471,7 @@ def test_a_checkpoint_that_lost_its_name_gets_it_back(tmp_path):
     aside, last = tmp_path / ".last.ckpt.replaced", tmp_path / "last.ckpt"
     aside.mkdir()
     (aside / "meta.pt").touch()
-    restore = cli._restore_last  # what a run does first
+    restore = cli.restore_last  # what a run does first
     restore(str(tmp_path))
     assert (last / "meta.pt").is_file()
     aside.mkdir()
@@ -486,7 +486,7 @@ def test_whole_numbers_stay_whole():
     def trainer(limit: float | int | None = None, every: str | float | int = 1):
         return limit, every
 
-    cli._parse_int_before_float(trainer)  # what the command does to Lightning's Trainer
+    cli.parse_int_before_float(trainer)  # what the command does to Lightning's Trainer
     parser = ArgumentParser()
     parser.add_function_arguments(trainer)
     for text, number in (("1", 1), ("1.0", 1.0), ("0.25", 0.25)):

@@ -573,8 +573,8 @@ def generated(folder, processor=None):
 class Doubled(CausalLMModule):
     """Trains in float64."""
 
-    def _build(self, *, trained):  # a method to override: recipes/preference does
-        return super()._build(trained=trained).double()
+    def build_model(self, *, trained):
+        return super().build_model(trained=trained).double()
 
 
 def fit(folder, options, devices, build=generated):
@@ -718,17 +718,12 @@ def stock_loss(model, processor, folder):
     return total / count
 
 
-def check_processor(module, processor):
-    """Do what a run does before it loads the weights."""
-    module._check_processor(processor)
-
-
-def refusal(config):
+def refusal(config, folder):
     """Return what a run says to a model that does not fit its data."""
-    module = CausalLMModule()
-    module._config = config  # instead of a folder of such a model
+    config.save_pretrained(folder)
+    module = CausalLMModule(str(folder), random_weights=True)
     with pytest.raises(ValueError) as error:  # noqa: PT011  its text is what comes back
-        check_processor(module, tiny_processor())
+        module.check_processor(tiny_processor())
     return str(error.value)
 
 
@@ -743,15 +738,15 @@ def refusal(config):
         ),
     ],
 )
-def test_models_that_do_not_take_the_data_are_refused(config, message):
-    assert re.search(message, refusal(config))
+def test_models_that_do_not_take_the_data_are_refused(config, message, tmp_path):
+    assert re.search(message, refusal(config, tmp_path))
 
 
 def test_the_token_of_places_may_be_one_of_several():
     module, processor = CausalLMModule(model="tiny-image"), tiny_processor()
     processor.image_token_id = 5  # Gemma 3's is the token before an image
     processor.image_token_ids = [262]
-    check_processor(module, processor)
+    module.check_processor(processor)
 
 
 def fit_adapters(folder, path):
