@@ -81,7 +81,7 @@ def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
     undos: list[Undo] = [lambda: callbacks.remove(reshard_first)]
     undos += [allow_copies(module), accept_full_tensors(module)]
     for callback in callbacks:
-        for average in _averages_of(callback):
+        for average in averages_of(callback):
             copy = average.module if isinstance(average, AveragedModel) else average
             model = _find_original(module, copy)
             if model is None:
@@ -95,7 +95,7 @@ def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
     return undos
 
 
-def _averages_of(callback: Callback) -> Iterator[nn.Module]:
+def averages_of(callback: Callback) -> Iterator[nn.Module]:
     """Yield the averaged models that a callback of Lightning or of the user holds."""
     if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
         yield callback._average_model

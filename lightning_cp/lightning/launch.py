@@ -48,7 +48,7 @@ def check_heartbeat_timeout(limit: timedelta) -> None:
 
 def check_session(strategy: str) -> None:
     """Raise in a notebook or an interactive session, from which processes cannot be launched."""
-    if _is_interactive():
+    if is_interactive():
         raise RuntimeError(
             f"{strategy} starts one process per device, which a notebook or an interactive session "
             "cannot do. Save the code as a script and run `python script.py`, or `torchrun "
@@ -56,7 +56,8 @@ def check_session(strategy: str) -> None:
         )
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
+    """Return whether this is a notebook or an interactive session, as Lightning sees it."""
     from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
     return bool(_IS_INTERACTIVE)

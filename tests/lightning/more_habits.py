@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from lightning_cp import token_mean
+from lightning_cp.torch_private import is_compiled
 from tests import doors
 from tests.lightning.features import (
     LENGTH,
@@ -827,7 +828,7 @@ def fit_compiled(path, module):
 def _(path):
     class InConfigureModel(Hugging):
         def configure_model(self):
-            if not hasattr(self.model, "_orig_mod"):
+            if not is_compiled(self.model):
                 self.model = torch.compile(self.model, backend="aot_eager")
 
     before = Hugging()

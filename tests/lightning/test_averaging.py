@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.checkpoint import consolidate
+from lightning_cp.lightning.averaging import averages_of
 from tests.lightning.jobs import (
     PackedRows,
     build_strategy,
@@ -332,8 +333,8 @@ class Record(Callback):
         else:
             pairs = zip(self.by_hand, current, strict=True)
             self.by_hand = [0.7 * average + (1 - 0.7) * p for average, p in pairs]
-        # Lightning shows its average nowhere but in a checkpoint, where it may be cast.
-        averages = list(self.average._average_model.parameters())
+        (model,) = averages_of(self.average)
+        averages = list(model.parameters())
         self.same = [full(a.detach()).equal(b) for a, b in zip(averages, self.by_hand, strict=True)]
         self.dtypes = {a.dtype for a in averages}
 

@@ -12,6 +12,7 @@ from lightning_cp import ContextParallelCallback
 from lightning_cp.attn import choose
 from lightning_cp.lightning import callback as callback_module
 from tests import doors
+from tests.attn.cases import say_again
 from tests.lightning.jobs import (
     LENGTH,
     VOCAB,
@@ -54,7 +55,7 @@ class HandModule(Module):
 def run(module_class, dp_size, options, *arguments):
     """Fit with the callback, and return metrics or an error, log lines and the saved state."""
     # Each choice is logged once per process, which has served other tests.
-    choose._log_choice.cache_clear()
+    say_again(choose)
     with elastic_environment(), logged_lines() as lines:
         module, options = module_class(*arguments), dict(options)
         strategy = {"data_parallel_size": dp_size, **options.pop("strategy", {})}

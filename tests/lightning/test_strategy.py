@@ -139,7 +139,7 @@ def test_names_are_registered_whichever_is_imported_first(first):
 
 def test_an_interactive_session_is_refused(monkeypatch):
     # Lightning looks for an interactive session when it is imported.
-    monkeypatch.setattr(launch, "_is_interactive", lambda: True)
+    monkeypatch.setattr(launch, "is_interactive", lambda: True)
     with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
         pl.Trainer(strategy=doors.strategy(), accelerator="cpu", devices=2, logger=False)
 
