@@ -82,7 +82,7 @@ def _sources(
     """
     parts: dict[str, list[str]] = {}
     for name in state:
-        parts.setdefault(_layer(name), []).append(name)
+        parts.setdefault(layer_of(name), []).append(name)
     sources: dict[str, Sequence[str]] = {}
     converted: Weights = {}
     for names in parts.values():
@@ -94,11 +94,11 @@ def _sources(
     return dict.fromkeys(written, tuple(state))
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """Return the layer that a weight belongs to, or its module outside of layers.
 
     Example:
-        >>> _layer("model.layers.7.mlp.experts.3.up"), _layer("lm_head.weight")
+        >>> layer_of("model.layers.7.mlp.experts.3.up"), layer_of("lm_head.weight")
         ('model.layers.7', 'lm_head')
     """
     parts = name.split(".")

@@ -112,7 +112,7 @@ def _arrange(tokens: TokenMap, chunk_size: int, batch_size: int, device: torch.d
         hidden = to_device(torch.from_numpy(tokens.hidden), device)
     samples = range(tokens.num_samples)
     enters = any(_enters(tokens, held, sample) for held in tokens.held for sample in samples)
-    cuts = [[_find_cuts(tokens, held, sample) for sample in samples] for held in tokens.held]
+    cuts = [[find_cuts(tokens, held, sample) for sample in samples] for held in tokens.held]
     if not any(len(cut) for by_sample in cuts for cut in by_sample):
         return Rows(tokens.lengths, max(*tokens.lengths, 1), enters, hidden)
     places = [
@@ -134,7 +134,7 @@ def _enters(tokens: TokenMap, held: HeldRange, sample: int) -> bool:
     return held.tokens.size > 0 and bool(tokens.first[sample, start] < start)
 
 
-def _find_cuts(tokens: TokenMap, held: HeldRange, sample: int) -> list[int]:
+def find_cuts(tokens: TokenMap, held: HeldRange, sample: int) -> list[int]:
     """Return where in a range, counted from its start, the state has to be reset.
 
     Where documents start, unless the state is zero anyway: the tokens before are all hidden.

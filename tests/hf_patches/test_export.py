@@ -166,7 +166,7 @@ def assert_same_weights(folder, stock):
 def test_conversions_that_combine_layers_have_all_of_them(tmp_path, monkeypatch):
     # As if each weight were a layer: this model's files combine several of them. Models whose
     # layers are combined are too large for a test.
-    monkeypatch.setattr(weight_files, "_layer", lambda name: name)
+    monkeypatch.setattr(weight_files, "layer_of", lambda name: name)
     model = zoo.build_model("hrm_text")
     base = write_base(tmp_path / "base", "hrm_text", tokenizer=False)
     path = save(holder(model=model), tmp_path / "last.ckpt", folder=True)

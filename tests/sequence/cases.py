@@ -143,9 +143,9 @@ class Threads:
     def __init__(self, monkeypatch):
         self._local = threading.local()
         for module in (ranges, recurrence):
-            monkeypatch.setattr(module, "current", self._current)
+            monkeypatch.setattr(module, "current", self.current_step)
 
-    def _current(self):
+    def current_step(self):
         return getattr(self._local, "step", None) or active_step.current()
 
     def enter(self, step):

@@ -160,7 +160,7 @@ def _short_halo():
 
 
 def _no_reset():
-    return mock.patch.object(rows, "_find_cuts", return_value=[])
+    return mock.patch.object(rows, "find_cuts", return_value=[])
 
 
 def _no_gradient():

@@ -127,7 +127,7 @@ CASES = [
 def threads():
     with pytest.MonkeyPatch.context() as patch:
         found = Threads(patch)
-        patch.setattr(rows, "active", found._current)  # as `Threads` does for other modules
+        patch.setattr(rows, "active", found.current_step)  # as `Threads` does for other modules
         yield found
 
 
