@@ -303,7 +303,7 @@ CASES: Final = [
 # ---------------------------------------------------------------- the table
 
 
-def _compared(found: Run, exact: Run, shows: str) -> str:
+def compared(found: Run, exact: Run, shows: str) -> str:
     largest = differences(found, exact)
     wrong = {name: x for name, x in largest.items() if not x < _LIMIT}
     if wrong:
@@ -313,7 +313,7 @@ def _compared(found: Run, exact: Run, shows: str) -> str:
 
 def _told(found: Any, case: Case) -> str:
     if isinstance(found, Run):
-        return _compared(found, _reference(case.job), case.shows)
+        return compared(found, _reference(case.job), case.shows)
     return str(found)
 
 

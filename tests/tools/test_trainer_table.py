@@ -35,8 +35,8 @@ def test_a_failure_is_one_line():
 def test_what_is_not_exact_is_wrong_in_the_table():
     exact = trainer_table.Run([{"loss": 1.0}], {"w": trainer_table.torch.zeros(2)})
     found = trainer_table.Run([{"loss": 1.5}], {"w": trainer_table.torch.zeros(2)})
-    assert trainer_table._compared(found, exact, "weights") == "wrong: loss by 5e-01"
-    assert trainer_table._compared(exact, exact, "weights") == "exact: weights within 0e+00"
+    assert trainer_table.compared(found, exact, "weights") == "wrong: loss by 5e-01"
+    assert trainer_table.compared(exact, exact, "weights") == "exact: weights within 0e+00"
 
 
 @pytest.mark.ranks
