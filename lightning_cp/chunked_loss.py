@@ -188,7 +188,8 @@ class _ChunkedSum(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         saved = zip(ctx.saved_tensors, ctx.dtypes, needed, strict=True)
         return None, *(
-            _times(x, grad, dtype) if need and x is not None else None for x, dtype, need in saved
+            multiplied(x, grad, dtype) if need and x is not None else None
+            for x, dtype, need in saved
         )
 
 
@@ -225,7 +226,7 @@ class _ChunkedLosses(torch.autograd.Function):
         )
 
 
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def multiplied(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x * factor`` in ``dtype``: one pass, rounded once."""
     if type(x) is not Tensor:  # a DTensor multiplies plain tensors only if they have no dims
         return (x.to(torch.promote_types(x.dtype, factor.dtype)) * factor).to(dtype)

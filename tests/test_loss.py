@@ -280,7 +280,7 @@ def test_chunked_under_autocast_asks_for_the_vocabulary_without_losing_gradients
 def test_chunked_gradients_are_multiplied_in_float32_and_rounded_once(shape, kept, to):
     x, factor = torch.randn(shape).to(kept), torch.tensor(3 / 4097)
     wide = x.to(torch.promote_types(kept, torch.float32))
-    found = chunked_loss._times(x, factor, to)  # no gradient shows each pair of dtypes
+    found = chunked_loss.multiplied(x, factor, to)  # no gradient shows each pair of dtypes
     assert found.dtype == to
     assert torch.equal(found, (wide * factor).to(to))
 
