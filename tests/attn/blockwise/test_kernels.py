@@ -240,7 +240,9 @@ def test_cudnn_is_differentiated_by_torch_once_both_passes_have_their_plans(monk
     assert "CudnnAttention" in out.grad_fn.name()
     sliced = torch.empty(2, 256, 3, 4, 64, dtype=q.dtype, device="meta")[:, :, 0].transpose(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(CudnnKernel, "_run", None)  # needs a GPU; its output would have other strides
+        patch.setattr(
+            CudnnKernel, "run_op", None
+        )  # needs a GPU; its output would have other strides
         assert kernel.differentiable_rectangle(sliced, q, q, **how) is None
     assert kernel.differentiable_rectangle(q[:, :, :200], q, q, **how) is None
     assert kernel.differentiable_rectangle(q, q, q, causal=False, scale=0.5) is None

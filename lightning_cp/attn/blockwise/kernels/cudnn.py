@@ -98,7 +98,7 @@ class CudnnKernel(FlashKernel):
         """Run the op. Its causal mask is aligned top-left: the usual one on squares."""
         if not self.is_worth_a_plan(q, k, ("forward", causal)):
             return super().rectangle_forward(q, k, v, causal=causal, scale=scale)
-        out, lse, *_ = self._run(q, k, v, causal, scale)
+        out, lse, *_ = self.run_op(q, k, v, causal, scale)
         return out, lse.squeeze(-1)
 
     def differentiable_rectangle(
@@ -109,7 +109,7 @@ class CudnnKernel(FlashKernel):
         is_planned = all(self._has_plan(q, k, kind) for kind in kinds)
         if not is_planned or not has_strides(q, new_strides(q.shape, strides)):
             return None
-        out, *_ = self._run(q, k, v, causal, scale)
+        out, *_ = self.run_op(q, k, v, causal, scale)
         return out if has_strides(out, strides) else None
 
     def rectangle_backward(
@@ -141,7 +141,8 @@ class CudnnKernel(FlashKernel):
         return dq, dk, dv
 
     @staticmethod
-    def _run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    def run_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+        """Run the op; return out, lse and what else it has."""
         results: tuple[Tensor, ...] = _forward(
             q,
             k,
