@@ -151,10 +151,10 @@ class PartialSums(ABC, Generic[T]):
             if not parts and few and not any(region.overlaps(other) for other in others):
                 parts.append(part)
                 return
-            self._total = self._accumulate_parts()
+            self._total = self.accumulate_parts()
         self._add_to(self._total, region, part)
 
-    def _accumulate_parts(self) -> T:
+    def accumulate_parts(self) -> T:
         """Move all parts into a new accumulator."""
         total = self._empty(raised=True)
         kept, self._parts = self._parts, {}

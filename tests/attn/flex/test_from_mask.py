@@ -283,7 +283,7 @@ def test_what_comes_back_is_added_to_those_tokens_alone(monkeypatch):
     """No accumulator of a shard, where each token has been sent once: only memory shows it."""
     kept = []
     monkeypatch.setattr(
-        accumulators.PartialSums, "_accumulate_parts", lambda self: kept.append(self) or 1 / 0
+        accumulators.PartialSums, "accumulate_parts", lambda self: kept.append(self) or 1 / 0
     )
     for layout in LAYOUTS:
         case = make_case("window", length=96, layout=layout)
