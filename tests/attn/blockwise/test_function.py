@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -541,9 +542,18 @@ def test_backward_says_which_step_it_passes(native):
     case = make_case("causal")
     call = replace(build_call(case, LoneTransport()), uid=77)
     q, k, v = case.inputs.q.requires_grad_(), case.inputs.k, case.inputs.v
+    refusals = []
+
+    def recompute(grad):
+        guards.check_recompute(SimpleNamespace(uid=77))
+        with pytest.raises(RuntimeError, match="recomputed under another step") as error:
+            guards.check_recompute(SimpleNamespace(uid=78))
+        refusals.append(error)
+
+    q.register_hook(recompute)
     guards.forget_backward()
     call.run(q, k, k if native else v, None, None).sum().backward()
-    assert guards._backward_of == 77  # what a recomputation in this backward is compared with
+    assert len(refusals) == 1
     guards.forget_backward()
 
 
