@@ -1,5 +1,6 @@
 """`checkpoint_layers`: layers of any model are recomputed, with the same gradients."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_cp import token_mean
 from lightning_cp.memory import checkpoint_layers
 from lightning_cp.memory.checkpointing import switched_layers
-from lightning_cp.torch_private import module_hooks
+from lightning_cp.torch_private import checkpoint_contexts, module_hooks
 from tests import doors
 from tests.attn.test_kept import make_batch
 from tests.parity import zoo
@@ -19,18 +20,16 @@ from tests.tiny import TinyLM
 
 
 @pytest.fixture
-def regions(monkeypatch):
-    """Count calls of torch's checkpoint."""
+def regions():
+    """Count calls of torch's checkpoint, also by who holds the function itself."""
     calls = []
-    # Not `checkpoint`: transformers holds the function itself.
-    original = torch_checkpoint._checkpoint_without_reentrant_generator
 
-    def counted(*args, **kwargs):
-        calls.append(args[0])
-        return original(*args, **kwargs)
+    def contexts():
+        calls.append(None)
+        return nullcontext(), nullcontext()
 
-    monkeypatch.setattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", counted)
-    return calls
+    with checkpoint_contexts(contexts, saving_inputs=lambda forward: nullcontext()):
+        yield calls
 
 
 def gradients(model):
