@@ -39,11 +39,10 @@ def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any)
 
 def forget_processes() -> None:
     """Let accelerate look for its processes again."""
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # accelerate has no public way to do so.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()  # accelerate has no public way to do so
 
 
 @contextmanager
