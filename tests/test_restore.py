@@ -116,7 +116,7 @@ class Trainer:
             ),
             "closure": next(cell.cell_contents for cell in self.counter.__closure__),
             "gradient": None if self.weight.grad is None else self.weight.grad.tolist(),
-            "metric": (float(self.metric.weight), self.metric._update_count),  # no public reader
+            "metric": (float(self.metric.weight), self.metric.update_count),
             "modules": (self.modules[0].weight.tolist(), hasattr(self, "probe")),
             "containers": ([*self.ordered.items()], [*self.recent], {*self.names}),
             "array": self.array.tolist(),
