@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import active_step, routing
+from lightning_cp.attn.blockwise.kernels import cpu
 from lightning_cp.torch_private import num_function_modes
 from tests import doors
-from tests.torch_names import FLASH_FORWARD
 
 LENGTH, DIM = 6, 8
 ORIGINAL = functional.scaled_dot_product_attention
@@ -112,7 +112,7 @@ REFUSED = {
     ),
     "a kernel of torch": (
         # The operator itself: a kernel that has no public function.
-        lambda x: FLASH_FORWARD(heads(), heads(), heads()),
+        lambda x: cpu.forward_op.overloadpacket(heads(), heads(), heads()),
         r"_scaled_dot_product_flash_attention_for_cpu.*was called inside a step.*cp.unsharded",
     ),
     "an operator of flex attention": (flex, r"flex_attention\(\) was called inside a step"),

@@ -12,10 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 
-# The kernels of `scaled_dot_product_attention` on a CPU: no public function returns lse.
-FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 
 def counting_backend(backend: str) -> Any:
     """Return a backend of torch.compile that counts the graphs it gets: `frame_count`."""

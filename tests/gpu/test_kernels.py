@@ -14,7 +14,7 @@ import torch
 from lightning_cp import Mask, active_step, attention
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Scores
-from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
+from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel, backward_op
 from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.comm.transport import LoneTransport
@@ -242,8 +242,7 @@ def test_plans_that_others_made_for_another_layout_are_not_used(kernel):
     out, lse = kernel.rectangle_forward(q, k, v, **how)
     theirs = as_tokens_first(dout), q, k, v, out, lse.unsqueeze(-1)
     unused = torch.empty((), dtype=torch.int64, device=CUDA)
-    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    wanted = backward(
+    wanted = backward_op(
         *theirs, unused, unused, None, None, None, 384, 384, 0.0, True, scale=how["scale"]
     )
     for changed in (lambda x: x, as_tokens_first):

@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp.attn.accumulators import NEVER
-from lightning_cp.attn.blockwise.kernels import cudnn
+from lightning_cp.attn.blockwise.kernels import cpu, cudnn
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Scores
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
@@ -28,7 +28,6 @@ from tests.attn.cases import (
     put_together,
 )
 from tests.oracle import assert_earned, attend_whole, errors, make_inputs
-from tests.torch_names import FLASH_BACKWARD, FLASH_FORWARD
 
 CPU = torch.device("cpu")
 
@@ -98,18 +97,18 @@ class DenseOnCpu(DenseKernel):
 
     def rectangle_forward(self, q, k, v, *, causal, scale):
         self._check(q, k, v, causal=causal)
-        return FLASH_FORWARD.default(q, k, v, 0.0, causal, scale=scale)
+        return cpu.forward_op(q, k, v, 0.0, causal, scale=scale)
 
     def rectangle_backward(self, given, *, causal, scale):
         dout, q, k, v, out, lse = given
         self._check(q, k, v, out, dout, causal=causal)
         assert lse.is_contiguous()
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-        return FLASH_BACKWARD.default(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return cpu.backward_op(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
 
     def differentiable_rectangle(self, q, k, v, *, causal, scale):
         self._check(q, k, v, causal=causal)
-        return FLASH_FORWARD.default(q, k, v, 0.0, causal, scale=scale)[0]
+        return cpu.forward_op(q, k, v, 0.0, causal, scale=scale)[0]
 
     def _check(self, *tensors, causal):
         assert len({x.shape[-1] for x in tensors}) == 1
@@ -240,9 +239,8 @@ def test_cudnn_is_differentiated_by_torch_once_both_passes_have_their_plans(monk
     assert "CudnnAttention" in out.grad_fn.name()
     sliced = torch.empty(2, 256, 3, 4, 64, dtype=q.dtype, device="meta")[:, :, 0].transpose(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            CudnnKernel, "run_op", None
-        )  # needs a GPU; its output would have other strides
+        # It needs a GPU; its output would have other strides.
+        patch.setattr(CudnnKernel, "run_op", None)
         assert kernel.differentiable_rectangle(sliced, q, q, **how) is None
     assert kernel.differentiable_rectangle(q[:, :, :200], q, q, **how) is None
     assert kernel.differentiable_rectangle(q, q, q, causal=False, scale=0.5) is None

@@ -23,8 +23,8 @@ from lightning_cp.attn.call import AlibiSlopes, ScoreBias
 from lightning_cp.attn.tiles import Block, PlacedTile
 from lightning_cp.precision import accumulation_dtype
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CpuKernel(TiledKernel):
@@ -56,7 +56,7 @@ class CpuKernel(TiledKernel):
         bias, sees_any = _bias(mask, q)
         if dim != value_dim:
             q, k, v = same_dim(q, k, v)
-        out, lse = _forward(q, k, v, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale)
+        out, lse = forward_op(q, k, v, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale)
         if sees_any is not None:
             lse = torch.where(sees_any, lse, NEVER)
         return (out[..., :value_dim], lse) if dim > value_dim else (out, lse)
@@ -70,7 +70,7 @@ class CpuKernel(TiledKernel):
         bias, _ = _bias(mask, q)
         if dim != value_dim:
             q, k, v, out, dout = same_dim(q, k, v, out, dout)
-        dq, dk, dv = _backward(
+        dq, dk, dv = backward_op(
             dout, q, k, v, out, lse, 0.0, mask.is_causal, attn_mask=bias, scale=scores.scale
         )
         if dim != value_dim:
@@ -83,7 +83,7 @@ class CpuKernel(TiledKernel):
         """Run the op, except on tiles with a mask and on different head dims."""
         if not mask.is_rectangle or q.shape[-1] != v.shape[-1]:
             return None
-        return Differentiable(_forward(q, k, v, 0.0, mask.is_causal, scale=scores.scale)[0])
+        return Differentiable(forward_op(q, k, v, 0.0, mask.is_causal, scale=scores.scale)[0])
 
 
 def _bias(mask: TileMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:

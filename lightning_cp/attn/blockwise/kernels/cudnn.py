@@ -13,8 +13,8 @@ from lightning_cp.attn.accumulators import has_strides, new_strides
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 
-_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+forward_op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+backward_op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 # No dropout, like 0.0, but it separates our plans from those of other calls. Those were made for
 # another layout of dout, and give silently wrong gradients with ours (seen in torch 2.11; later
@@ -120,7 +120,7 @@ class CudnnKernel(FlashKernel):
         if not self.is_worth_a_plan(q, k, ("backward", causal)):
             return super().rectangle_backward(inputs, causal=causal, scale=scale)
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
-        dq, dk, dv = _backward(
+        dq, dk, dv = backward_op(
             _with_strides_of(q, dout),
             q,
             k,
@@ -143,7 +143,7 @@ class CudnnKernel(FlashKernel):
     @staticmethod
     def run_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
         """Run the op; return out, lse and what else it has."""
-        results: tuple[Tensor, ...] = _forward(
+        results: tuple[Tensor, ...] = forward_op(
             q,
             k,
             v,

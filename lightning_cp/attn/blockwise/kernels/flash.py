@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request
 from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+forward_op = torch.ops.aten._scaled_dot_product_flash_attention.default
+backward_op = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 
 class FlashKernel(DenseKernel):
@@ -32,14 +32,14 @@ class FlashKernel(DenseKernel):
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Run the op. Its causal mask is aligned bottom-right: the usual one on squares."""
-        out, lse, *_ = _forward(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)
+        out, lse, *_ = forward_op(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)
         return out, lse
 
     def differentiable_rectangle(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> Tensor | None:
         """Run the op; its backward makes what it needs contiguous."""
-        out: Tensor = _forward(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)[0]
+        out: Tensor = forward_op(q, k, v, dropout_p=0.0, is_causal=causal, scale=scale)[0]
         return out
 
     def rectangle_backward(
@@ -48,7 +48,7 @@ class FlashKernel(DenseKernel):
         """Run the op's backward."""
         dout, q, k, v, out, lse = inputs
         no_dropout = q.new_empty(0)
-        dq, dk, dv = _backward(
+        dq, dk, dv = backward_op(
             dout,
             q,
             k,
