@@ -42,7 +42,7 @@ or one of its own collective, with a traceback."""
 FAILING_GRACE: Final = 15.0
 """Seconds that a rank that has failed has to end, once another has ended: to write its logs."""
 
-_SILENCE: Final = 3.0
+SILENCE: Final = 3.0
 """Seconds without a heartbeat after which a rank is named, if a connection to some rank is lost."""
 
 _MAX_LEN: Final = 2000
@@ -118,7 +118,7 @@ class Watchdog:
             except RuntimeError as lost:  # of the store
                 self._note_cause(_gone(lost))
 
-        _in_time(publish, _SILENCE + GRACE)
+        _in_time(publish, SILENCE + GRACE)
         if is_lost:
             _logger.error("Rank %d ends. Cause: %s", self._rank, self._cause)
 
@@ -155,7 +155,7 @@ class Watchdog:
         """Return which ranks have no heartbeat, if any; None also if another rank has reported."""
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         before = [self._store.add(f"beat {rank}", 0) for rank in ranks]
-        end = time.monotonic() + _SILENCE
+        end = time.monotonic() + SILENCE
         while time.monotonic() < end:
             if self._store.check(["cause"]):
                 return None
@@ -230,9 +230,9 @@ class Watchdog:
         waited = now - self._known_since
         if self._has_failed:
             if waited > FAILING_GRACE and self._others_have_ended():
-                self._end()
+                self.end()
         elif waited > GRACE:
-            self._end()
+            self.end()
 
     def _others_have_ended(self) -> bool:
         if self._is_cut_off:
@@ -242,7 +242,8 @@ class Watchdog:
         except RuntimeError:
             return True
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End this process; say where it stands, and why."""
         place = where(sys._current_frames().get(self._training_thread))
         message = f"Rank {self._rank} ends at {place}. Cause: {self._cause}"
         _logger.error("%s", message)

@@ -37,9 +37,9 @@ class Recording(Watchdog):
         self._poll(now)
 
     def end_process(self):
-        super()._end()
+        super().end()
 
-    def _end(self):
+    def end(self):
         self.ended = self._cause
         self._store.add("ended", 1)
         self._closing.set()
@@ -47,7 +47,7 @@ class Recording(Watchdog):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, value in {"POLL": 0.02, "GRACE": 0.2, "FAILING_GRACE": 0.4, "_SILENCE": 0.2}.items():
+    for name, value in {"POLL": 0.02, "GRACE": 0.2, "FAILING_GRACE": 0.4, "SILENCE": 0.2}.items():
         monkeypatch.setattr(module, name, value)
     yield
     wait_until(no_thread_is_left)
@@ -215,7 +215,7 @@ class CutOff:
 
 
 class Cut(Recording):
-    def _end(self):
+    def end(self):
         self.ended = self._cause
         self._closing.set()
 
@@ -240,6 +240,7 @@ def test_a_store_that_does_not_answer_ends_the_rank():
 def test_the_place_where_a_rank_ends_is_that_of_the_thread_that_trains(
     monkeypatch, caplog, tmp_path
 ):
+    # Python documents it under this name.
     monkeypatch.setattr(module.os, "_exit", lambda code: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     made, trained = [], []
