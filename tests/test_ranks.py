@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankPool, average_over_ranks, run_threads, same_bits
+from tests.ranks import (
+    RankError,
+    RankPool,
+    average_over_ranks,
+    end_process,
+    run_threads,
+    same_bits,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -54,7 +61,7 @@ def die_on_one_rank(how):
     if dist.get_rank() == 1:
         sys.stderr.write("last words\n")
         sys.stderr.flush()
-        ctypes.CDLL(None).abort() if how == "abort" else os._exit(3)
+        ctypes.CDLL(None).abort() if how == "abort" else end_process(3)
     dist.all_reduce(torch.ones(1))
 
 
