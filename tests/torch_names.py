@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-# No public name of torch makes such modes, or walks through nested outputs.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+# No public name of torch walks through nested outputs.
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 

@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 from hf_patches import enable
 from lightning_cp.fsdp.gathering import gather_parts
 from lightning_cp.memory import tile_modules, tiles
+from lightning_cp.torch_private import TorchDispatchMode
 from tests.memory import token_wise
 from tests.memory.token_wise import (
     gradients_of,
@@ -36,7 +37,6 @@ from tests.memory.token_wise import (
 from tests.parity import zoo
 from tests.parity.hf import build_cp, errors
 from tests.planner.live_bytes import Live, measure
-from tests.torch_names import TorchDispatchMode
 
 EXACT = 1e-9
 

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_patches import enable
 from lightning_cp.memory import tile_modules
+from lightning_cp.torch_private import TorchDispatchMode
 from tests import doors
-from tests.torch_names import TorchDispatchMode, tree_iter, tree_map
+from tests.torch_names import tree_iter, tree_map
 
 # In bfloat16 they take 250 times as long on CPUs without instructions for it.
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"

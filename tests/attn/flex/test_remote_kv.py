@@ -18,6 +18,7 @@ from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.torch_private import TorchDispatchMode
 from tests.attn.flex.cases import (
     HEADS,
     MASKS,
@@ -30,7 +31,7 @@ from tests.attn.flex.cases import (
 )
 from tests.oracle import Inputs, assert_earned, errors
 from tests.ranks import run_threads
-from tests.torch_names import TorchDispatchMode, tree_iter
+from tests.torch_names import tree_iter
 
 
 def worst_error(case, cp_size):
