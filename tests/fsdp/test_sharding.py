@@ -69,7 +69,8 @@ def test_blocks_may_be_named_by_class_or_pattern():
 
 def test_a_tower_that_the_model_names_is_sharded_by_its_layers():
     model = media_zoo.build_model("qwen2_5_omni_thinker")
-    assert type(model.model.visual).__name__ in model._no_split_modules  # by transformers
+    # So transformers names it, for itself alone.
+    assert type(model.model.visual).__name__ in model._no_split_modules
     blocks = find_blocks(model)
     assert len(blocks) == len(set(blocks))
     assert not [type(block).__name__ for block in blocks if isinstance(block, PreTrainedModel)]

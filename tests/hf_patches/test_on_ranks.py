@@ -209,6 +209,7 @@ def head_unit(mode, tied, accumulates):
 
     Embedding, and last norm and head, are units of their own, as accelerate wraps a model.
     """
+    # What FSDP2 gathers together: no public class does, and torch counts gathers nowhere.
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from hf_patches import forward
@@ -234,7 +235,7 @@ def head_unit(mode, tied, accumulates):
     gathered, unshard = [], FSDPParamGroup.unshard
 
     def count(group, *args, **kwargs):
-        # A gather that begins: torch counts them nowhere.
+        # A gather that begins.
         if group._all_gather_result is None and not group.is_unsharded:
             gathered.append(group)
         return unshard(group, *args, **kwargs)

@@ -441,6 +441,7 @@ def run_traced(job, verify_steps):
             counted["forward"],
             callback.calls,
             trainer.state.total_flos,
+            # What trainers of TRL count; they show it to nobody.
             getattr(trainer, "_step", None),
             getattr(trainer, "_total_train_tokens", None),
             torch.rand(2).tolist(),

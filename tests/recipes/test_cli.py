@@ -19,7 +19,9 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # No option of Lightning's says what launches.
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher,  # Lightning's launchers are all private
+)
 
 from hf_patches.__main__ import main as hf_main
 from lightning_cp.comm.transport import gather
