@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.torch_private import num_process_groups
-from tests.torch_names import compiler_config
+from tests.torch_names import code_generator, compile_here
 
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second. Where
 # there is a GPU, nothing else: a library that looks for GPUs when it is imported spoils the fork.
@@ -310,17 +310,17 @@ def litter() -> None:
 
 def _compile_in_turn(lock: Path) -> None:
     """Let one rank compile at a time: the others mostly find the same in the compiler's cache."""
-    from torch._inductor import compile_fx
-
-    compiler_config().compile_threads = 1  # a daemon may not have children of its own
-    compile_graph = compile_fx._compile_fx_inner
+    compile_here()
+    generator = code_generator()
+    # The function that compiles one graph: the public ones hold it, or the one around it.
+    compile_graph = generator._compile_fx_inner
 
     def compile_alone(*args: Any, **kwargs: Any) -> Any:
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return compile_graph(*args, **kwargs)
 
-    compile_fx._compile_fx_inner = compile_alone  # type: ignore[assignment]
+    generator._compile_fx_inner = compile_alone
 
 
 def _is_tired() -> bool:

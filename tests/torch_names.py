@@ -6,10 +6,10 @@ Compilers are imported where they are called for, which takes seconds.
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-# No public name of torch walks through nested outputs.
-from torch.utils._pytree import tree_iter as tree_iter
-from torch.utils._pytree import tree_map as tree_map
+# Walks through nested outputs: torch has no public ones.
+tree_iter, tree_map = _pytree.tree_iter, _pytree.tree_map
 
 
 def counting_backend(backend: str) -> Any:
@@ -29,19 +29,21 @@ def train_flex_on_cpu(patch: Any) -> None:
     patch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
-def compiler_config() -> Any:
-    """Return the settings of torch's code generator, which torch documents under this name."""
-    from torch._inductor import config
+def code_generator() -> Any:
+    """Return the module that generates code for torch.compile, and its settings: `config`."""
+    from torch._inductor import compile_fx
 
-    return config
+    return compile_fx
+
+
+def compile_here() -> None:
+    """Compile in this process from now on: a rank may not have children of its own."""
+    code_generator().config.compile_threads = 1
 
 
 def compile_anew() -> None:
-    """Forget what was compiled, and how many graphs, and compile in this process from now on.
-
-    A rank may not have children of its own.
-    """
-    compiler_config().compile_threads = 1
+    """Forget what was compiled, and how many graphs, and compile in this process."""
+    compile_here()
     torch.compiler.reset()
     graph_counts().clear()
 

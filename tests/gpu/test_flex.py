@@ -38,7 +38,7 @@ FUSED = "compiled, as on a GPU"
 
 
 def run_jobs(jobs):
-    torch_names.compiler_config().compile_threads = 1  # a rank may not have children of its own
+    torch_names.compile_here()
     return [test_flex.run_shared(device="cuda", **job) for job in jobs]
 
 
@@ -168,7 +168,7 @@ def test_a_length_that_was_never_seen_is_not_compiled_again(nccl, kind):
 
 
 def run_kernels(jobs):
-    torch_names.compiler_config().compile_threads = 1
+    torch_names.compile_here()
     return [test_flex.run_kernel(device="cuda", **each) for each in jobs]
 
 
@@ -331,7 +331,7 @@ def test_auto_takes_flex_where_dense_kernels_are_bad(nccl, name, how):
 
 def peak_memory():
     """Return the bytes that forward and backward of 4k tokens need beside their inputs."""
-    torch_names.compiler_config().compile_threads = 1
+    torch_names.compile_here()
     cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(1, 4096, 1, device="cuda")}):
         q, k, v = (
@@ -362,7 +362,7 @@ def test_functions_that_captured_this_ranks_part_are_refused(nccl, which):
 
 def no_gradients():
     """Train after evaluation in inference mode: what was kept from it serves autograd, too."""
-    torch_names.compiler_config().compile_threads = 1
+    torch_names.compile_here()
     cp = doors.parallel(dist.group.WORLD)
     x = torch.randn(1, 2, 600, 64, generator=torch.Generator().manual_seed(0))
     found = []
@@ -385,7 +385,7 @@ def test_evaluation_before_training(nccl):
 
 def backward_twice():
     """Return how far a second backward of the same graph is from the first."""
-    torch_names.compiler_config().compile_threads = 1
+    torch_names.compile_here()
     cp = doors.parallel(dist.group.WORLD)
     with cp.step({"inputs_embeds": torch.zeros(1, 1024, 1, device="cuda")}):
         leaves = [

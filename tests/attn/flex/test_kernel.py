@@ -338,7 +338,7 @@ def test_a_model_may_have_more_functions_than_torch_compiles_of_one(counter):
     for score_mod in scores:
         place, device = QueryShard(layout, 0), torch.device("cpu")
         mods = build_functions(None, score_mod, place, batch=1, heads=2, device=device, fused=True)
-        with torch._dynamo.config.patch(recompile_limit=1):  # of 8
+        with torch._dynamo.config.patch(recompile_limit=1):  # of 8; it is set nowhere else
             kernel.attend_compiled(q, q, q, mods, scale=1.0, aux=AuxRequest())
     assert counter.frame_count == 2
 
@@ -421,7 +421,7 @@ def test_backward_of_compiled_code_may_run_again():
 @pytest.mark.slow
 def test_torchs_compiler_pads_nothing():
     """torch 2.11 reads with padding what it wrote without: forward and backward are built so."""
-    padded, config = [], torch_names.compiler_config()
+    padded, config = [], torch_names.code_generator().config
     watch = config.patch(
         post_grad_custom_post_pass=lambda _: padded.append(config.comprehensive_padding),
         disable_padding_cpu=False,
