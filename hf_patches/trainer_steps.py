@@ -24,13 +24,24 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_patches.whole_rows import RowsHandle
 from lightning_cp.comm.collective_errors import from_all
 from lightning_cp.comm.transport import GroupTransport
-from lightning_cp.compare import Run, TrialRuns, Value, Weights, own_gradients, take_gradients
+from lightning_cp.compare import (
+    Run,
+    TrialRuns,
+    Value,
+    Weights,
+    are_near,
+    copied,
+    has_room,
+    is_in_turn,
+    no_dropout,
+    own_gradients,
+    take_gradients,
+)
 from lightning_cp.data import outputs
 from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
 from lightning_cp.data.media import media_names
@@ -62,7 +73,6 @@ _LIBRARIES: Final = frozenset(
 )
 _BELOW: Final = sys.stdlib_module_names | {"torch", "accelerate"}
 """Whose functions count processes for those who call them."""
-_DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def verify_steps(
@@ -106,7 +116,7 @@ def verify_steps(
             is_step = not is_training or (torch.is_grad_enabled() and (model.training or is_own))
             if is_step and not runs.is_running:
                 calls[key] += 1
-                if _is_due(calls[key]):
+                if is_in_turn(calls[key]):
                     due.add(key)
                 if key in due and not is_amid_update:
                     due.remove(key)
@@ -121,13 +131,6 @@ def verify_steps(
         replace(trainer, stage, verified)
 
 
-def _is_due(number: int) -> bool:
-    """Return whether a step is compared, by its number: 1, 3, 10, 30, 100 and so on."""
-    while number % 10 == 0:
-        number //= 10
-    return number in (1, 3)
-
-
 def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, told: set[str]) -> None:
     """Run a step on short batches and compare; say once what could not be compared."""
     parts: list[Any] = []
@@ -135,7 +138,7 @@ def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, told: set[str])
         parts = _short_batches(inputs, call.cp)
     else:
         _say(f"{call.stage}() is not compared with one device: its batch is no dict.", told)
-    if not _has_room(call.model):  # later there are states of the optimizer
+    if not has_room(call.model):  # later there are states of the optimizer
         _say(f"{call.stage}() is not compared with one device: the GPU has no room for it.", told)
         parts = []
     whole = [inputs] if parts and _longest(inputs) <= _LONGEST_WHOLE else []
@@ -173,22 +176,6 @@ def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, told: set[str])
             ", ".join(named[:4]),
             more,
         )
-
-
-def _has_room(model: nn.Module) -> bool:
-    """Return whether three more sets of a model's gradients fit into the memory of its GPU."""
-    tensors = [
-        p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad
-    ]
-    devices = {x.device for x in tensors if x.is_cuda}
-    size = sum(x.nbytes for x in tensors if x.is_cuda)
-    free = [
-        torch.cuda.mem_get_info(device)[0]
-        + torch.cuda.memory_reserved(device)
-        - torch.cuda.memory_allocated(device)
-        for device in devices
-    ]
-    return 3 * size <= min(free, default=0)
 
 
 def _say(text: str, told: set[str]) -> None:
@@ -341,6 +328,15 @@ class _TrainerCall:
             "returns each row once."
         )
 
+    def draws(self, batch: Any, full: Run) -> bool:
+        """Return that what depends on a seed has been left out."""
+        del batch, full
+        return False
+
+    def evaluate(self) -> None:
+        """Run in evaluation mode."""
+        self._evaluates = True
+
     def run(self, batch: Any, *, alone: bool) -> Run:
         """Run the step, collect its values, and undo what it changes."""
         if not alone:
@@ -398,7 +394,7 @@ class _TrainerCall:
             and outputs.is_close(value.leaf.value, other.values[name].leaf.value, precision)
         }
         lost = {name for name in run.values if name.startswith("output") and name not in fixed}
-        return fixed, not lost and _is_near(run.gradients, other.gradients)
+        return fixed, not lost and are_near(run.gradients, other.gradients)
 
     def _find_differing(self) -> None:
         """Find numbers that differ from those of one device, but not from seed to seed."""
@@ -429,7 +425,8 @@ class _TrainerCall:
             reached = stack.enter_context(
                 restored_state(
                     model,
-                    *(trainer, trainer.state, trainer.control, *callbacks),
+                    *(trainer, trainer.state, trainer.control, trainer.args, *callbacks),
+                    *_updates(trainer),
                     functions=functions,
                     leave=_DATA,
                 )
@@ -441,12 +438,11 @@ class _TrainerCall:
                     _as_one_device(trainer, self.models, self.data, sees_rank=self.sees_rank)
                 )
             logs = stack.enter_context(_recorded_logs(trainer))
-            for part in model.modules():
-                if isinstance(part, _DROPOUT):
-                    part.p = 0.0
+            no_dropout(model)
             if self._evaluates:
                 model.eval()
-            torch.manual_seed(seed)
+            if seed:  # else as in the step that follows: iterators draw what they give there
+                torch.manual_seed(seed)
             if user_hooks(model):  # what they keep may be used by the next step
                 self._call(model, batch, weights)
                 model.zero_grad(set_to_none=True)
@@ -498,7 +494,7 @@ class _TrainerCall:
 
     def _call(self, model: nn.Module, batch: Any, weights: Weights) -> Any:
         """Call the method; in training, run backward where the method does not."""
-        inputs = copy.deepcopy(batch)  # a step may change it
+        inputs = copied(batch)
         if self.stage == "training_step":
             # DDP averages gradients, which the method may read after backward.
             with _synchronized(self.model):
@@ -511,12 +507,12 @@ class _TrainerCall:
         return result
 
 
-def _is_near(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Return whether two runs have the same gradients, but for a part of what rounding explains."""
-    total = sum(float(x.double().square().sum()) for x in gradients.values())
-    pairs = [(x, others[name]) for name, x in gradients.items()]
-    distance = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
-    return not distance > 1e-8 * total
+def _updates(trainer: Any) -> Iterator[Any]:
+    """Yield what steps may change of the optimizer: rates, and their scheduler."""
+    if trainer.optimizer is not None:
+        yield trainer.optimizer.param_groups
+    if (scheduler := trainer.lr_scheduler) is not None:
+        yield getattr(scheduler, "scheduler", scheduler)
 
 
 def _detached(result: Any) -> Any:

@@ -6,10 +6,11 @@ token along a dim, or the same value on all context ranks. A value that is neith
 ranks. How a step runs is up to its `StepCall`: a LightningModule's and a Trainer's have their own.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from lightning_cp.comm.collective_errors import any_rank, gather_texts
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
-from lightning_cp.data.consistency import find_differing
+from lightning_cp.data.consistency import CURE, find_differing
 from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.sharding import token_dim, unshard_value
@@ -53,6 +54,8 @@ _GRADIENT = 2e-3
 _COPIED = 1 << 26
 """Numbers of weights that are copied at most, of the first parameters."""
 
+_DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
 # Equal computations of a number on several ranks may differ by atomic additions alone.
 _ULPS = 8
 
@@ -81,7 +84,6 @@ class Value:
         is_loss: whether it is a mean over tokens, whose rounding errors mostly cancel; and must be
             the same number on all context ranks.
         floor: a difference that is rounding, whatever the value: of sums that nearly cancel.
-        is_kept: whether the step has only kept it, and may do so for itself: a time, for example.
     """
 
     leaf: Leaf
@@ -90,7 +92,6 @@ class Value:
     is_global: bool = False
     is_loss: bool = False
     floor: float = 0.0
-    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,13 @@ class Run:
         values: what it has returned, logged and added to metrics, by name.
         step: the step that was open; None if models open their own steps inside.
         gradients: of all parameters by name, averaged over the context ranks; empty if unknown.
+        kept: numbers that it has kept, by their places. Some may be its own: a time, for example.
     """
 
     values: dict[str, Value]
     step: Step | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, float] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return where the values come from, for errors."""
@@ -131,6 +134,12 @@ class StepCall(Protocol):
 
     def cure(self, value: Value) -> str:
         """Return how to make a value that differs, for errors."""
+
+    def draws(self, batch: Any, full: Run) -> bool:
+        """Return whether a run on full sequences gives something else with another seed."""
+
+    def evaluate(self) -> None:
+        """Run in evaluation mode from now on: without dropout."""
 
 
 class TrialRuns:
@@ -181,6 +190,10 @@ class TrialRuns:
     def any_data_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any data rank that takes part in this rank's runs."""
         return any_rank([flag], *self._data)[0]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank that takes part in this rank's runs."""
+        return self._any_rank(flag)[0]
 
     def _any_rank(self, *flags: bool) -> list[bool]:
         """Return which flags are set on any rank that takes part in this rank's runs."""
@@ -252,6 +265,11 @@ class TrialRuns:
                 raise problem
             if self._any_rank(problem is not None)[0]:
                 continue
+            # Modules of dropout are switched off; functions are by evaluation mode alone, which
+            # hides what only training does.
+            if not results and self._any_rank(call.draws(part, full))[0]:
+                call.evaluate()
+                full = self._run(call, part, alone=True)
             results.append(self._compare(call, part, self._run(call, part, alone=False), full))
         return results, failure
 
@@ -268,46 +286,41 @@ class TrialRuns:
         finally:
             self.is_running = False
 
-    def _without_private(
-        self, call: StepCall, part: Any, sharded: Run, full: Run
-    ) -> tuple[Run, Run]:
-        """Leave out kept values that one device would not reproduce, and those of some ranks."""
-        kept = [name for name, value in full.values.items() if value.is_kept]
-        if find_differing(kept, self._cp.groups.context):  # some ranks keep what others do not
-            kept = []
-        has = self._everywhere(name in sharded.values for name in kept)
-        kinds = self._find_kinds(
-            call,
-            Run({name: sharded.values[name] for name, x in zip(kept, has, strict=True) if x}),
-            full,
-        )
-        suspects = [name for name, x in zip(kept, has, strict=True) if x and name not in kinds]
-        left_out = {name for name, x in zip(kept, has, strict=True) if not x}
-        if suspects:
-            again = self._run(call, part, alone=True)
-            precision = call.precision()
-            left_out |= {
+    def _find_kept(self, call: StepCall, part: Any, sharded: Run, full: Run) -> str:
+        """Return what is wrong with a number that the step has kept; empty if nothing is.
+
+        Collective. Numbers that one device would not keep again, or that it does not keep at all,
+        are none of this.
+        """
+        precision = call.precision()
+
+        def differ(run: Run, names: Iterable[str]) -> list[str]:
+            return [
                 name
-                for name in suspects
-                if name not in again.values
-                or not outputs.is_close(
-                    again.values[name].leaf.value, full.values[name].leaf.value, precision
+                for name in names
+                if name not in run.kept
+                or not outputs.is_close(run.kept[name], full.kept[name], precision)
+            ]
+
+        common = [name for name, number in full.kept.items() if sharded.kept.get(name) != number]
+        suspects = differ(sharded, (name for name in common if name in sharded.kept))
+        message = ""
+        if self._any_rank(bool(suspects))[0]:
+            again = self._run(call, part, alone=True)
+            own = {*differ(again, suspects)}
+            if wrong := [name for name in suspects if name not in own]:
+                more = f" ({len(wrong) - 1} more differ.)" if len(wrong) > 1 else ""
+                message = (
+                    f"{call.stage}() kept {wrong[0]}: {sharded.kept[wrong[0]]:.6g} on this rank, "
+                    f"but {full.kept[wrong[0]]:.6g} on full sequences.{more} {CURE} If both are "
+                    f"right and differ for another reason: {call.skip}."
                 )
-            }
-        known = {name for name in kept if name not in left_out}
-
-        def stays(name: str, value: Value) -> bool:
-            return not value.is_kept or name in known
-
-        first, second = (
-            replace(run, values={k: x for k, x in run.values.items() if stays(k, x)})
-            for run in (sharded, full)
-        )
-        return first, second
+        if any_rank([bool(message)], self._cp.groups.context)[0]:
+            return message or f"{call.stage}() kept a wrong number on another rank; see its error."
+        return ""
 
     def _compare(self, call: StepCall, part: Any, sharded: Run, full: Run) -> dict[str, Finding]:
         """Classify each value; raise for those that one device would not compute."""
-        sharded, full = self._without_private(call, part, sharded, full)
         names, group = list(sharded.values), self._cp.groups.context
         if find_differing(names, group) or names != list(full.values):
             message = (
@@ -323,6 +336,7 @@ class TrialRuns:
                 message = self._explain(call, sharded, full, wrong)
             else:
                 message = self._explain_gradients(call, sharded, full)
+                message = message or self._find_kept(call, part, sharded, full)
         # Data ranks that take part would wait for this one.
         if self.any_data_rank(bool(message)):
             raise ValueError(
@@ -555,6 +569,59 @@ def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[Weig
         weights.put_back()
         for parameter, gradient in former:
             parameter.grad = gradient
+
+
+def are_near(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Return whether two runs have the same gradients, but for a part of what rounding explains."""
+    total = sum(float(x.double().square().sum()) for x in gradients.values())
+    pairs = [(x, others[name]) for name, x in gradients.items()]
+    distance = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
+    return not distance > 1e-8 * total
+
+
+def is_in_turn(number: int) -> bool:
+    """Return whether a step is compared, by its number: 1, 3, 10, 30, 100 and so on.
+
+    Code of users may change with the number of steps.
+
+    Example:
+        >>> [number for number in range(400) if is_in_turn(number)]
+        [1, 3, 10, 30, 100, 300]
+    """
+    while number > 0 and number % 10 == 0:
+        number //= 10
+    return number in (1, 3)
+
+
+def has_room(model: nn.Module) -> bool:
+    """Return whether three more sets of a model's gradients fit into the memory of its GPU."""
+    tensors = [_local(p) for p in model.parameters() if p.requires_grad]
+    devices = {x.device for x in tensors if x.is_cuda}
+    size = sum(x.nbytes for x in tensors if x.is_cuda)
+    free = [
+        torch.cuda.mem_get_info(device)[0]
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+        for device in devices
+    ]
+    return 3 * size <= min(free, default=0)
+
+
+def no_dropout(model: nn.Module) -> None:
+    """Set the rate of all modules of dropout to 0."""
+    for part in model.modules():
+        if isinstance(part, _DROPOUT):
+            part.p = 0.0
+
+
+def copied(batch: Any) -> Any:
+    """Return a copy of a batch, which a step may change; what cannot be copied stays the same."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # noqa: BLE001  whatever objects raise
+        if isinstance(batch, dict):
+            return {name: copied(value) for name, value in batch.items()}
+        return batch
 
 
 def take_gradients(model: nn.Module, context: Transport | None) -> dict[str, Tensor]:

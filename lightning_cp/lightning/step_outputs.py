@@ -111,10 +111,6 @@ class StepOutputs:
         """Return whether a trial run is in progress."""
         return self._trials.is_running
 
-    def is_verified(self, stage: str) -> bool:
-        """Return whether a trial run was made on any batch of a stage."""
-        return any(verified == stage for verified, *_ in self._verified)
-
     def is_due(self, stage: str, step: Step, loader: object = 0) -> bool:
         """Return whether no trial run was made on a batch of this stage, padding and loader."""
         return self.is_on and (stage, _padding_of(step), loader) not in self._verified
@@ -122,6 +118,10 @@ class StepOutputs:
     def any_data_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any data rank that takes part in this rank's runs."""
         return self._trials.any_data_rank(flag)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank that takes part in this rank's runs."""
+        return self._trials.any_rank(flag)
 
     def verify(self, call: ModuleCall, batch: Any, step: Step, loader: object = 0) -> None:
         """Make a trial run; raise if sharding changes a value. Collective.

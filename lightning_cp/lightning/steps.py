@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_cp import active_step
+from lightning_cp.compare import has_room, is_in_turn
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning.logs import Sync, disabled_logs, recorded_logs
 from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
@@ -77,6 +78,7 @@ class StepRunner:
         )
         self.last_step: Step | None = None
         self._num_labels: Tensor | None = None
+        self._num_trained, self._is_due = 0, False
 
     def train(self, step_fn: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a training step; with automatic optimization, check its loss."""
@@ -184,9 +186,21 @@ class StepRunner:
 
     def _is_trial_due(self, step: Step) -> bool:
         """Return whether a training step needs a trial run, the same on all data ranks."""
-        if self._cp.groups.data.size > 1:  # a kind of batch may appear on some data ranks only
-            return self.outputs.is_on and not self.outputs.is_verified("training_step")
-        return self.outputs.is_due("training_step", step)
+        if not self.outputs.is_on:
+            return False
+        self._num_trained += 1
+        trainer, is_first = self._module.trainer, self._num_trained == 1
+        self._is_due |= is_in_turn(self._num_trained)
+        self._is_due |= trainer.current_epoch == 1 and trainer.fit_loop.epoch_loop.batch_idx == 0
+        if self._cp.groups.data.size == 1:  # a kind of batch may appear on some data ranks only
+            self._is_due |= self.outputs.is_due("training_step", step)
+        # FSDP2 may hold unreduced gradients of the batches before, which a trial run would drop.
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        if not self._is_due or batch_idx % trainer.accumulate_grad_batches:
+            return False
+        self._is_due = False
+        # Later there are states of the optimizer.
+        return is_first or not self.outputs.any_rank(not has_room(self._module))
 
     def _make_trial(self, call: ModuleCall, batch: Any, step: Step) -> None:
         """Compare what a training step logs, and the gradients of a declared local mean."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from torch import Tensor, nn
 
 from lightning_cp import active_step
@@ -20,6 +20,9 @@ from lightning_cp.compare import (
     Run,
     Value,
     Weights,
+    are_near,
+    copied,
+    no_dropout,
     own_gradients,
     returned_leaves,
     take_gradients,
@@ -45,7 +48,7 @@ _METRIC_FIX: Final = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ModuleCall:
     """A step of a LightningModule that can be called on any batch.
 
@@ -63,6 +66,7 @@ class ModuleCall:
     precision: Callable[[], torch.dtype]
     cp: ContextParallel
     skip: str = "ContextParallelStrategy(verify_steps=False)"
+    _evaluates: bool = False
 
     @property
     def is_training(self) -> bool:
@@ -72,6 +76,25 @@ class ModuleCall:
     def cure(self, value: Value) -> str:
         """Return how to make a value that differs, for errors."""
         return _METRIC_FIX if value.source.startswith("updated ") else CURE
+
+    def evaluate(self) -> None:
+        """Run in evaluation mode."""
+        self._evaluates = True
+
+    def draws(self, batch: Any, full: Run) -> bool:
+        """Return whether dropout by functions, or noise, enters a training step."""
+        if not self.is_training or self._evaluates:
+            return False
+        devices = {p.device for p in self.module.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng([*devices]):
+            torch.manual_seed(torch.initial_seed() + 1)
+            other, precision = self.run(batch, alone=True), self.precision()
+        is_same = full.values.keys() == other.values.keys() and all(
+            outputs.is_close(other.values[name].leaf.value, value.leaf.value, precision)
+            for name, value in full.values.items()
+        )
+        is_exact = precision not in (torch.float16, torch.bfloat16)
+        return not is_same or (is_exact and not are_near(full.gradients, other.gradients))
 
     def run(self, batch: Any, *, alone: bool) -> Run:
         """Run the step, collect its values, and undo what it changes."""
@@ -83,7 +106,10 @@ class ModuleCall:
             own_gradients(module) if self.is_training else nullcontext() as weights,
             torch.set_grad_enabled(self.is_training),
         ):
-            module.eval()
+            if self.is_training and not self._evaluates:
+                no_dropout(module)
+            else:
+                module.eval()
             metrics = metrics_of(module)
             for metric in metrics.values():
                 metric.reset()
@@ -114,9 +140,8 @@ class ModuleCall:
                 values["returned loss"] = Value(leaf, "returned a loss", is_loss=True)
             for name, metric_value in _metric_values(metrics, step.groups.context).items():
                 values[f"metric {name}"] = Value(Leaf("", metric_value), f"updated self.{name}")
-            for name, number in kept_numbers(module):
-                values[f"kept {name}"] = Value(Leaf("", number), f"kept self.{name}", is_kept=True)
-            return Run(values, step, gradients)
+            kept = {f"self.{name}": number for name, number in kept_numbers(module)}
+            return Run(values, step, gradients, kept)
 
     def _run_once(
         self, batch: Any, weights: Weights | None, *, alone: bool
@@ -124,6 +149,7 @@ class ModuleCall:
         """Run the step, and backward if it trains, on gradients of its own."""
         cp, module = self.cp, self.module
         module.zero_grad(set_to_none=True)
+        batch = copied(batch)
         opened = (
             cp.alone(batch, training=False, routed=True)
             if alone
@@ -158,6 +184,19 @@ def _around(module: nn.Module) -> Iterator[Any]:
         yield from (config.scheduler for config in trainer.lr_scheduler_configs)
 
 
+class _MutedLogger(DummyLogger):
+    """Has the paths of a logger, and logs nothing."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    name = property(lambda self: self._logger.name)
+    version = property(lambda self: self._logger.version)
+    save_dir = property(lambda self: self._logger.save_dir)
+    log_dir = property(lambda self: self._logger.log_dir)
+
+
 @contextmanager
 def _without_loggers(module: nn.Module) -> Iterator[None]:
     """Let loggers that a step calls write nothing."""
@@ -165,7 +204,7 @@ def _without_loggers(module: nn.Module) -> Iterator[None]:
     if trainer is None:
         yield
         return
-    loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+    loggers, trainer.loggers = trainer.loggers, [_MutedLogger(x) for x in trainer.loggers]
     try:
         yield
     finally:

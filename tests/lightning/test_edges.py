@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -145,3 +146,69 @@ def test_a_trial_run_leaves_hooks_of_recomputed_layers_alone(ranks):
     first, second = ranks(2).run(run_recomputed)
     assert len(first) == 2
     assert first == second
+
+
+class InTraining(Module):
+    """Does something in training only: in evaluation mode, a trial run would not see it."""
+
+    def __init__(self, name, since=0):
+        super().__init__()
+        self.name, self.since, self.taken = name, since, 0
+
+    def logits(self, batch):
+        out = super().logits(batch)
+        if not self.training or self.trainer.current_epoch < self.since:
+            return out
+        if self.name == "mean":
+            return out * (1 + out.std())
+        if self.name == "log":
+            self.log("tokens", float(batch["input_ids"].numel()))
+        if self.name == "dropout":
+            return nn.functional.dropout(out, 1e-3, training=self.training)
+        return out
+
+    def training_step(self, batch, batch_idx):
+        if self.name == "path":
+            assert self.training
+            assert self.trainer.logger.save_dir
+        if self.name == "batch":
+            self.taken += batch["names"].pop()
+            assert batch["names"] == [1]
+        return super().training_step(batch, batch_idx)
+
+
+class Named(PackedRows):
+    """Rows with an object, which a step takes parts of."""
+
+    def collate(self, rows):
+        return {**torch.utils.data.default_collate(rows), "names": [1, 2]}
+
+
+def run_in_training(folder):
+    problems = {}
+    for name, since in (
+        *(("mean", 0), ("log", 0), ("mean", 1), ("dropout", 0), ("path", 0), ("batch", 0)),
+    ):
+        with elastic_environment():
+            module, rows = InTraining(name, since), Named(4)
+            trainer = build_trainer(
+                strategy=doors.strategy(), max_epochs=2, logger=CSVLogger(folder)
+            )
+            try:
+                trainer.fit(module, DataLoader(rows, batch_size=2, collate_fn=rows.collate))
+                problems[name, since] = module.taken
+            except ValueError as error:
+                problems[name, since] = str(error), trainer.current_epoch
+    return problems
+
+
+def test_what_only_training_does_is_compared(ranks, tmp_path):
+    """Also where it begins with the second epoch; dropout by a function is left out."""
+    for found in ranks(2).run(run_in_training, tmp_path):
+        for since in (0, 1):
+            text, epoch = found["mean", since]
+            assert "verify_steps=False" in text
+            assert epoch == since
+        text, _ = found["log", 0]
+        assert "logged 'tokens'" in text
+        assert (found["dropout", 0], found["path", 0], found["batch", 0]) == (0, 0, 8)
