@@ -15,18 +15,22 @@ Pools = dict[int, RankPool]
 
 
 def run_side_by_side(
-    cases: Iterable[Case], run: Callable[[Case, Pools], Result], sizes: Iterable[int]
+    cases: Iterable[Case],
+    run: Callable[[Case, Pools], Result],
+    sizes: Iterable[int],
+    *,
+    at_least: int = 1,
 ) -> Iterator[tuple[Case, Result]]:
     """Call `run(case, pools)` for each case, and yield what it returns as soon as it has ended.
 
     Args:
-        cases: to run. On two cores one after another, in this order; with more, one for every two
-            cores at once.
+        cases: to run, in this order: one for every two cores at once.
         run: called in a thread, with pools that no other case uses meanwhile.
         sizes: the numbers of ranks of the pools.
+        at_least: cases at once, of those that mostly wait.
     """
-    at_once = max(1, (os.cpu_count() or 1) // 2)
-    every = [{size: RankPool(size) for size in sizes} for _ in range(at_once)]
+    at_once = max(at_least, (os.cpu_count() or 1) // 2)
+    every = [{size: RankPool(size) for size in {*sizes}} for _ in range(at_once)]
     free: LifoQueue[Pools] = LifoQueue()  # those whose ranks have been started come first
     for pools in every:
         free.put(pools)

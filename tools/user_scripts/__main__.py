@@ -17,15 +17,14 @@ or broken. To compare a change with df0532d, copy benchmarks/results/user_script
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 
 from tests.ranks import RankError, RankPool
+from tools.side_by_side import Pools, run_side_by_side
 from tools.user_scripts import doors
 from tools.user_scripts.doors import Found, Script
 
@@ -44,9 +44,6 @@ update: ten times what equal scripts have (2e-6, 4e-5). Wrong ones have 1.6e-4, 
 
 Known = dict[tuple[str, int], dict[str, Any]]
 """Results by commit and number."""
-
-_pools = {size: RankPool(size) for size in SIZES}
-_locks = {size: threading.Lock() for size in SIZES}
 
 
 def main() -> int:
@@ -66,16 +63,14 @@ def main() -> int:
     done = {} if given.again else {number for name, number in known if name == commit}
     rest = [x for x in scripts if x.number not in done]
     started = time.monotonic()
-    with ThreadPoolExecutor(2) as workers:
-        for entry in workers.map(lambda x: examine(x, commit, given.timeout), rest):
-            known[commit, entry["number"]] = entry
-            with given.results.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-            outcomes = [f"{size}: {entry['results'][size]['result']}" for size in entry["results"]]
-            sys.stdout.write(f"{entry['script']}: {', '.join(outcomes)}\n")
-            sys.stdout.flush()
-    for pool in _pools.values():
-        pool.stop()
+    examined = functools.partial(examine, commit=commit, timeout=given.timeout)
+    for _, entry in run_side_by_side(rest, examined, [1, *SIZES], at_least=2):
+        known[commit, entry["number"]] = entry
+        with given.results.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        outcomes = [f"{size}: {entry['results'][size]['result']}" for size in entry["results"]]
+        sys.stdout.write(f"{entry['script']}: {', '.join(outcomes)}\n")
+        sys.stdout.flush()
     sys.stdout.write(f"{len(rest)} scripts in {time.monotonic() - started:.0f} s\n")
     if given.write:
         before = given.write.read_text() if given.write.exists() else ""
@@ -102,25 +97,24 @@ def load(path: Path) -> Known:
 # ---------------------------------------------------------------- one script
 
 
-def examine(script: Script, commit: str, timeout: float) -> dict[str, Any]:
+def examine(script: Script, pools: Pools, *, commit: str, timeout: float) -> dict[str, Any]:
     """Run a script without us and on each number of ranks."""
-    stock = run(script, 1, 0, timeout)[0]
+    stock = run(script, pools[1], 0, timeout)[0]
     if stock.error:
         raise AssertionError(f"{script} does not run without us: {stock.error} at {stock.place}")
     results = {}
     for size in SIZES:
         try:
-            results[f"{size}"] = compare(stock, run(script, size, size, timeout))
+            results[f"{size}"] = compare(stock, run(script, pools[size], size, timeout))
         except RankError as error:
             results[f"{size}"] = {"result": "broken", "detail": f"hangs or dies: {error}"[-400:]}
     return {"commit": commit, "number": script.number, "script": f"{script}", "results": results}
 
 
-def run(script: Script, size: int, context_size: int, timeout: float) -> list[Found]:
-    with _locks[size]:
-        found = _pools[size].run(doors.run, script.number, context_size, timeout=timeout)
-        if any(x.error and not x.is_ours for x in found) or len({not x.error for x in found}) > 1:
-            _pools[size].stop()  # messages that nobody awaits may be under way
+def run(script: Script, pool: RankPool, context_size: int, timeout: float) -> list[Found]:
+    found = pool.run(doors.run, script.number, context_size, timeout=timeout)
+    if any(x.error and not x.is_ours for x in found) or len({not x.error for x in found}) > 1:
+        pool.stop()  # messages that nobody awaits may be under way
     return found
 
 
