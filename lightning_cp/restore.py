@@ -2,37 +2,61 @@
 """Restores what a run that must leave no trace changes.
 
 One walk follows everything that the code of a user reaches: attributes, containers, closures,
-globals, defaults, classes. What it finds is restored in place. Knows torch and Python; nothing
-about steps, Lightning or transformers.
+globals, defaults, classes. What it finds is restored in place, each kind in its own way: `_KINDS`.
+Iterators are in `lightning_cp.replay`. Knows torch and Python; nothing about steps.
 """
 
+import array
 import builtins
+import functools
+import gc
 import io
 import logging
+import os
+import queue
 import random
 import sys
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+import weakref
+from argparse import Namespace
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from functools import lru_cache, partial
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from threading import local
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from lightning_cp.replay import StandIns, returned
 from lightning_cp.torch_private import (
     accumulation_hooks,
     global_module_hooks,
     gradient_hooks,
+    hook_dicts,
     module_hooks,
-    own_buffers,
+    own_parts,
     tensor_version,
 )
 
@@ -40,24 +64,42 @@ _logger = logging.getLogger(__name__)
 
 _MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {"log"}
 _PLAIN: Final = (int, float, str, tuple, list, dict, set, deque, type(None), Tensor, np.ndarray)
-_ATOMS: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_ATOMS: Final = frozenset(
+    (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+)
 _COUNTS: Final = (int, float, list, deque)
 """What hooks add to modules of libraries, and count in."""
 
-# Larger containers and arrays are data, not something that a step appends to: their items are not
-# looked at, or they are not copied. Of tensors so many numbers are copied in all.
-_MAX_ITEMS, _MAX_LEN, _MAX_OBJECTS = 1_000, 100_000, 200_000
-_MAX_NUMEL, _MAX_COPIED = 1 << 24, 1 << 26
+# Of larger containers only the length is looked at, and fractions are compared in small ones. Of
+# tensors and arrays so many bytes are copied, in one and in all; of others a checksum is compared,
+# of so many bytes in all.
+_MAX_ITEMS, _MAX_LEN, _MAX_OBJECTS = 1_000, 1 << 22, 200_000
+_MAX_BYTES, _MAX_COPIED, _MAX_SUMMED = 1 << 26, 1 << 28, 1 << 31
 
-# Their functions and objects keep what they set up once, and caches; so do those of other packages
-# that are installed. The modules of users may be installed, too.
+# Their functions and objects keep what they set up once, and caches. So do those of other packages
+# that are installed from an index; a user's own project may be installed, too.
 _LIBRARIES: Final = frozenset(
     ("accelerate", "builtins", "hf_patches", "lightning", "lightning_cp", "peft", "torch")
 ) | {"pytorch_lightning", "torchmetrics", "transformers", "trl"}
 _INSTALLED: Final = ("site-packages", "dist-packages")
+_DATA_PACKAGES: Final = frozenset(("addict", "box", "easydict", "ml_collections", "omegaconf"))
 
-_HOLDERS: Final = (types.SimpleNamespace,)
+_HOLDERS: Final = (
+    *(types.SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+)
 """Classes of libraries whose objects hold what users put into them."""
+
+_LEFT_ALONE: Final = frozenset(("lightning_cp", "hf_patches", "torch", "torchmetrics", "builtins"))
+"""Of objects of other libraries numbers, texts and lists of them are restored, and no more."""
+_INNER: Final = ("optimizer", "scheduler", "lr_scheduler", "generator", "config")
+"""Attributes of such objects that are followed."""
+
+_LIBRARY_VARIABLES: Final = ("CUDA", "NCCL", "PYTORCH", "TORCH", "TRITON", "TOKENIZERS", "OMP")
+
+_CURE: Final = (
+    "verify_steps=False omits the comparison of steps, verify_first_batch=False that of batches."
+)
 
 
 class UpdatesWeightsError(Exception):
@@ -112,24 +154,26 @@ def kept_numbers(owner: Any, leave: Iterable[str] = ()) -> Iterator[tuple[str, f
 
     Counts are not among them: of local tokens, for example.
     """
-    skipped = frozenset(leave)
+    skipped, seen = frozenset(leave), set[int]()
     for name, value in vars(owner).items():
         if name not in skipped and name not in _MODULE_ATTRIBUTES:
-            yield from _fractions(value, name)
+            yield from _fractions(value, name, seen)
 
 
-def _fractions(value: Any, path: str) -> Iterator[tuple[str, float]]:
+def _fractions(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, float]]:
+    """Yield the fractions in a value; those of a container once, where it is met first."""
     if isinstance(value, float):
         yield path, value
     elif isinstance(value, Tensor):
         if value.dim() == 0 and value.is_floating_point() and not value.is_meta:
             yield path, float(value)
-    elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
-        for key, part in value.items():
-            yield from _fractions(part, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple | deque) and len(value) <= _MAX_ITEMS:
-        for index, part in enumerate(value):
-            yield from _fractions(part, f"{path}[{index}]")
+    elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
+        seen.add(id(value))
+        if _length(value) <= _MAX_ITEMS:
+            named = _items(value) if isinstance(value, dict) else enumerate(_items(value))
+            for key, part in named:
+                if isinstance(part, float | Tensor | dict | list | tuple | deque):
+                    yield from _fractions(part, f"{path}[{key!r}]", seen)
 
 
 def _refuse_update(*_: Any) -> None:
@@ -158,14 +202,19 @@ class Reached:
         self._own = {id(part) for part in model.modules()}
         self._weights = {id(parameter) for parameter in model.parameters()}
         self._seen: dict[int, Any] = {}
-        self._undo: list[Callable[[], None]] = []
-        self._pending: list[tuple[Any, str]] = []
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+        self._pending: deque[tuple[Any, str]] = deque()
         self._classes = set[type]()
-        self._num_copied = 0
+        self._stand_ins = StandIns()
+        self._num_copied = self._num_summed = 0
         self._owners: list[tuple[Any, str]] = []
+        self._found = {name: [*_fractions(x, name, set())] for name, x in vars(model).items()}
+        self._save_environment()
+        for name, parameter in model.named_parameters():
+            self._save_weight(parameter, name)
         for part in model.modules():
             self._seen[id(part)] = part
-            self._save_module(part, is_own=True)
+            self._save_module(part, type(model).__name__, is_own=True)
 
     def add_root(self, x: Any) -> None:
         """Follow an object of any class."""
@@ -176,12 +225,7 @@ class Reached:
         elif id(x) not in self._own:
             self._save_attributes(x, name, self._leave)
         elif not _is_holder(type(x)):  # a model of a library
-            attributes = vars(x)
-
-            def is_plain(name: str) -> bool:
-                return name not in _MODULE_ATTRIBUTES and isinstance(attributes[name], _PLAIN)
-
-            self._save_items(attributes, None, f"{name}.", is_mine=is_plain)
+            self._save_some(vars(x), lambda value: isinstance(value, _PLAIN), f"{name}.")
         self._visit_classes(type(x), name)
         self._walk()
 
@@ -194,105 +238,145 @@ class Reached:
             self._pending.append((x, path))
         self._walk()
 
+    def reseed(self, seed: int) -> None:
+        """Seed torch for the run.
+
+        Iterators whose items are kept for the step draw with the random states of the step.
+        """
+        self._stand_ins.reseed(seed)
+
     def numbers(self) -> dict[str, float]:
         """Return the fractions that objects and functions of users hold now, by their paths."""
+        seen = set[int]()
         return {
             found: number
             for value, path in self._owners
-            for found, number in _fractions(_contents(value), path)
+            for found, number in _fractions(_contents(value), path, seen)
         }
+
+    def kept_numbers(self, owner: nn.Module) -> Iterator[tuple[str, float]]:
+        """Yield `kept_numbers` of the model, without containers that hold what they held."""
+        seen = set[int]()
+        for name, value in vars(owner).items():
+            if name not in _MODULE_ATTRIBUTES:
+                numbers = [*_fractions(value, name, seen)]
+                if isinstance(value, float | Tensor) or numbers != self._found.get(name):
+                    yield from numbers
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything, the last found first."""
         failures = []
-        for undo in reversed(self._undo):
+        for path, undo in reversed(self._undo):
             try:
                 undo()
             except Exception as error:  # noqa: BLE001  raised below, after all others
-                failures.append(error)
+                failures.append((path, error))
+        self._stand_ins.stop()
         if failures:
+            path, error = failures[0]
             raise NotRestoredError(
-                "A step ran for a comparison, and what it changed could not be restored: "
-                f"{failures[0]}"
-            ) from failures[0]
+                f"A step ran for a comparison, and what it changed in {path.rstrip('.')} could not "
+                f"be restored: {error}. {_CURE}"
+            ) from error
 
     # ------------------------------------------------------------ the walk
 
     def _walk(self) -> None:
+        """Visit what is pending, the nearest first: limits cut off what lies deepest."""
         while self._pending and len(self._seen) < _MAX_OBJECTS:
-            value, path = self._pending.pop()
-            if isinstance(value, _ATOMS) or id(value) in self._seen:
-                continue
-            self._seen[id(value)] = value
-            self._visit(value, path)
+            value, path = self._pending.popleft()
+            if id(value) not in self._seen and type(value) not in _ATOMS:
+                self._seen[id(value)] = value
+                _method(type(value))(self, value, path)
         if self._pending:
-            _logger.warning(
-                "A step that is compared with one device reaches more than %d objects, by %s: what "
-                "it changes in others is not restored. verify_steps=False omits the comparison.",
-                _MAX_OBJECTS,
-                self._pending[-1][1],
-            )
+            _warn_once(f"more than {_MAX_OBJECTS} objects, by", self._pending[0][1])
         self._pending.clear()
 
-    def _visit(self, value: Any, path: str) -> None:
-        if isinstance(value, Tensor):
-            self._save_tensor(value, path)
-        elif isinstance(value, np.ndarray):
-            self._save_array(value)
-        elif isinstance(value, _Replayed):
-            self._undo.append(value.rewind())
-        elif (saved := _random_state(value)) is not None:
-            self._undo.append(saved)
-        elif isinstance(value, dict | list | deque | set | bytearray):
-            self._save_container(value, path)
-        elif isinstance(value, tuple | frozenset):
-            if len(value) <= _MAX_ITEMS:
-                self._pending += [(x, f"{path}[{n}]") for n, x in enumerate(value)]
-        elif isinstance(value, FunctionType):
-            if not _is_of_package(value):
-                self._visit_function(value, path)
-        elif isinstance(value, MethodType):
-            self._pending += [(value.__func__, path), (value.__self__, path)]
-        elif isinstance(value, partial):
-            self._pending += [(x, path) for x in (value.func, value.args, value.keywords)]
-        elif isinstance(value, staticmethod | classmethod):
-            self._pending.append((value.__func__, path))
-        elif isinstance(value, property):
-            self._pending += [(value.fget, path), (value.fset, path)]
-        elif isinstance(value, type):
-            self._visit_classes(value, path)
-        elif isinstance(value, nn.Module):
-            self._visit_module(value, path)
-        elif isinstance(value, CellType):
-            self._save_cell(value, path)
-        if _is_holder(type(value)) and not isinstance(value, nn.Module | type):
-            self._save_attributes(value, path)
-            self._visit_classes(type(value), path)
+    def _follow(
+        self, values: Iterable[tuple[Any, Any]], path: str, style: str = "{}[{!r}]"
+    ) -> None:
+        self._pending += [
+            (x, style.format(path, key)) for key, x in values if type(x) not in _ATOMS
+        ]
+
+    def _visit_object(self, x: Any, path: str) -> None:
+        kind = type(x)
+        if _is_holder(kind):
+            self._save_attributes(x, path)
+            self._visit_classes(kind, path)
+        elif _is_restored_in_part(kind) and hasattr(x, "__dict__"):
+            self._save_some(vars(x), _is_flat, f"{path}.")
+            named = [(name, part) for name, part in vars(x).items() if name.endswith(_INNER)]
+            self._follow(named, path, "{}.{}")
 
     def _visit_classes(self, kind: type, path: str) -> None:
         """Follow the methods and attributes of a class and its bases, but those of libraries."""
         for cls in kind.__mro__:
             if cls not in self._classes and not _is_of_package(cls):
                 self._classes.add(cls)
-                names = [name for name in vars(cls) if not _is_special(name)]
                 put, drop = partial(setattr, cls), partial(delattr, cls)
-                self._save_names(partial(vars, cls), names, put, drop, f"{path}.")
+
+                def current(cls: type = cls) -> dict[str, Any]:
+                    return {name: x for name, x in vars(cls).items() if not _is_special(name)}
+
+                self._save_names(current, put, drop, f"{path}.")
 
     def _visit_function(self, function: FunctionType, path: str) -> None:
-        for x in (function.__dict__, function.__defaults__, function.__kwdefaults__):
-            self._pending.append((x, path))
+
+        def defaults() -> dict[str, Any]:
+            return {name: getattr(function, name) for name in ("__defaults__", "__kwdefaults__")}
+
+        put, drop = partial(setattr, function), partial(delattr, function)
+        self._save_names(defaults, put, drop, f"{path}.")
+        self._pending.append((function.__dict__, path))
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             self._pending.append((cell, f"{path}.{name}"))
-        wanted = sorted(_names(function.__code__))  # paths are the same on all ranks
-        around = function.__globals__
-        self._save_items(around, wanted, f"{around.get('__name__', '')}.")
-        for name in wanted:
-            module = around.get(name)
-            if isinstance(module, ModuleType) and not _is_package(module.__name__):
-                self._save_items(vars(module), wanted, f"{module.__name__}.")
+        wanted, around = _names(function.__code__), function.__globals__
+        package = around.get("__package__") or ""
+        seen = {id(around)}
+        self._save_items(around, f"{around.get('__name__', '')}.", wanted.__contains__)
+        inside = [around]
+        while inside:  # modules, those in them, and those that the function imports
+            found = inside.pop()
+            for name in sorted(wanted):  # paths are the same on all ranks
+                imported = sys.modules.get(name), sys.modules.get(f"{package}.{name}")
+                for module in (found.get(name), *imported):
+                    if not isinstance(module, ModuleType) or _is_package(module.__name__):
+                        continue
+                    items = vars(module)
+                    if id(items) not in seen:
+                        seen.add(id(items))
+                        inside.append(items)
+                        self._save_items(items, f"{module.__name__}.", wanted.__contains__)
+
+    def _visit_package_function(self, function: FunctionType, path: str) -> None:
+        if not _is_of_package(function):
+            self._visit_function(function, path)
+
+    def _visit_parts(self, x: Any, path: str) -> None:
+        """Follow what wraps others by name: methods, partials, properties, references."""
+        names = next(names for kinds, names in _WRAPPERS.items() if isinstance(x, kinds))
+        self._pending += [(getattr(x, name, None), path) for name in names.split()]
+
+    def _visit_items(self, x: Any, path: str) -> None:
+        self._follow(enumerate(x), path)
+        self._visit_object(x, path)
+
+    def _visit_reference(self, reference: Any, path: str) -> None:
+        self._pending.append((reference(), path))
+
+    def _visit_loader(self, x: Any, path: str) -> None:
+        """Follow what gives the order of a DataLoader, not its data."""
+        attributes = vars(x)
+        names = {"generator", "sampler", "batch_sampler", "epoch", "seed"}
+        self._save_items(attributes, f"{path}.", names.__contains__)
+        self._visit_object(x, path)
+
+    def _visit_optimizer(self, optimizer: Optimizer, path: str) -> None:
+        self._pending.append((optimizer.param_groups, f"{path}.param_groups"))
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         """Follow a module outside of the model; of one that holds the model, its own attributes."""
@@ -301,40 +385,79 @@ class Reached:
                 self._save_attributes(module, path, _MODULE_ATTRIBUTES)
                 self._visit_classes(type(module), path)
             return
-        self._save_module(module, is_own=False, path=path)
+        self._save_module(module, path, is_own=False)
 
-    def _save_module(self, module: nn.Module, *, is_own: bool, path: str = "") -> None:
-        """Save the mode, buffers and plain attributes of a module.
+    def _save_module(self, module: nn.Module, path: str, *, is_own: bool) -> None:
+        """Save what a module holds.
 
-        Parameters of the model are left: FSDP2 replaces them. Of modules of libraries inside of it
-        only what hooks count is restored, since they set up the rest once.
+        Parameters of the model are put back where FSDP2 has not replaced them. Of attributes of
+        modules of libraries inside of it only what hooks count is restored, since they set up the
+        rest once.
         """
         training = module.training
 
         def restore_mode() -> None:
             module.training = training
 
-        self._undo.append(restore_mode)
-        attributes, has_users_class = vars(module), _is_holder(type(module))
+        self._undo.append((path, restore_mode))
+        buffers, parameters, modules = own_parts(module)
         if is_own:
-            self._save_items(own_buffers(module), None, f"{path}.")
+            self._save_items(buffers, f"{path}.")
+            self._save_order(parameters, path)
+            self._save_order(modules, path)
+        self._save_hooks(module, path)
+        attributes, has_users_class = vars(module), _is_holder(type(module))
         if has_users_class or not is_own:
             self._save_attributes(module, path, _MODULE_ATTRIBUTES if is_own else frozenset())
             self._visit_classes(type(module), path)
-        else:
-            names = {
-                name
-                for name, value in attributes.items()
-                if type(value) in _COUNTS and name not in _MODULE_ATTRIBUTES
+            return
+        self._save_some(attributes, lambda value: type(value) in _COUNTS, f"{path}.")
+        self._follow([("config", attributes.get("config"))], path, "{}.{}")
+
+    def _save_order(self, items: dict[str, Any], path: str) -> None:
+        """Save which modules or parameters a module has, and in which order."""
+        before = dict(items)
+
+        def undo() -> None:
+            kept = dict(items)
+            if _are_same([*kept.items()], [*before.items()]):
+                return
+            items.clear()
+            for name, x in before.items():
+                now = kept.get(name, x)
+                is_sharded = isinstance(x, DTensor) or isinstance(now, DTensor)
+                items[name] = now if is_sharded else x
+
+        self._undo.append((path, undo))
+
+    def _save_hooks(self, x: nn.Module | Tensor, path: str) -> None:
+        """Save the hooks of users; those of libraries come and go as they need them."""
+
+        def numbers() -> set[int]:
+            return {
+                number
+                for hooks in hook_dicts(x)
+                for number, hook in hooks.items()
+                if callable(hook) and _is_of_user(hook)
             }
-            known = {*attributes}
 
-            def is_count(name: str) -> bool:
-                return name in names or (
-                    name not in known and type(attributes.get(name)) in _COUNTS
-                )
+        known = numbers()
+        before: list[dict[int, Any]] = [
+            {number: hook for number, hook in hooks.items() if number in known}
+            for hooks in hook_dicts(x)
+        ]
 
-            self._save_items(attributes, names, f"{path}.", is_mine=is_count)
+        def undo() -> None:
+            mine = known | numbers()
+            if not mine:
+                return
+            found = hook_dicts(x)
+            for hooks, old in zip(found, before + [{}] * (len(found) - len(before)), strict=True):
+                for number in mine & hooks.keys() - old.keys():
+                    del hooks[number]
+                hooks.update({k: hook for k, hook in old.items() if k not in hooks})
+
+        self._undo.append((path, undo))
 
     # ------------------------------------------------------------ slots
 
@@ -343,116 +466,200 @@ class Reached:
         if hasattr(x, "__dict__"):
             attributes = vars(x)
             self._owners.append((attributes, path))
-            self._save_items(
-                attributes,
-                {name for name in attributes if name not in leave},
-                f"{path}.",
-                is_mine=lambda name: name not in leave,
-            )
-        slots = [
-            name
-            for cls in type(x).__mro__
-            for name in _as_tuple(vars(cls).get("__slots__", ()))
-            if name not in ("__dict__", "__weakref__")
-        ]
+            self._save_items(attributes, f"{path}.", lambda name: name not in leave)
+        slots = _slots(type(x))
         if slots:
-            present = {name: getattr(x, name) for name in slots if hasattr(x, name)}
+
+            def current() -> dict[str, Any]:
+                return {name: getattr(x, name) for name in slots if hasattr(x, name)}
+
             self._save_names(
-                lambda: {name: getattr(x, name) for name in slots if hasattr(x, name)},
-                [*present],
+                current,
                 lambda name, value: object.__setattr__(x, name, value),
                 lambda name: object.__delattr__(x, name),
-                path,
+                f"{path}.",
             )
 
     def _save_items(
-        self,
-        items: MutableMapping[str, Any],
-        names: Iterable[str] | None,
-        path: str,
-        is_mine: Callable[[str], bool] | None = None,
+        self, items: dict[str, Any], path: str, is_mine: Callable[[str], bool] = bool
     ) -> None:
-        """Save some items of a dict of attributes or globals; all when ``names`` is None."""
-        wanted = None if names is None else {*names}
-        mine = is_mine or (lambda name: wanted is None or name in wanted)
+        """Save some items of a dict of attributes or globals."""
 
         def current() -> dict[str, Any]:
-            return {name: x for name, x in items.items() if mine(name) and not _is_ours(name)}
+            return {name: x for name, x in items.items() if is_mine(name) and not _is_ours(name)}
 
-        self._save_names(current, [*current()], items.__setitem__, items.__delitem__, path)
+        self._save_names(current, items.__setitem__, items.__delitem__, path)
+
+    def _save_some(
+        self, attributes: dict[str, Any], is_kind: Callable[[Any], bool], path: str
+    ) -> None:
+        """Save those attributes of an object of a library that hold values of some kind."""
+        others = {name for name, value in attributes.items() if not is_kind(value)}
+
+        def is_mine(name: str) -> bool:
+            is_other = name in others or name in _MODULE_ATTRIBUTES
+            return not is_other and is_kind(attributes[name])
+
+        self._save_items(attributes, path, is_mine)
 
     def _save_names(
         self,
-        current: Callable[[], Any],
-        names: Iterable[str],
+        current: Callable[[], dict[str, Any]],
         put: Callable[[str, Any], None],
         drop: Callable[[str], None],
         path: str,
     ) -> None:
         """Save what names are bound to, and follow it; new names are dropped."""
-        found = current()
-        before = {name: found[name] for name in names if name in found}
-        for name, value in [*before.items()]:
-            if _is_consumed(value):
-                before[name] = _Replayed(value)
-                put(name, before[name])
-            self._pending.append((before[name], f"{path}{name}"))
+        before = current()
+        for name, value in before.items():
+            if type(value) not in _ATOMS:
+                lent = self._stand_ins.lend(value)
+                if lent is not value:
+                    put(name, lent)
+                self._pending.append((lent, path + name))
+
+        def refresh() -> None:
+            for name, value in current().items():
+                if (own := returned(value)) is not value:
+                    put(name, own)
 
         def undo() -> None:
-            now = dict(current())
+            now = current()
             for name in now:
                 if name not in before and not _is_special(name):
                     drop(name)
-            for name, value in before.items():
+            for name, found in before.items():
+                value = self._stand_ins.settle(found, refresh)
                 if name not in now or now[name] is not value:
                     put(name, value)
 
-        self._undo.append(undo)
+        self._undo.append((path, undo))
 
     # ------------------------------------------------------------ contents
 
     def _save_container(self, value: Any, path: str) -> None:
-        if len(value) > _MAX_LEN:
+        num, is_dict = _length(value), isinstance(value, dict)
+        if num > _MAX_LEN:
+            _warn_once("a container of more than 4 million items", path)
+            self._save_sum(lambda: _length(value), path)
             return
-        is_dict = isinstance(value, dict)
-        if is_dict and len(value) <= _MAX_ITEMS:
-            for key, item in [*value.items()]:
-                if _is_consumed(item):
-                    value[key] = _Replayed(item)
-        elif isinstance(value, list | deque) and len(value) <= _MAX_ITEMS:
-            for n, item in enumerate(value):
-                if _is_consumed(item):
-                    value[n] = _Replayed(item)
-        before = [*value.items()] if is_dict else [*value]
-        if len(value) <= _MAX_ITEMS:
-            named = before if is_dict else enumerate(before)
-            self._pending += [(item, f"{path}[{key!r}]") for key, item in named]
+        before = _items(value)
+        lent = before
+        if isinstance(value, dict | list | deque):
+            lend = self._stand_ins.lend
+            lent = [(k, lend(x)) for k, x in before] if is_dict else [*map(lend, before)]
+            if not _are_same(lent, before):
+                _fill(value, lent)
+            self._follow(lent if is_dict else enumerate(lent), path)
+        if not isinstance(value, bytearray) and type(value) not in _BASES:
+            self._visit_object(value, path)
+
+        def replaced(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+            return [(k, change(x)) for k, x in items] if is_dict else [*map(change, items)]
+
+        def refresh() -> None:
+            now = _items(value)
+            if not _are_same(now, own := replaced(now, returned)):
+                _fill(value, own)
 
         def undo() -> None:
-            now = [*value.items()] if is_dict else [*value]
-            if not _are_same(now, before):
-                _fill(value, before)
+            found = replaced(before, lambda x: self._stand_ins.settle(x, refresh))
+            if not _are_same(_items(value), found):
+                _fill(value, found)
 
-        self._undo.append(undo)
+        self._undo.append((path, undo))
 
     def _save_cell(self, cell: CellType, path: str) -> None:
-        before = _contents(cell)
-        if _is_consumed(before):
-            before = cell.cell_contents = _Replayed(before)
         self._owners.append((cell, path))
-        self._pending.append((before, path))
+        self._save_names(
+            lambda: {} if (x := _contents(cell)) is cell else {"": x},
+            lambda _, x: setattr(cell, "cell_contents", x),
+            lambda _: delattr(cell, "cell_contents"),
+            path,
+        )
+
+    def _save_context(self, variable: ContextVar[Any], path: str) -> None:
+        missing = object()
+        self._save_names(
+            lambda: {} if (x := variable.get(missing)) is missing else {"": x},
+            lambda _, x: variable.set(x) and None,
+            lambda _: None,  # only the token of a set() makes it empty
+            path,
+        )
+
+    def _save_queue(self, x: "queue.Queue[Any]", path: str) -> None:
+        """Save the items of a queue; a thread may take some of them meanwhile."""
+        with x.mutex:
+            before = [*x.queue]
 
         def undo() -> None:
-            if before is cell:  # it was empty
-                if _contents(cell) is not cell:
-                    del cell.cell_contents
-            elif _contents(cell) is not before:
-                cell.cell_contents = before
+            with x.mutex:
+                if not _are_same([*x.queue], before):
+                    x.unfinished_tasks += len(before) - len(x.queue)
+                    _fill(x.queue, before)
 
-        self._undo.append(undo)
+        self._undo.append((path, undo))
+        self._follow(enumerate(before), path)
+
+    def _save_cache(self, function: Any, path: str) -> None:
+        """Follow what a function keeps (`functools.lru_cache`), and drop what the run adds."""
+        self._pending.append((function.__wrapped__, path))
+        if _is_of_package(function.__wrapped__):
+            return
+        self._follow(enumerate(_cached(function)), path)
+        before = function.cache_info()
+
+        def undo() -> None:
+            if not before.currsize and function.cache_info().misses != before.misses:
+                function.cache_clear()
+
+        self._undo.append((path, undo))
+
+    def _save_state(self, x: Any, path: str) -> None:
+        """Save what gives and takes its state: random generators, files in memory."""
+        if isinstance(x, random.SystemRandom) or getattr(x, "closed", False):
+            return
+        get, put = next(pair for kind, pair in _STATES.items() if isinstance(x, kind))
+        before = get(x)
+
+        def undo() -> None:
+            if not _is_equal_state(get(x), before):
+                put(x, before)
+
+        self._undo.append((path, undo))
+        self._pending.append((getattr(x, "seed_seq", None), path))
+        if not _is_of_package(type(x)):
+            self._visit_object(x, path)
+
+    def _save_environment(self) -> None:
+        items = os.environ
+
+        def current() -> dict[str, str]:
+            return {k: v for k, v in items.items() if not k.startswith(_LIBRARY_VARIABLES)}
+
+        before = current()
+
+        def undo() -> None:
+            now = current()
+            for name in now.keys() - before.keys():
+                del items[name]
+            items.update({k: v for k, v in before.items() if now.get(k) != v})
+
+        self._undo.append(("os.environ", undo))
+
+    def _save_weight(self, x: Tensor, path: str) -> None:
+        """Save whether a weight is trained, and its hooks."""
+        requires_grad = x.requires_grad
+
+        def undo() -> None:
+            if x.is_leaf and x.requires_grad != requires_grad:
+                x.requires_grad_(requires_grad)
+
+        self._undo.append((path, undo))
+        self._save_hooks(x, path)
 
     def _save_tensor(self, x: Tensor, path: str) -> None:
-        if id(x) in self._weights or x.is_meta or x.layout != torch.strided:
+        if id(x) in self._weights or x.is_meta or isinstance(x, UninitializedTensorMixin):
             return
         if x.is_leaf and x.requires_grad:
             self.trained[path] = x
@@ -464,87 +671,184 @@ class Reached:
                     gradient.detach().copy_(copied)
                 x.grad = gradient
 
-            self._undo.append(restore_gradient)
-        local = x.to_local() if isinstance(x, DTensor) else x.detach()
-        version = tensor_version(x)
-        if local.numel() > min(_MAX_NUMEL, _MAX_COPIED - self._num_copied):
+            self._undo.append((path, restore_gradient))
+        if x.is_leaf:
+            self._save_weight(x, path)
+        found = x.to_local() if isinstance(x, DTensor) else x.detach()
+        if type(x) is not DTensor and _is_strided(x):
+            whole = found
+
+            def restore_data() -> None:  # after `x.data = ...` or resizing
+                if not _is_same_memory(x, whole):
+                    x.data = whole
+
+            self._undo.append((path, restore_data))
+            for dim, stride in enumerate(found.stride()):  # an expanded one cannot be written to
+                found = found.narrow(dim, 0, 1) if stride == 0 and found.shape[dim] else found
+        version, num_bytes = tensor_version(x), found.numel() * found.element_size()
+        if not self._copies(num_bytes):
 
             def check() -> None:
                 if tensor_version(x) != version:
-                    raise RuntimeError(f"{path} is too large for a copy, and has changed")
+                    raise RuntimeError("it is too large for a copy")
 
-            self._undo.append(check)
+            self._undo.append((path, check))
+            if self._sums(num_bytes):
+                self._save_sum(lambda: _checksum(found), path)
             return
-        self._num_copied += local.numel()
-        value = local.clone()
+        value = found.clone()
 
         def undo() -> None:
-            if not torch.equal(local, value):
-                local.copy_(value)
+            try:
+                is_same = torch.equal(_bits(found), _bits(value))
+            except (RuntimeError, TypeError, NotImplementedError):  # sparse or nested, for example
+                is_same = tensor_version(x) == version
+            if not is_same:
+                found.copy_(value)
 
-        self._undo.append(undo)
+        self._undo.append((path, undo))
 
-    def _save_array(self, x: Any) -> None:
-        if not x.flags.writeable or x.size > _MAX_NUMEL:
-            return
-        value = x.copy()
+    def _save_array(self, x: Any, path: str) -> None:
+        if x.dtype == object:
+            self._follow(enumerate(x.ravel().tolist()), path)
+        if x.flags.writeable and (x.dtype.hasobject or self._copies(x.nbytes)):
+            value = np.array(x)
 
-        def undo() -> None:
-            if x.dtype.hasobject or x.tobytes() != value.tobytes():
-                x[...] = value
+            def undo() -> None:
+                if x.shape != value.shape:
+                    x.resize(value.shape, refcheck=False)
+                now = np.asarray(x)
+                if x.dtype.hasobject or not np.array_equal(_array_bits(now), _array_bits(value)):
+                    now[...] = value
 
-        self._undo.append(undo)
+            self._undo.append((path, undo))
+        elif x.flags.writeable and self._sums(x.nbytes):
+            self._save_sum(lambda: _checksum(torch.from_numpy(_array_bits(np.asarray(x)))), path)
+        elif x.flags.writeable:
+            _warn_once("more than 2 GB of arrays, by", path)
+        if type(x) is not np.ndarray:
+            self._visit_object(x, path)
 
+    def _copies(self, num_bytes: int) -> bool:
+        """Return whether so much may be copied, and count it."""
+        if num_bytes > min(_MAX_BYTES, _MAX_COPIED - self._num_copied):
+            return False
+        self._num_copied += num_bytes
+        return True
 
-class _Replayed(Iterator[Any]):
-    """An iterator that gives again what it gave in a run that must leave no trace.
+    def _sums(self, num_bytes: int) -> bool:
+        if num_bytes > _MAX_SUMMED - self._num_summed:
+            return False
+        self._num_summed += num_bytes
+        return True
 
-    Args:
-        source: the iterator.
-    """
+    def _save_sum(self, checksum: Callable[[], Any], path: str) -> None:
+        """Raise on exit if what is too large for a copy has changed."""
+        before = checksum()
 
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._kept: deque[Any] = deque()
-        self._at: int | None = None
+        def check() -> None:
+            if checksum() != before:
+                raise RuntimeError("it is too large for a copy")
 
-    def __next__(self) -> Any:
-        if self._at is None:
-            return self._kept.popleft() if self._kept else next(self._source)
-        if self._at == len(self._kept):
-            self._kept.append(next(self._source))
-        self._at += 1
-        return self._kept[self._at - 1]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copies ask before there is a source
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
-    def rewind(self) -> Callable[[], None]:
-        """Keep what it gives from now on; return what goes back."""
-        self._at = 0
-
-        def undo() -> None:
-            self._at = None
-
-        return undo
+        self._undo.append((path, check))
 
 
 # ---------------------------------------------------------------- kinds of values
 
+_BASES: Final = (OrderedDict, dict, list, deque, set, bytearray, tuple)
 
-def _is_consumed(value: Any) -> bool:
-    """Return whether a value is an iterator of Python or torch, which cannot go back."""
-    if not isinstance(value, Iterator) or isinstance(value, io.IOBase | _Replayed):
-        return False
-    kind = type(value)
-    return _is_of_package(kind) and hasattr(kind, "__next__")
+
+def _flat(table: dict[Any, Any]) -> tuple[type, ...]:
+    """Return the classes that are keys of a table, alone or in tuples."""
+    return tuple(x for key in table for x in (key if isinstance(key, tuple) else (key,)))
+
+
+def _fill_array(x: "array.array[Any]", content: bytes) -> None:
+    del x[:]
+    x.frombytes(content)
+
+
+_STATES: Final[dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]] = {
+    random.Random: (lambda x: x.getstate(), lambda x, state: x.setstate(state)),
+    np.random.RandomState: (lambda x: x.get_state(), lambda x, state: x.set_state(state)),
+    torch.Generator: (lambda x: x.get_state(), lambda x, state: x.set_state(state)),
+    np.random.BitGenerator: (
+        lambda x: deepcopy(x.state),
+        lambda x, state: setattr(x, "state", state),
+    ),
+    np.random.SeedSequence: (
+        lambda x: [x.state["n_children_spawned"], x.__reduce__()],
+        lambda x, state: x.__setstate_cython__(state[1][2]),
+    ),
+    (io.StringIO, io.BytesIO): (
+        lambda x: x.__getstate__()[:-1],
+        lambda x, state: x.__setstate__((*state, None)),
+    ),
+    array.array: (lambda x: x.tobytes(), _fill_array),
+}
+
+_WRAPPERS: Final[dict[Any, str]] = {
+    MethodType: "__func__ __self__",
+    (BuiltinMethodType, MethodWrapperType): "__self__",
+    partial: "func args keywords",
+    functools.partialmethod: "func args keywords",
+    (staticmethod, classmethod): "__func__",
+    property: "fget fset fdel",
+    functools.cached_property: "func",
+    np.random.Generator: "bit_generator",
+}
+
+_KINDS: Final[tuple[tuple[Any, Callable[[Reached, Any, str], None]], ...]] = (
+    (Tensor, Reached._save_tensor),
+    (np.ndarray, Reached._save_array),
+    ((dict, list, deque, set, bytearray), Reached._save_container),
+    ((tuple, frozenset), Reached._visit_items),
+    (FunctionType, Reached._visit_package_function),
+    (_flat(_WRAPPERS), Reached._visit_parts),
+    (type(lru_cache(len)), Reached._save_cache),
+    (type, Reached._visit_classes),
+    (nn.Module, Reached._visit_module),
+    (CellType, Reached._save_cell),
+    (weakref.ref, Reached._visit_reference),
+    (ContextVar, Reached._save_context),
+    (queue.Queue, Reached._save_queue),
+    (Optimizer, Reached._visit_optimizer),
+    ((DataLoader, Sampler, BatchSampler), Reached._visit_loader),
+    (_flat(_STATES), Reached._save_state),
+)
+"""How each kind of value is saved and followed; any other by `Reached._visit_object`."""
+
+
+@lru_cache(maxsize=4096)
+def _method(kind: type) -> Callable[[Reached, Any, str], None]:
+    return next(
+        (method for kinds, method in _KINDS if issubclass(kind, kinds)), Reached._visit_object
+    )
 
 
 def _is_holder(kind: type) -> bool:
     """Return whether objects of a class hold what users put there."""
     return issubclass(kind, _HOLDERS) or not all(map(_is_of_package, kind.__mro__))
+
+
+def _is_restored_in_part(kind: type) -> bool:
+    """Return whether users change objects of a class of a library: configurations, for example."""
+    root = kind.__module__.partition(".")[0]
+    if root in ("lightning", "pytorch_lightning"):
+        return kind.__name__ == "Trainer"
+    if issubclass(kind, LRScheduler):
+        return True
+    return root not in _LEFT_ALONE and root not in sys.stdlib_module_names
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a value is a number or text, or a small container of them alone."""
+    if type(value) in _ATOMS:
+        return True
+    if type(value) not in (tuple, list, dict, set) or len(value) > _MAX_ITEMS:
+        return False
+    values = value.values() if type(value) is dict else value
+    return all(type(x) in _ATOMS for x in values)
 
 
 def _is_of_user(x: Any) -> bool:
@@ -569,7 +873,29 @@ def _is_installed(root: str) -> bool:
     if root in _LIBRARIES or root in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(root), "__file__", None) or ""
-    return any(part in _INSTALLED for part in Path(file).parts)
+    is_beside = any(part in _INSTALLED for part in Path(file).parts)
+    return is_beside and root not in _DATA_PACKAGES and not _is_project(root)
+
+
+def _is_project(root: str) -> bool:
+    """Return whether an installed package is a folder of the user: ``pip install .`` (PEP 610)."""
+    for name in packages_distributions().get(root, ()):
+        found = distribution(name)
+        installer = (found.read_text("INSTALLER") or "").strip()
+        source = found.read_text("direct_url.json") or ""
+        if installer == "conda" or "dir_info" not in source:
+            return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _warn_once(what: str, path: str) -> None:
+    _logger.warning(
+        "A step that is compared with one device reaches %s %s: what it changes there is not "
+        "restored. verify_steps=False omits the comparison.",
+        what,
+        path,
+    )
 
 
 def _is_ours(name: str) -> bool:
@@ -581,14 +907,30 @@ def _is_special(name: str) -> bool:
     return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"
 
 
+@lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class of users, private ones as Python spells them."""
+    return tuple(
+        f"_{cls.__name__.lstrip('_')}{name}"
+        if name.startswith("__") and not name.endswith("__")
+        else name
+        for cls in kind.__mro__
+        for name in _as_tuple(vars(cls).get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    )
+
+
 def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _names(code: CodeType) -> set[str]:
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> frozenset[str]:
     """Return the names that code looks up, nested functions included."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return {name for name in set(code.co_names).union(*inner) if not hasattr(builtins, name)}
+    texts = code.co_consts if "globals" in code.co_names else ()
+    found = {x for x in (*code.co_names, *texts) if isinstance(x, str)}
+    return frozenset(name for name in found.union(*inner) if not hasattr(builtins, name))
 
 
 def _contents(value: Any) -> Any:
@@ -599,6 +941,36 @@ def _contents(value: Any) -> Any:
         return value.cell_contents
     except ValueError:  # not set yet
         return value
+
+
+def _cached(function: Any) -> list[Any]:
+    """Return what a function with a cache (`functools.lru_cache`) keeps."""
+    return [
+        x
+        for x in gc.get_referents(function)
+        if x is not vars(function)
+        and x is not function.__wrapped__
+        and not isinstance(x, type)
+        and not (type(x) is dict and any("lru_list" in type(y).__name__ for y in x.values()))
+    ]
+
+
+# ---------------------------------------------------------------- contents of values
+
+
+def _base(value: Any) -> Any:
+    return next(kind for kind in _BASES if isinstance(value, kind))
+
+
+def _length(value: Any) -> int:
+    """Return the length of a container, past what a user's class overrides."""
+    return int(_base(value).__len__(value))
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of a container, in pairs with their keys those of a dict."""
+    base = _base(value)
+    return [*(base.items(value) if isinstance(value, dict) else base.__iter__(value))]
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
@@ -612,28 +984,52 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
 
 def _fill(value: Any, items: list[Any]) -> None:
     """Replace the items of a container, past what a user's class overrides."""
+    base = _base(value)
+    base.clear(value)
     if isinstance(value, dict):
-        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        kind.clear(value)
         for key, item in items:
-            kind.__setitem__(value, key, item)
-        return
-    kind = next(kind for kind in (list, deque, set, bytearray) if isinstance(value, kind))
-    kind.clear(value)
-    (kind.update if kind is set else kind.extend)(value, items)
+            base.__setitem__(value, key, item)
+    else:
+        (base.update if base is set else base.extend)(value, items)
 
 
-def _random_state(value: Any) -> Callable[[], None] | None:
-    """Return what restores a generator of random numbers; None for anything else."""
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return partial(setattr, bits, "state", deepcopy(bits.state))
-    if isinstance(value, np.random.RandomState | torch.Generator):
-        generator: Any = value
-        return partial(generator.set_state, generator.get_state())
-    return None
+def _is_strided(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested and not x.is_quantized
+
+
+def _is_same_memory(x: Tensor, other: Tensor) -> bool:
+    try:
+        is_same = x.data_ptr() == other.data_ptr()
+    except RuntimeError:  # it has none of its own
+        return True
+    return is_same and x.shape == other.shape and x.stride() == other.stride()
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor: as one may compare them, whatever they mean."""
+    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def _array_bits(x: Any) -> Any:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _checksum(x: Tensor) -> Any:
+    """Return the sum of the bytes of a tensor, and some of them; None where there are none."""
+    try:
+        bits = _bits(x)
+        some = bits[:: max(bits.numel() // 1024, 1)].tolist()
+        is_aligned = bits.numel() % 8 == 0 and bits.storage_offset() % 8 == 0
+        return (bits.view(torch.int64) if is_aligned else bits).sum().item(), some
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+def _is_equal_state(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # arrays
+        return False
 
 
 @contextmanager

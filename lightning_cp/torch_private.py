@@ -457,9 +457,31 @@ def run_pre_hooks(
     return arguments
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict that holds the buffers of a module itself (`nn.Module._buffers`)."""
-    return module._buffers
+def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the dicts of what a module itself holds.
+
+    Its buffers, parameters and modules (`nn.Module._buffers`, `_parameters`, `_modules`).
+    """
+    return module._buffers, module._parameters, module._modules
+
+
+_HOOK_DICTS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"),
+    "_forward_hooks_always_called",
+)
+
+
+def hook_dicts(x: nn.Module | Tensor) -> list[dict[int, Any]]:
+    """Return the dicts that hold the hooks of a module, or of a tensor, and their settings.
+
+    `nn.Module._forward_hooks`...; of tensors `_backward_hooks`, `_post_accumulate_grad_hooks`.
+    """
+    if isinstance(x, Tensor):
+        found = x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)
+    else:
+        found = tuple(vars(x).get(name) for name in _HOOK_DICTS)
+    return [hooks for hooks in found if hooks is not None]
 
 
 def module_hooks(module: nn.Module) -> list[object]:

@@ -1,15 +1,27 @@
 """What a run changes, wherever the code of a user keeps it, is as it was after the run."""
 
+import argparse
+import array
 import collections
+import contextvars
 import dataclasses
+import functools
+import io
 import itertools
+import os
+import queue
 import random
+import sys
+import threading
 import types
+import weakref
 
+import lightning.pytorch
 import numpy as np
 import pytest
 import torch
 import torchmetrics
+import transformers
 from torch import nn
 
 from lightning_cp.restore import NotRestoredError, UpdatesWeightsError, restored_state
@@ -226,11 +238,11 @@ def test_what_resists_writing_is_restored_all_the_same():
 
 
 def test_large_tensors_are_not_copied_but_a_change_is_noticed():
-    large = types.SimpleNamespace(queue=torch.zeros(1 << 24 | 1, dtype=torch.uint8))
+    large = types.SimpleNamespace(queue=torch.zeros(1 << 26 | 1, dtype=torch.uint8))
     with restored_state(nn.Linear(1, 1), large):
         pass
     with (
-        pytest.raises(NotRestoredError, match="queue is too large"),
+        pytest.raises(NotRestoredError, match=r"queue could not be restored: it is too large for a copy. verify_steps"),
         restored_state(nn.Linear(1, 1), large),
     ):
         large.queue.add_(1)
@@ -241,3 +253,286 @@ def test_too_many_objects_are_said(caplog):
     with restored_state(nn.Linear(1, 1), many):
         pass
     assert "more than 200000 objects" in caplog.text
+
+
+# ---------------------------------------------------------------- what an attack has found
+
+
+def keep(*objects, change, read, runs=3):
+    """Check that what a change does is undone in runs, and done once after them."""
+    model = objects[0] if isinstance(objects[0], nn.Module) else nn.Linear(1, 1)
+    before = read()
+    for _ in range(runs):
+        with restored_state(model, *objects):
+            change()
+            assert read() != before
+        assert read() == before
+    change()
+    assert read() != before
+
+
+def draw(number=itertools.count()):  # noqa: B008  what users write
+    return next(number)
+
+
+def numbers_sent():
+    total = 0
+    while True:
+        sent = yield total
+        total += 1 if sent is None else sent
+
+
+@functools.lru_cache
+def build_single():
+    return {"number": 0}
+
+
+def count_in_modules():
+    import tests_of_a_user.counts
+
+    tests_of_a_user.counts.number += 1
+
+
+def count_in_globals():
+    globals()["counted"] = globals().get("counted", 0) + 1
+
+
+class Private:
+    __slots__ = ("__number",)
+
+    def __init__(self):
+        self.__number = 0
+
+    def add(self):
+        self.__number += 1
+        return self.__number
+
+    def number(self):
+        return self.__number
+
+
+CONTEXT = contextvars.ContextVar("number", default=0)
+KEPT = Meter()
+
+
+def build_places():
+    """Return values, how a step changes them, and what is read of them."""
+    x = types.SimpleNamespace
+    count, ring = itertools.count(), itertools.cycle([1, 2])
+    user = collections.UserDict(n=0)
+    slow = threading.local()
+    slow.n = 0
+    weak = weakref.WeakKeyDictionary({KEPT: 0})
+    sent = numbers_sent()
+    next(sent)
+    counts = types.ModuleType("tests_of_a_user.counts")
+    counts.number = 0
+    sys.modules["tests_of_a_user"] = types.ModuleType("tests_of_a_user")
+    sys.modules["tests_of_a_user"].counts = sys.modules["tests_of_a_user.counts"] = counts
+    config, trainer = transformers.PretrainedConfig(number=0), lightning.pytorch.Trainer(logger=False)
+    trainer.number = 0
+    loader = torch.utils.data.DataLoader(
+        torch.arange(1000), shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+    def decay():
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    t, resized, expanded = torch.zeros(3), torch.zeros(2), torch.tensor([0.0]).expand(5)
+    frozen, array_, long = torch.zeros(2, requires_grad=True), np.zeros(2), [0.0] * 150_000
+    data = {"tensor": t}
+
+    def assign():
+        data["tensor"].data = data["tensor"].data + 1
+
+    objects = np.array([Meter(), Meter()], dtype=object)
+    many = {key: Meter() for key in range(2000)}
+    tensors = [torch.zeros(1) for _ in range(2000)]
+    typed, text, queued = array.array("d", [0.0]), io.StringIO(), queue.Queue()
+    bits, seeds, private = np.random.PCG64(3), np.random.SeedSequence(3), Private()
+    push = [].append
+    build_single.cache_clear()
+    build_single()
+    os.environ["TESTS_OF_A_USER"] = "0"
+
+    def number_of(c):
+        return int(repr(c)[6:-1])
+
+    def set_environment():
+        os.environ["TESTS_OF_A_USER"] += "1"
+
+    return {
+        "namespace": (a := argparse.Namespace(n=0), lambda: add(vars(a), "n"), lambda: a.n),
+        "user dict": (user, lambda: add(user, "n"), lambda: user["n"]),
+        "chain": (c := collections.ChainMap({"n": 0}), lambda: add(c, "n"), lambda: c["n"]),
+        "thread": (slow, lambda: add(vars(slow), "n"), lambda: slow.n),
+        "weak keys": (weak, lambda: add(weak, KEPT), lambda: weak[KEPT]),
+        "queue": (queued, lambda: queued.put(1), lambda: (queued.qsize(), queued.unfinished_tasks)),
+        "array": (typed, lambda: add(typed, 0), lambda: typed[0]),
+        "text": (text, lambda: text.write("x"), text.getvalue),
+        "config": (config, lambda: add(vars(config), "number"), lambda: config.number),
+        "trainer": (trainer, lambda: add(vars(trainer), "number"), lambda: trainer.number),
+        "loader": (loader, lambda: [*iter(loader)][:1], lambda: state_of(loader.generator)),
+        "optimizer": (optimizer, decay, lambda: optimizer.param_groups[0]["lr"]),
+        "data": (data, assign, lambda: data["tensor"].tolist()),
+        "size": (resized, lambda: resized.resize_(resized.numel() + 1), lambda: resized.shape),
+        "frozen": (
+            frozen,
+            lambda: frozen.requires_grad_(not frozen.requires_grad),
+            lambda: frozen.requires_grad,
+        ),
+        "array size": (
+            array_,
+            lambda: array_.resize(array_.size + 1, refcheck=False),
+            lambda: array_.tolist(),
+        ),
+        "objects": (objects, lambda: objects[0].add(1), lambda: objects[0].number),
+        "long": (long, lambda: long.append(1.0), lambda: len(long)),
+        "many": (many, lambda: many[1500].add(1), lambda: many[1500].number),
+        "tensors": (tensors, lambda: tensors[1500].add_(1), lambda: float(tensors[1500])),
+        "defaults": (draw, draw, lambda: number_of(draw.__defaults__[0])),
+        "tuple": (t := x(it=(count,)), lambda: next(t.it[0]), lambda: number_of(t.it[0])),
+        "partial": (p := x(f=functools.partial(next, itertools.count())), lambda: p.f(), lambda: (
+            number_of(p.f.args[0])
+        )),
+        "method": (m := x(f=itertools.count().__next__), lambda: m.f(), lambda: (
+            number_of(m.f.__self__)
+        )),
+        "cycle": (r := x(it=ring), lambda: next(r.it), lambda: str(r.it.__reduce__()[2])),
+        "builtin": (push, lambda: push(1), lambda: len(push.__self__)),
+        "cached": (build_single, lambda: add(build_single(), "number"), lambda: (
+            build_single()["number"]
+        )),
+        "modules": (count_in_modules, count_in_modules, lambda: counts.number),
+        "globals": (count_in_globals, count_in_globals, lambda: globals().get("counted")),
+        "context": (CONTEXT, lambda: CONTEXT.set(CONTEXT.get() + 1), CONTEXT.get),
+        "reference": (weakref.ref(KEPT), lambda: KEPT.add(1), lambda: KEPT.number),
+        "private": (private, private.add, private.number),
+        "bits": (bits, bits.random_raw, lambda: bits.state["state"]["state"]),
+        "seeds": (seeds, lambda: seeds.spawn(1), lambda: seeds.n_children_spawned),
+        "environment": (None, set_environment, lambda: os.environ["TESTS_OF_A_USER"]),
+    }
+
+
+def add(items, key):
+    items[key] += 1
+
+
+def state_of(generator):
+    return generator.get_state().tolist()
+
+
+PLACES = build_places()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_step_changes_is_restored_wherever_it_is(place):
+    value, change, read = PLACES[place]
+    keep(types.SimpleNamespace(value=value), change=change, read=read)
+
+
+class Growing(nn.Module):
+    """Makes modules, parameters and hooks when it is first called, and freezes its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.parts = nn.Linear(2, 2), nn.ModuleList([nn.Identity()])
+        self.scale, self.seen = nn.Parameter(torch.ones(1), requires_grad=False), []
+
+    def grow(self):
+        self.average = nn.Linear(2, 2)
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.parts.append(nn.Identity())
+        self.scale = nn.Parameter(self.scale * 0.5, requires_grad=False)
+        self.inner.register_forward_hook(lambda *_: None, with_kwargs=True)
+        self.inner.weight.register_hook(lambda gradient: None)
+        self.inner.weight.requires_grad_(False)
+        next(iter(self.inner._forward_pre_hooks.values()), None)
+
+    def state(self):
+        hooks = [len(self.inner._forward_hooks), len(self.inner._forward_hooks_with_kwargs)]
+        names = [name for name, _ in self.named_modules()]
+        weights = [(name, id(x), x.requires_grad) for name, x in self.named_parameters()]
+        return names, weights, hooks, len(self.inner.weight._backward_hooks or ())
+
+
+def test_modules_parameters_and_hooks_that_a_step_makes_are_dropped():
+    model = Growing()
+    keep(model, change=model.grow, read=model.state)
+
+
+def test_a_hook_that_removes_itself_is_there_again():
+    model, calls = nn.Linear(2, 2), []
+
+    def once(*_, **__):
+        calls.append(1)
+        handle.remove()
+
+    handle = model.register_forward_hook(once, with_kwargs=True)
+    for _ in range(2):
+        with restored_state(model):
+            model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert len(calls) == 1  # what runs have added is undone
+
+
+class Drawing:
+    """Draws from generators that change random states and attributes."""
+
+    def __init__(self):
+        self.read, self.values, self.counts = 0, self.draws(), self.counted()
+        self.ahead, self.same = itertools.count(), itertools.count()
+        self.alias = self.same
+        self.sent = numbers_sent()
+        next(self.sent)
+
+    def draws(self):
+        while True:
+            yield float(torch.rand(()))
+
+    def counted(self):
+        while True:
+            self.read += 1
+            yield self.read
+
+    def step(self):
+        found = [next(self.values), float(torch.rand(())), next(self.counts), self.read]
+        found += [next(self.ahead), repr(self.ahead), next(self.same), next(self.alias)]
+        assert self.same is self.alias
+        assert isinstance(self.counts, types.GeneratorType)
+        return [*found, self.sent.send(2)]
+
+
+def test_iterators_are_as_if_there_had_been_no_run():
+    torch.manual_seed(3)
+    exact, model = Drawing(), nn.Linear(1, 1)
+    expected = [exact.step() for _ in range(4)]
+    model = nn.Linear(1, 1)
+    torch.manual_seed(3)
+    tried = Drawing()
+    sources = {name: getattr(tried, name) for name in ("values", "counts", "same", "sent")}
+    for _ in range(2):
+        with restored_state(model, tried):
+            assert [tried.step(), tried.step()] == expected[:2]
+        assert tried.same is sources["same"]
+    assert [tried.step() for _ in range(4)] == expected
+    assert {name: getattr(tried, name) for name in sources} == sources
+
+
+def test_iterators_of_a_run_with_a_seed_draw_as_the_step_will():
+    def build():
+        torch.manual_seed(5)
+        loader = torch.utils.data.DataLoader(torch.arange(50), batch_size=1, shuffle=True)
+        return types.SimpleNamespace(values=(int(x) for _ in range(9) for x in loader))
+
+    exact, tried = build(), build()
+    for seed in (0, 1):
+        with restored_state(nn.Linear(1, 1), tried) as reached:
+            torch.manual_seed(seed)
+            reached.reseed(seed)
+            inside = float(torch.rand(()))
+            torch.manual_seed(seed)
+            next(tried.values)
+            assert float(torch.rand(())) == inside
