@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from types import BuiltinMethodType, GeneratorType, MethodWrapperType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -21,13 +21,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+_SOURCES: Final = ((), [], "", "é", b"", bytearray(), range(0), range(1 << 70), set())
 _COPIED: Final = frozenset(
-    [*map(type, map(iter, ((), [], "", b"", bytearray(), {}, {}.values(), {}.items(), set())))]
-    + [type(iter(range(0))), type(iter(range(1 << 70))), type(reversed([])), type(reversed({}))]
-    + [type(iter("é")), enumerate, map, filter, zip, itertools.count, itertools.cycle]
-    + [itertools.repeat, itertools.chain, itertools.islice, itertools.starmap]
-    + [itertools.accumulate, itertools.compress, itertools.takewhile, itertools.dropwhile]
-    + [itertools.product, itertools.permutations, itertools.combinations, itertools.zip_longest]
+    (
+        *(type(iter(x)) for x in (*_SOURCES, {}, {}.values(), {}.items())),
+        *(type(reversed([])), type(reversed({})), enumerate, map, filter, zip),
+        *(itertools.count, itertools.cycle, itertools.repeat, itertools.chain, itertools.islice),
+        *(itertools.accumulate, itertools.compress, itertools.takewhile, itertools.dropwhile),
+        *(itertools.product, itertools.permutations, itertools.combinations, itertools.starmap),
+        itertools.zip_longest,
+    )
 )
 _PUBLIC: Final = {name for name in dir(GeneratorType) if name[0] != "_"} | {"dialect", "line_num"}
 """What iterators have beside their position that cannot start them anew."""
@@ -229,7 +232,7 @@ class _Replayed(Iterator[Any]):
         return getattr(self._tape.source, name)
 
 
-def _generate(tape: Tape) -> Iterator[Any]:
+def _generate(tape: Tape) -> Generator[Any, Any, Any]:
     sent = yield
     while True:
         try:
@@ -250,6 +253,7 @@ class StandIns:
     def __init__(self) -> None:
         self.outside: list[Any] | None = None
         """The random states of iterators, where the run has a seed of its own."""
+        self._found = _random_states()
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._lent: dict[int, tuple[Tape, Any]] = {}
         self._settled: dict[int, Any] = {}
@@ -277,10 +281,15 @@ class StandIns:
 
         return _swapped(value, swap) if self._lent else value
 
+    @property
+    def are_used(self) -> bool:
+        """Return whether iterators that have no copy were met."""
+        return bool(self._lent)
+
     def reseed(self, seed: int) -> None:
-        """Seed torch for the run; iterators draw with the random states that were found."""
+        """Seed torch for the run; iterators draw with the random states from before it."""
         if self.outside is None:
-            self.outside = _random_states()
+            self.outside = self._found
         torch.manual_seed(seed)
 
     def stop(self) -> None:
@@ -321,7 +330,7 @@ class StandIns:
 
     def _parts(self, values: Any, *, is_state: bool = False) -> list[Any]:
         """Return what a copy is built from, with copies of the iterators in it."""
-        parts = []
+        parts = list[Any]()
         for x in values:
             if type(x) is tuple:
                 parts.append(tuple(self._parts(x, is_state=is_state)))

@@ -12,6 +12,7 @@ import functools
 import gc
 import io
 import logging
+import operator
 import os
 import queue
 import random
@@ -22,7 +23,7 @@ from argparse import Namespace
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from copy import deepcopy
 from functools import lru_cache, partial
 from importlib.metadata import distribution, packages_distributions
@@ -43,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -266,7 +267,7 @@ class Reached:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything, the last found first."""
-        failures = []
+        failures: list[tuple[str, Exception]] = []
         for path, undo in reversed(self._undo):
             try:
                 undo()
@@ -274,21 +275,22 @@ class Reached:
                 failures.append((path, error))
         self._stand_ins.stop()
         if failures:
-            path, error = failures[0]
+            path, reason = failures[0]
             raise NotRestoredError(
                 f"A step ran for a comparison, and what it changed in {path.rstrip('.')} could not "
-                f"be restored: {error}. {_CURE}"
-            ) from error
+                f"be restored: {reason}. {_CURE}"
+            ) from reason
 
     # ------------------------------------------------------------ the walk
 
     def _walk(self) -> None:
         """Visit what is pending, the nearest first: limits cut off what lies deepest."""
-        while self._pending and len(self._seen) < _MAX_OBJECTS:
-            value, path = self._pending.popleft()
-            if id(value) not in self._seen and type(value) not in _ATOMS:
-                self._seen[id(value)] = value
-                _method(type(value))(self, value, path)
+        with _without_collection():
+            while self._pending and len(self._seen) < _MAX_OBJECTS:
+                value, path = self._pending.popleft()
+                if id(value) not in self._seen and type(value) not in _ATOMS:
+                    self._seen[id(value)] = value
+                    _method(type(value))(self, value, path)
         if self._pending:
             _warn_once(f"more than {_MAX_OBJECTS} objects, by", self._pending[0][1])
         self._pending.clear()
@@ -543,19 +545,18 @@ class Reached:
             _warn_once("a container of more than 4 million items", path)
             self._save_sum(lambda: _length(value), path)
             return
-        before = _items(value)
-        lent = before
+
+        def replaced(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+            return [(k, change(x)) for k, x in items] if is_dict else [*map(change, items)]
+
+        before = lent = _items(value)
         if isinstance(value, dict | list | deque):
-            lend = self._stand_ins.lend
-            lent = [(k, lend(x)) for k, x in before] if is_dict else [*map(lend, before)]
+            lent = replaced(before, self._stand_ins.lend)
             if not _are_same(lent, before):
                 _fill(value, lent)
             self._follow(lent if is_dict else enumerate(lent), path)
         if not isinstance(value, bytearray) and type(value) not in _BASES:
             self._visit_object(value, path)
-
-        def replaced(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
-            return [(k, change(x)) for k, x in items] if is_dict else [*map(change, items)]
 
         def refresh() -> None:
             now = _items(value)
@@ -563,7 +564,9 @@ class Reached:
                 _fill(value, own)
 
         def undo() -> None:
-            found = replaced(before, lambda x: self._stand_ins.settle(x, refresh))
+            found = before
+            if self._stand_ins.are_used:
+                found = replaced(before, lambda x: self._stand_ins.settle(x, refresh))
             if not _are_same(_items(value), found):
                 _fill(value, found)
 
@@ -583,7 +586,7 @@ class Reached:
         self._save_names(
             lambda: {} if (x := variable.get(missing)) is missing else {"": x},
             lambda _, x: variable.set(x) and None,
-            lambda _: None,  # only the token of a set() makes it empty
+            lambda _: variable.set(Context().run(variable.get)) and None,  # its default
             path,
         )
 
@@ -656,10 +659,11 @@ class Reached:
                 x.requires_grad_(requires_grad)
 
         self._undo.append((path, undo))
-        self._save_hooks(x, path)
+        if requires_grad:
+            self._save_hooks(x, path)
 
     def _save_tensor(self, x: Tensor, path: str) -> None:
-        if id(x) in self._weights or x.is_meta or isinstance(x, UninitializedTensorMixin):
+        if id(x) in self._weights or x.is_meta or is_lazy(x):
             return
         if x.is_leaf and x.requires_grad:
             self.trained[path] = x
@@ -700,7 +704,7 @@ class Reached:
 
         def undo() -> None:
             try:
-                is_same = torch.equal(_bits(found), _bits(value))
+                is_same = torch.equal(found, value) or torch.equal(_bits(found), _bits(value))
             except (RuntimeError, TypeError, NotImplementedError):  # sparse or nested, for example
                 is_same = tensor_version(x) == version
             if not is_same:
@@ -820,7 +824,7 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Reached, Any, str], None]], ...]] = (
 
 
 @lru_cache(maxsize=4096)
-def _method(kind: type) -> Callable[[Reached, Any, str], None]:
+def _method(kind: Any) -> Callable[[Reached, Any, str], None]:
     return next(
         (method for kinds, method in _KINDS if issubclass(kind, kinds)), Reached._visit_object
     )
@@ -908,7 +912,7 @@ def _is_special(name: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class of users, private ones as Python spells them."""
     return tuple(
         f"_{cls.__name__.lstrip('_')}{name}"
@@ -958,25 +962,26 @@ def _cached(function: Any) -> list[Any]:
 # ---------------------------------------------------------------- contents of values
 
 
-def _base(value: Any) -> Any:
-    return next(kind for kind in _BASES if isinstance(value, kind))
+@lru_cache(maxsize=4096)
+def _base(kind: Any) -> Any:
+    return next(base for base in _BASES if issubclass(kind, base))
 
 
 def _length(value: Any) -> int:
     """Return the length of a container, past what a user's class overrides."""
-    return int(_base(value).__len__(value))
+    return int(_base(type(value)).__len__(value))
 
 
 def _items(value: Any) -> list[Any]:
     """Return the items of a container, in pairs with their keys those of a dict."""
-    base = _base(value)
+    base = _base(type(value))
     return [*(base.items(value) if isinstance(value, dict) else base.__iter__(value))]
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
     if len(now) != len(before):
         return False
-    return all(
+    return all(map(operator.is_, now, before)) or all(
         a is b or (type(a) is tuple and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
         for a, b in zip(now, before, strict=True)
     )
@@ -984,7 +989,7 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
 
 def _fill(value: Any, items: list[Any]) -> None:
     """Replace the items of a container, past what a user's class overrides."""
-    base = _base(value)
+    base = _base(type(value))
     base.clear(value)
     if isinstance(value, dict):
         for key, item in items:
@@ -1030,6 +1035,18 @@ def _is_equal_state(now: Any, before: Any) -> bool:
         return bool(now == before)
     except (RuntimeError, ValueError):  # arrays
         return False
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage inside: looking at all that is kept each time takes half of a walk."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -478,9 +478,9 @@ def hook_dicts(x: nn.Module | Tensor) -> list[dict[int, Any]]:
     `nn.Module._forward_hooks`...; of tensors `_backward_hooks`, `_post_accumulate_grad_hooks`.
     """
     if isinstance(x, Tensor):
-        found = x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)
+        found: Any = x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)
     else:
-        found = tuple(vars(x).get(name) for name in _HOOK_DICTS)
+        found = (vars(x).get(name) for name in _HOOK_DICTS)
     return [hooks for hooks in found if hooks is not None]
 
 

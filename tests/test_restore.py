@@ -242,7 +242,10 @@ def test_large_tensors_are_not_copied_but_a_change_is_noticed():
     with restored_state(nn.Linear(1, 1), large):
         pass
     with (
-        pytest.raises(NotRestoredError, match=r"queue could not be restored: it is too large for a copy. verify_steps"),
+        pytest.raises(
+            NotRestoredError,
+            match=r"queue could not be restored: it is too large for a copy. verify_steps",
+        ),
         restored_state(nn.Linear(1, 1), large),
     ):
         large.queue.add_(1)
@@ -329,7 +332,10 @@ def build_places():
     counts.number = 0
     sys.modules["tests_of_a_user"] = types.ModuleType("tests_of_a_user")
     sys.modules["tests_of_a_user"].counts = sys.modules["tests_of_a_user.counts"] = counts
-    config, trainer = transformers.PretrainedConfig(number=0), lightning.pytorch.Trainer(logger=False)
+    config, trainer = (
+        transformers.PretrainedConfig(number=0),
+        lightning.pytorch.Trainer(logger=False),
+    )
     trainer.number = 0
     loader = torch.utils.data.DataLoader(
         torch.arange(1000), shuffle=True, generator=torch.Generator().manual_seed(1)
@@ -339,7 +345,7 @@ def build_places():
     def decay():
         optimizer.param_groups[0]["lr"] *= 0.5
 
-    t, resized, expanded = torch.zeros(3), torch.zeros(2), torch.tensor([0.0]).expand(5)
+    t, resized = torch.zeros(3), torch.zeros(2)
     frozen, array_, long = torch.zeros(2, requires_grad=True), np.zeros(2), [0.0] * 150_000
     data = {"tensor": t}
 
@@ -354,7 +360,6 @@ def build_places():
     push = [].append
     build_single.cache_clear()
     build_single()
-    os.environ["TESTS_OF_A_USER"] = "0"
 
     def number_of(c):
         return int(repr(c)[6:-1])
@@ -393,17 +398,23 @@ def build_places():
         "tensors": (tensors, lambda: tensors[1500].add_(1), lambda: float(tensors[1500])),
         "defaults": (draw, draw, lambda: number_of(draw.__defaults__[0])),
         "tuple": (t := x(it=(count,)), lambda: next(t.it[0]), lambda: number_of(t.it[0])),
-        "partial": (p := x(f=functools.partial(next, itertools.count())), lambda: p.f(), lambda: (
-            number_of(p.f.args[0])
-        )),
-        "method": (m := x(f=itertools.count().__next__), lambda: m.f(), lambda: (
-            number_of(m.f.__self__)
-        )),
+        "partial": (
+            p := x(f=functools.partial(next, itertools.count())),
+            lambda: p.f(),
+            lambda: number_of(p.f.args[0]),
+        ),
+        "method": (
+            m := x(f=itertools.count().__next__),
+            lambda: m.f(),
+            lambda: number_of(m.f.__self__),
+        ),
         "cycle": (r := x(it=ring), lambda: next(r.it), lambda: str(r.it.__reduce__()[2])),
         "builtin": (push, lambda: push(1), lambda: len(push.__self__)),
-        "cached": (build_single, lambda: add(build_single(), "number"), lambda: (
-            build_single()["number"]
-        )),
+        "cached": (
+            build_single,
+            lambda: add(build_single(), "number"),
+            lambda: build_single()["number"],
+        ),
         "modules": (count_in_modules, count_in_modules, lambda: counts.number),
         "globals": (count_in_globals, count_in_globals, lambda: globals().get("counted")),
         "context": (CONTEXT, lambda: CONTEXT.set(CONTEXT.get() + 1), CONTEXT.get),
@@ -427,7 +438,8 @@ PLACES = build_places()
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_a_step_changes_is_restored_wherever_it_is(place):
+def test_what_a_step_changes_is_restored_wherever_it_is(place, monkeypatch):
+    monkeypatch.setenv("TESTS_OF_A_USER", "0")
     value, change, read = PLACES[place]
     keep(types.SimpleNamespace(value=value), change=change, read=read)
 
@@ -506,10 +518,10 @@ class Drawing:
 
 
 def test_iterators_are_as_if_there_had_been_no_run():
-    torch.manual_seed(3)
-    exact, model = Drawing(), nn.Linear(1, 1)
-    expected = [exact.step() for _ in range(4)]
     model = nn.Linear(1, 1)
+    torch.manual_seed(3)
+    exact = Drawing()
+    expected = [exact.step() for _ in range(4)]
     torch.manual_seed(3)
     tried = Drawing()
     sources = {name: getattr(tried, name) for name in ("values", "counts", "same", "sent")}
@@ -527,12 +539,14 @@ def test_iterators_of_a_run_with_a_seed_draw_as_the_step_will():
         loader = torch.utils.data.DataLoader(torch.arange(50), batch_size=1, shuffle=True)
         return types.SimpleNamespace(values=(int(x) for _ in range(9) for x in loader))
 
-    exact, tried = build(), build()
+    model, exact = nn.Linear(1, 1), build()
+    expected = [next(exact.values) for _ in range(9)]
+    tried = build()
     for seed in (0, 1):
-        with restored_state(nn.Linear(1, 1), tried) as reached:
+        with restored_state(model, tried) as reached:
             torch.manual_seed(seed)
+            expected_inside = float(torch.rand(()))
             reached.reseed(seed)
-            inside = float(torch.rand(()))
-            torch.manual_seed(seed)
-            next(tried.values)
-            assert float(torch.rand(())) == inside
+            assert next(tried.values) == expected[0]
+            assert float(torch.rand(())) == expected_inside
+    assert [next(tried.values) for _ in range(9)] == expected
