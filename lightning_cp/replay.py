@@ -21,7 +21,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-_SOURCES: Final = ((), [], "", "é", b"", bytearray(), range(0), range(1 << 70), set())
+_SOURCES: Final[tuple[Any, ...]] = (
+    (),
+    [],
+    "",
+    "é",
+    b"",
+    bytearray(),
+    range(0),
+    range(1 << 70),
+    set(),
+)
 _COPIED: Final = frozenset(
     (
         *(type(iter(x)) for x in (*_SOURCES, {}, {}.values(), {}.items())),

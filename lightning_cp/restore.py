@@ -6,29 +6,20 @@ globals, defaults, classes. What it finds is restored in place, each kind in its
 Iterators are in `lightning_cp.replay`. Knows torch and Python; nothing about steps.
 """
 
-import array
 import builtins
 import functools
 import gc
-import io
 import logging
-import operator
 import os
 import queue
 import random
 import sys
-import types
 import weakref
-from argparse import Namespace
-from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from copy import deepcopy
 from functools import lru_cache, partial
-from importlib.metadata import distribution, packages_distributions
-from pathlib import Path
-from threading import local
 from types import (
     BuiltinMethodType,
     CellType,
@@ -46,10 +37,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from lightning_cp.contents import (
+    BASES,
+    STATES,
+    are_same,
+    array_bits,
+    bits_of,
+    checksum,
+    fill,
+    is_equal_state,
+    is_same_memory,
+    is_strided,
+    items_of,
+    length,
+)
 from lightning_cp.replay import StandIns, returned
 from lightning_cp.torch_private import (
     accumulation_hooks,
@@ -59,6 +63,13 @@ from lightning_cp.torch_private import (
     module_hooks,
     own_parts,
     tensor_version,
+)
+from lightning_cp.whose_code import (
+    is_holder,
+    is_of_package,
+    is_of_user,
+    is_package,
+    is_restored_in_part,
 )
 
 _logger = logging.getLogger(__name__)
@@ -77,22 +88,6 @@ _COUNTS: Final = (int, float, list, deque)
 _MAX_ITEMS, _MAX_LEN, _MAX_OBJECTS = 1_000, 1 << 22, 200_000
 _MAX_BYTES, _MAX_COPIED, _MAX_SUMMED = 1 << 26, 1 << 28, 1 << 31
 
-# Their functions and objects keep what they set up once, and caches. So do those of other packages
-# that are installed from an index; a user's own project may be installed, too.
-_LIBRARIES: Final = frozenset(
-    ("accelerate", "builtins", "hf_patches", "lightning", "lightning_cp", "peft", "torch")
-) | {"pytorch_lightning", "torchmetrics", "transformers", "trl"}
-_INSTALLED: Final = ("site-packages", "dist-packages")
-_DATA_PACKAGES: Final = frozenset(("addict", "box", "easydict", "ml_collections", "omegaconf"))
-
-_HOLDERS: Final = (
-    *(types.SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local),
-    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
-)
-"""Classes of libraries whose objects hold what users put into them."""
-
-_LEFT_ALONE: Final = frozenset(("lightning_cp", "hf_patches", "torch", "torchmetrics", "builtins"))
-"""Of objects of other libraries numbers, texts and lists of them are restored, and no more."""
 _INNER: Final = ("optimizer", "scheduler", "lr_scheduler", "generator", "config")
 """Attributes of such objects that are followed."""
 
@@ -147,7 +142,7 @@ def user_hooks(model: nn.Module) -> list[Any]:
     hooks = [hook for part in model.modules() for hook in module_hooks(part)]
     for parameter in model.parameters():
         hooks += [*gradient_hooks(parameter), *accumulation_hooks(parameter).values()]
-    return [hook for hook in [*hooks, *global_module_hooks()] if _is_of_user(hook)]
+    return [hook for hook in [*hooks, *global_module_hooks()] if is_of_user(hook)]
 
 
 def kept_numbers(owner: Any, leave: Iterable[str] = ()) -> Iterator[tuple[str, float]]:
@@ -170,8 +165,8 @@ def _fractions(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, flo
             yield path, float(value)
     elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
         seen.add(id(value))
-        if _length(value) <= _MAX_ITEMS:
-            named = _items(value) if isinstance(value, dict) else enumerate(_items(value))
+        if length(value) <= _MAX_ITEMS:
+            named = items_of(value) if isinstance(value, dict) else enumerate(items_of(value))
             for key, part in named:
                 if isinstance(part, float | Tensor | dict | list | tuple | deque):
                     yield from _fractions(part, f"{path}[{key!r}]", seen)
@@ -225,7 +220,7 @@ class Reached:
             self._save_container(x, name)
         elif id(x) not in self._own:
             self._save_attributes(x, name, self._leave)
-        elif not _is_holder(type(x)):  # a model of a library
+        elif not is_holder(type(x)):  # a model of a library
             self._save_some(vars(x), lambda value: isinstance(value, _PLAIN), f"{name}.")
         self._visit_classes(type(x), name)
         self._walk()
@@ -304,10 +299,10 @@ class Reached:
 
     def _visit_object(self, x: Any, path: str) -> None:
         kind = type(x)
-        if _is_holder(kind):
+        if is_holder(kind):
             self._save_attributes(x, path)
             self._visit_classes(kind, path)
-        elif _is_restored_in_part(kind) and hasattr(x, "__dict__"):
+        elif is_restored_in_part(kind) and hasattr(x, "__dict__"):
             self._save_some(vars(x), _is_flat, f"{path}.")
             named = [(name, part) for name, part in vars(x).items() if name.endswith(_INNER)]
             self._follow(named, path, "{}.{}")
@@ -315,7 +310,7 @@ class Reached:
     def _visit_classes(self, kind: type, path: str) -> None:
         """Follow the methods and attributes of a class and its bases, but those of libraries."""
         for cls in kind.__mro__:
-            if cls not in self._classes and not _is_of_package(cls):
+            if cls not in self._classes and not is_of_package(cls):
                 self._classes.add(cls)
                 put, drop = partial(setattr, cls), partial(delattr, cls)
 
@@ -346,7 +341,7 @@ class Reached:
             for name in sorted(wanted):  # paths are the same on all ranks
                 imported = sys.modules.get(name), sys.modules.get(f"{package}.{name}")
                 for module in (found.get(name), *imported):
-                    if not isinstance(module, ModuleType) or _is_package(module.__name__):
+                    if not isinstance(module, ModuleType) or is_package(module.__name__):
                         continue
                     items = vars(module)
                     if id(items) not in seen:
@@ -355,7 +350,7 @@ class Reached:
                         self._save_items(items, f"{module.__name__}.", wanted.__contains__)
 
     def _visit_package_function(self, function: FunctionType, path: str) -> None:
-        if not _is_of_package(function):
+        if not is_of_package(function):
             self._visit_function(function, path)
 
     def _visit_parts(self, x: Any, path: str) -> None:
@@ -383,7 +378,7 @@ class Reached:
     def _visit_module(self, module: nn.Module, path: str) -> None:
         """Follow a module outside of the model; of one that holds the model, its own attributes."""
         if any(id(part) in self._own for part in module.modules()):
-            if _is_holder(type(module)):
+            if is_holder(type(module)):
                 self._save_attributes(module, path, _MODULE_ATTRIBUTES)
                 self._visit_classes(type(module), path)
             return
@@ -408,7 +403,7 @@ class Reached:
             self._save_order(parameters, path)
             self._save_order(modules, path)
         self._save_hooks(module, path)
-        attributes, has_users_class = vars(module), _is_holder(type(module))
+        attributes, has_users_class = vars(module), is_holder(type(module))
         if has_users_class or not is_own:
             self._save_attributes(module, path, _MODULE_ATTRIBUTES if is_own else frozenset())
             self._visit_classes(type(module), path)
@@ -422,7 +417,7 @@ class Reached:
 
         def undo() -> None:
             kept = dict(items)
-            if _are_same([*kept.items()], [*before.items()]):
+            if are_same([*kept.items()], [*before.items()]):
                 return
             items.clear()
             for name, x in before.items():
@@ -440,7 +435,7 @@ class Reached:
                 number
                 for hooks in hook_dicts(x)
                 for number, hook in hooks.items()
-                if callable(hook) and _is_of_user(hook)
+                if callable(hook) and is_of_user(hook)
             }
 
         known = numbers()
@@ -540,35 +535,35 @@ class Reached:
     # ------------------------------------------------------------ contents
 
     def _save_container(self, value: Any, path: str) -> None:
-        num, is_dict = _length(value), isinstance(value, dict)
+        num, is_dict = length(value), isinstance(value, dict)
         if num > _MAX_LEN:
             _warn_once("a container of more than 4 million items", path)
-            self._save_sum(lambda: _length(value), path)
+            self._save_sum(lambda: length(value), path)
             return
 
         def replaced(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
             return [(k, change(x)) for k, x in items] if is_dict else [*map(change, items)]
 
-        before = lent = _items(value)
+        before = lent = items_of(value)
         if isinstance(value, dict | list | deque):
             lent = replaced(before, self._stand_ins.lend)
-            if not _are_same(lent, before):
-                _fill(value, lent)
+            if not are_same(lent, before):
+                fill(value, lent)
             self._follow(lent if is_dict else enumerate(lent), path)
-        if not isinstance(value, bytearray) and type(value) not in _BASES:
+        if not isinstance(value, bytearray) and type(value) not in BASES:
             self._visit_object(value, path)
 
         def refresh() -> None:
-            now = _items(value)
-            if not _are_same(now, own := replaced(now, returned)):
-                _fill(value, own)
+            now = items_of(value)
+            if not are_same(now, own := replaced(now, returned)):
+                fill(value, own)
 
         def undo() -> None:
             found = before
             if self._stand_ins.are_used:
                 found = replaced(before, lambda x: self._stand_ins.settle(x, refresh))
-            if not _are_same(_items(value), found):
-                _fill(value, found)
+            if not are_same(items_of(value), found):
+                fill(value, found)
 
         self._undo.append((path, undo))
 
@@ -597,9 +592,9 @@ class Reached:
 
         def undo() -> None:
             with x.mutex:
-                if not _are_same([*x.queue], before):
+                if not are_same([*x.queue], before):
                     x.unfinished_tasks += len(before) - len(x.queue)
-                    _fill(x.queue, before)
+                    fill(x.queue, before)
 
         self._undo.append((path, undo))
         self._follow(enumerate(before), path)
@@ -607,7 +602,7 @@ class Reached:
     def _save_cache(self, function: Any, path: str) -> None:
         """Follow what a function keeps (`functools.lru_cache`), and drop what the run adds."""
         self._pending.append((function.__wrapped__, path))
-        if _is_of_package(function.__wrapped__):
+        if is_of_package(function.__wrapped__):
             return
         self._follow(enumerate(_cached(function)), path)
         before = function.cache_info()
@@ -622,16 +617,16 @@ class Reached:
         """Save what gives and takes its state: random generators, files in memory."""
         if isinstance(x, random.SystemRandom) or getattr(x, "closed", False):
             return
-        get, put = next(pair for kind, pair in _STATES.items() if isinstance(x, kind))
+        get, put = next(pair for kind, pair in STATES.items() if isinstance(x, kind))
         before = get(x)
 
         def undo() -> None:
-            if not _is_equal_state(get(x), before):
+            if not is_equal_state(get(x), before):
                 put(x, before)
 
         self._undo.append((path, undo))
         self._pending.append((getattr(x, "seed_seq", None), path))
-        if not _is_of_package(type(x)):
+        if not is_of_package(type(x)):
             self._visit_object(x, path)
 
     def _save_environment(self) -> None:
@@ -679,11 +674,11 @@ class Reached:
         if x.is_leaf:
             self._save_weight(x, path)
         found = x.to_local() if isinstance(x, DTensor) else x.detach()
-        if type(x) is not DTensor and _is_strided(x):
+        if type(x) is not DTensor and is_strided(x):
             whole = found
 
             def restore_data() -> None:  # after `x.data = ...` or resizing
-                if not _is_same_memory(x, whole):
+                if not is_same_memory(x, whole):
                     x.data = whole
 
             self._undo.append((path, restore_data))
@@ -698,13 +693,13 @@ class Reached:
 
             self._undo.append((path, check))
             if self._sums(num_bytes):
-                self._save_sum(lambda: _checksum(found), path)
+                self._save_sum(lambda: checksum(found), path)
             return
         value = found.clone()
 
         def undo() -> None:
             try:
-                is_same = torch.equal(found, value) or torch.equal(_bits(found), _bits(value))
+                is_same = torch.equal(found, value) or torch.equal(bits_of(found), bits_of(value))
             except (RuntimeError, TypeError, NotImplementedError):  # sparse or nested, for example
                 is_same = tensor_version(x) == version
             if not is_same:
@@ -722,12 +717,12 @@ class Reached:
                 if x.shape != value.shape:
                     x.resize(value.shape, refcheck=False)
                 now = np.asarray(x)
-                if x.dtype.hasobject or not np.array_equal(_array_bits(now), _array_bits(value)):
+                if x.dtype.hasobject or not np.array_equal(array_bits(now), array_bits(value)):
                     now[...] = value
 
             self._undo.append((path, undo))
         elif x.flags.writeable and self._sums(x.nbytes):
-            self._save_sum(lambda: _checksum(torch.from_numpy(_array_bits(np.asarray(x)))), path)
+            self._save_sum(lambda: checksum(torch.from_numpy(array_bits(np.asarray(x)))), path)
         elif x.flags.writeable:
             _warn_once("more than 2 GB of arrays, by", path)
         if type(x) is not np.ndarray:
@@ -759,37 +754,11 @@ class Reached:
 
 # ---------------------------------------------------------------- kinds of values
 
-_BASES: Final = (OrderedDict, dict, list, deque, set, bytearray, tuple)
-
 
 def _flat(table: dict[Any, Any]) -> tuple[type, ...]:
     """Return the classes that are keys of a table, alone or in tuples."""
     return tuple(x for key in table for x in (key if isinstance(key, tuple) else (key,)))
 
-
-def _fill_array(x: "array.array[Any]", content: bytes) -> None:
-    del x[:]
-    x.frombytes(content)
-
-
-_STATES: Final[dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]] = {
-    random.Random: (lambda x: x.getstate(), lambda x, state: x.setstate(state)),
-    np.random.RandomState: (lambda x: x.get_state(), lambda x, state: x.set_state(state)),
-    torch.Generator: (lambda x: x.get_state(), lambda x, state: x.set_state(state)),
-    np.random.BitGenerator: (
-        lambda x: deepcopy(x.state),
-        lambda x, state: setattr(x, "state", state),
-    ),
-    np.random.SeedSequence: (
-        lambda x: [x.state["n_children_spawned"], x.__reduce__()],
-        lambda x, state: x.__setstate_cython__(state[1][2]),
-    ),
-    (io.StringIO, io.BytesIO): (
-        lambda x: x.__getstate__()[:-1],
-        lambda x, state: x.__setstate__((*state, None)),
-    ),
-    array.array: (lambda x: x.tobytes(), _fill_array),
-}
 
 _WRAPPERS: Final[dict[Any, str]] = {
     MethodType: "__func__ __self__",
@@ -818,31 +787,19 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Reached, Any, str], None]], ...]] = (
     (queue.Queue, Reached._save_queue),
     (Optimizer, Reached._visit_optimizer),
     ((DataLoader, Sampler, BatchSampler), Reached._visit_loader),
-    (_flat(_STATES), Reached._save_state),
+    (_flat(STATES), Reached._save_state),
 )
 """How each kind of value is saved and followed; any other by `Reached._visit_object`."""
 
 
-@lru_cache(maxsize=4096)
+_methods = weakref.WeakKeyDictionary[type, Callable[[Reached, Any, str], None]]()
+
+
 def _method(kind: Any) -> Callable[[Reached, Any, str], None]:
-    return next(
-        (method for kinds, method in _KINDS if issubclass(kind, kinds)), Reached._visit_object
-    )
-
-
-def _is_holder(kind: type) -> bool:
-    """Return whether objects of a class hold what users put there."""
-    return issubclass(kind, _HOLDERS) or not all(map(_is_of_package, kind.__mro__))
-
-
-def _is_restored_in_part(kind: type) -> bool:
-    """Return whether users change objects of a class of a library: configurations, for example."""
-    root = kind.__module__.partition(".")[0]
-    if root in ("lightning", "pytorch_lightning"):
-        return kind.__name__ == "Trainer"
-    if issubclass(kind, LRScheduler):
-        return True
-    return root not in _LEFT_ALONE and root not in sys.stdlib_module_names
+    if kind not in _methods:
+        found = (method for kinds, method in _KINDS if issubclass(kind, kinds))
+        _methods[kind] = next(found, Reached._visit_object)
+    return _methods[kind]
 
 
 def _is_flat(value: Any) -> bool:
@@ -853,43 +810,6 @@ def _is_flat(value: Any) -> bool:
         return False
     values = value.values() if type(value) is dict else value
     return all(type(x) in _ATOMS for x in values)
-
-
-def _is_of_user(x: Any) -> bool:
-    """Return whether a function or a class is of no library that we know."""
-    while isinstance(x, partial):
-        x = x.func
-    module = getattr(x, "__module__", None) or type(x).__module__
-    return module.partition(".")[0] not in _LIBRARIES
-
-
-def _is_of_package(x: Any) -> bool:
-    """Return whether a function or a class is of Python or of an installed package."""
-    return _is_package(getattr(x, "__module__", None) or "builtins")
-
-
-def _is_package(module: str) -> bool:
-    return _is_installed(module.partition(".")[0])
-
-
-@lru_cache(maxsize=4096)
-def _is_installed(root: str) -> bool:
-    if root in _LIBRARIES or root in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    is_beside = any(part in _INSTALLED for part in Path(file).parts)
-    return is_beside and root not in _DATA_PACKAGES and not _is_project(root)
-
-
-def _is_project(root: str) -> bool:
-    """Return whether an installed package is a folder of the user: ``pip install .`` (PEP 610)."""
-    for name in packages_distributions().get(root, ()):
-        found = distribution(name)
-        installer = (found.read_text("INSTALLER") or "").strip()
-        source = found.read_text("direct_url.json") or ""
-        if installer == "conda" or "dir_info" not in source:
-            return False
-    return True
 
 
 @lru_cache(maxsize=64)
@@ -911,7 +831,6 @@ def _is_special(name: str) -> bool:
     return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"
 
 
-@lru_cache(maxsize=4096)
 def _slots(kind: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class of users, private ones as Python spells them."""
     return tuple(
@@ -957,84 +876,6 @@ def _cached(function: Any) -> list[Any]:
         and not isinstance(x, type)
         and not (type(x) is dict and any("lru_list" in type(y).__name__ for y in x.values()))
     ]
-
-
-# ---------------------------------------------------------------- contents of values
-
-
-@lru_cache(maxsize=4096)
-def _base(kind: Any) -> Any:
-    return next(base for base in _BASES if issubclass(kind, base))
-
-
-def _length(value: Any) -> int:
-    """Return the length of a container, past what a user's class overrides."""
-    return int(_base(type(value)).__len__(value))
-
-
-def _items(value: Any) -> list[Any]:
-    """Return the items of a container, in pairs with their keys those of a dict."""
-    base = _base(type(value))
-    return [*(base.items(value) if isinstance(value, dict) else base.__iter__(value))]
-
-
-def _are_same(now: list[Any], before: list[Any]) -> bool:
-    if len(now) != len(before):
-        return False
-    return all(map(operator.is_, now, before)) or all(
-        a is b or (type(a) is tuple and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
-        for a, b in zip(now, before, strict=True)
-    )
-
-
-def _fill(value: Any, items: list[Any]) -> None:
-    """Replace the items of a container, past what a user's class overrides."""
-    base = _base(type(value))
-    base.clear(value)
-    if isinstance(value, dict):
-        for key, item in items:
-            base.__setitem__(value, key, item)
-    else:
-        (base.update if base is set else base.extend)(value, items)
-
-
-def _is_strided(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_nested and not x.is_quantized
-
-
-def _is_same_memory(x: Tensor, other: Tensor) -> bool:
-    try:
-        is_same = x.data_ptr() == other.data_ptr()
-    except RuntimeError:  # it has none of its own
-        return True
-    return is_same and x.shape == other.shape and x.stride() == other.stride()
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor: as one may compare them, whatever they mean."""
-    return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-
-
-def _array_bits(x: Any) -> Any:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
-def _checksum(x: Tensor) -> Any:
-    """Return the sum of the bytes of a tensor, and some of them; None where there are none."""
-    try:
-        bits = _bits(x)
-        some = bits[:: max(bits.numel() // 1024, 1)].tolist()
-        is_aligned = bits.numel() % 8 == 0 and bits.storage_offset() % 8 == 0
-        return (bits.view(torch.int64) if is_aligned else bits).sum().item(), some
-    except (RuntimeError, TypeError, NotImplementedError):
-        return None
-
-
-def _is_equal_state(now: Any, before: Any) -> bool:
-    try:
-        return bool(now == before)
-    except (RuntimeError, ValueError):  # arrays
-        return False
 
 
 @contextmanager
