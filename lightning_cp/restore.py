@@ -161,7 +161,12 @@ def _fractions(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, flo
     if isinstance(value, float):
         yield path, value
     elif isinstance(value, Tensor):
-        if value.dim() == 0 and value.is_floating_point() and not value.is_meta:
+        if (
+            not is_lazy(value)
+            and value.dim() == 0
+            and value.is_floating_point()
+            and not value.is_meta
+        ):
             yield path, float(value)
     elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
         seen.add(id(value))

@@ -6,11 +6,13 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import importlib
 import io
 import itertools
 import os
 import queue
 import random
+import sqlite3
 import sys
 import threading
 import types
@@ -24,6 +26,7 @@ import torchmetrics
 import transformers
 from torch import nn
 
+from lightning_cp.replay import ReplayError
 from lightning_cp.restore import NotRestoredError, UpdatesWeightsError, restored_state
 
 
@@ -550,3 +553,110 @@ def test_iterators_of_a_run_with_a_seed_draw_as_the_step_will():
             assert next(tried.values) == expected[0]
             assert float(torch.rand(())) == expected_inside
     assert [next(tried.values) for _ in range(9)] == expected
+
+
+class LazyList(list):
+    def __iter__(self):
+        raise RuntimeError("reads a disk")
+
+
+class LazyDict(dict):
+    def items(self):
+        return [(key, [value]) for key, value in dict.items(self)]
+
+
+def build_knot():
+    knot, shared = {"x": 0.5}, [0.5]
+    knot["me"] = knot
+    for _ in range(40):
+        shared = [shared, shared]
+    return [knot, shared]
+
+
+UNTOUCHED = {
+    "generator of the system": random.SystemRandom,
+    "knot": build_knot,
+    "half complex": lambda: torch.zeros(3, dtype=torch.complex32),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "expanded": lambda: torch.tensor(float("nan")).expand(5),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "lazy": lambda: [nn.LazyLinear(3)],
+    "list": lambda: LazyList([1, 2]),
+    "dict": lambda: LazyDict(a=1.0),
+    "closed": lambda: closed(io.StringIO()),
+    "dates": lambda: np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+}
+
+
+def closed(file):
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("kind", UNTOUCHED)
+def test_what_has_not_changed_is_no_reason_to_refuse(kind):
+    value = UNTOUCHED[kind]()
+    with restored_state(nn.Linear(1, 1), types.SimpleNamespace(value=value)) as reached:
+        reached.numbers()
+    if kind == "dict":
+        assert dict.__getitem__(value, "a") == 1.0
+
+
+def test_a_cursor_is_left_alone():
+    """It is an iterator that ``execute`` starts anew."""
+    cursor = sqlite3.connect(":memory:").cursor()
+    cursor.execute("select 1 union select 2")
+    holder = types.SimpleNamespace(cursor=cursor)
+    with restored_state(nn.Linear(1, 1), holder):
+        assert [*holder.cursor.execute("select 3")] == [(3,)]
+    assert holder.cursor is cursor
+    assert [*holder.cursor.execute("select 4")] == [(4,)]
+
+
+def test_what_a_generator_is_sent_must_be_the_same_again():
+    holder = types.SimpleNamespace(values=numbers_sent())
+    next(holder.values)
+    with restored_state(nn.Linear(1, 1), holder):
+        holder.values.send(2)
+    with pytest.raises(ReplayError, match="verify_steps=False"):
+        holder.values.send(3)
+
+
+def test_a_large_array_that_changes_is_noticed():
+    holder = types.SimpleNamespace(table=np.zeros(1 << 24, np.float32)[:-1].copy(), more=None)
+    holder.more = np.zeros((1 << 24) + 2, np.float32)
+    with (
+        pytest.raises(NotRestoredError, match="more could not be restored"),
+        restored_state(nn.Linear(1, 1), holder),
+    ):
+        holder.more[5] = holder.table[5] = 1.0
+    assert holder.table[5] == 0.0
+
+
+def test_projects_of_users_may_be_installed(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    for name in ("own_project", "other_library"):
+        (folder / name).mkdir(parents=True)
+        text = "number = 0\ndef count():\n    global number\n    number += 1\n"
+        (folder / name / "__init__.py").write_text(text)
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "top_level.txt").write_text(name)
+    source = '{"url": "file:///home/me/project", "dir_info": {}}'
+    (folder / "own_project-1.0.dist-info" / "direct_url.json").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    own, other = map(importlib.import_module, ("own_project", "other_library"))
+    holder = types.SimpleNamespace(own=own.count, other=other.count)
+    with restored_state(nn.Linear(1, 1), holder):
+        holder.own()
+        holder.other()
+    assert (own.number, other.number) == (0, 1)
+
+
+def test_numbers_in_containers_count_if_they_have_changed():
+    model = nn.Linear(1, 1)
+    model.total, model.table, model.losses = 0.5, {"a": 0.5}, [0.5]
+    with restored_state(model) as reached:
+        model.losses[0] = 1.5
+        assert dict(reached.kept_numbers(model)) == {"total": 0.5, "losses[0]": 1.5}
