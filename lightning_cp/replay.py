@@ -8,7 +8,6 @@ attributes that it has rebound. Once that is used up, the iterator itself comes 
 
 import itertools
 import random
-import sys
 import types
 import warnings
 import weakref
@@ -20,6 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+
+from lightning_cp.whose_code import is_of_package
 
 _SOURCES: Final[tuple[Any, ...]] = (
     (),
@@ -45,7 +46,6 @@ _COPIED: Final = frozenset(
 _PUBLIC: Final = {name for name in dir(GeneratorType) if name[0] != "_"} | {"dialect", "line_num"}
 """What iterators have beside their position that cannot start them anew."""
 
-_PLAIN_ROOTS: Final = {"builtins", "torch"} | sys.stdlib_module_names
 _ATOMS: Final = frozenset((int, float, complex, str, bytes, bool, type(None)))
 _SENT: Final = (int, float, str, bytes, type(None))
 
@@ -388,13 +388,11 @@ def _tape_of(it: Any) -> Tape | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Return whether iterators of a class of Python, C or torch do nothing but iterate.
+    """Return whether iterators of a class of Python or of a package do nothing but iterate.
 
     A cursor of a data base is started anew by its methods, and a file can seek.
     """
-    if kind.__module__.partition(".")[0] not in _PLAIN_ROOTS:
-        return False
-    return {name for name in dir(kind) if name[0] != "_"} <= _PUBLIC
+    return is_of_package(kind) and {name for name in dir(kind) if name[0] != "_"} <= _PUBLIC
 
 
 def _swapped(value: Any, swap: Callable[[Any], Any]) -> Any:
