@@ -209,7 +209,6 @@ class Reached:
         self._stand_ins = StandIns()
         self._num_copied = self._num_summed = 0
         self._owners: list[tuple[Any, str]] = []
-        self._found = {name: [*_fractions(x, name, set())] for name, x in vars(model).items()}
         self._save_environment()
         for name, parameter in model.named_parameters():
             self._save_weight(parameter, name)
@@ -254,15 +253,6 @@ class Reached:
             for value, path in self._owners
             for found, number in _fractions(_contents(value), path, seen)
         }
-
-    def kept_numbers(self, owner: nn.Module) -> Iterator[tuple[str, float]]:
-        """Yield `kept_numbers` of the model, without containers that hold what they held."""
-        seen = set[int]()
-        for name, value in vars(owner).items():
-            if name not in _MODULE_ATTRIBUTES:
-                numbers = [*_fractions(value, name, seen)]
-                if isinstance(value, float | Tensor) or numbers != self._found.get(name):
-                    yield from numbers
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -652,11 +652,3 @@ def test_projects_of_users_may_be_installed(tmp_path, monkeypatch):
         holder.own()
         holder.other()
     assert (own.number, other.number) == (0, 1)
-
-
-def test_numbers_in_containers_count_if_they_have_changed():
-    model = nn.Linear(1, 1)
-    model.total, model.table, model.losses = 0.5, {"a": 0.5}, [0.5]
-    with restored_state(model) as reached:
-        model.losses[0] = 1.5
-        assert dict(reached.kept_numbers(model)) == {"total": 0.5, "losses[0]": 1.5}

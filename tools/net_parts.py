@@ -15,6 +15,7 @@ NO_LIGHTNING = f":!lightning_cp/lightning :!lightning_cp/planner {NEVER}"
 NO_ATTENTION = f":!lightning_cp/attn :!lightning_cp/sequence {NEVER}"
 RANKS = "constraints.txt benchmarks/measure.py tests/doors.py tests/ranks.py tests/strategies.py"
 FITS = "tests/lightning/jobs.py tests/oracle.py tests/tiny.py"
+SIDE_BY_SIDE = f"{RANKS} tools/side_by_side.py"
 # Of tests/parity what is no test.
 PARITY = "tests/parity/[!t]* tests/parity/tr*"
 
@@ -51,14 +52,14 @@ PARTS = (
     Part(
         "parity",
         "{python} -m tools.parity --results {results}",
-        f"lightning_cp {NO_LIGHTNING} hf_patches {PARITY} {RANKS} "
+        f"lightning_cp {NO_LIGHTNING} hf_patches {PARITY} {SIDE_BY_SIDE} "
         "tools/parity.py tools/media_report.py tools/support_table.py",
         90,
     ),
     Part(
         "media",
         "{python} -m tools.media_report",
-        f"lightning_cp {NO_LIGHTNING} hf_patches {PARITY} {RANKS} "
+        f"lightning_cp {NO_LIGHTNING} hf_patches {PARITY} {SIDE_BY_SIDE} "
         "tools/media_report.py tools/support_table.py",
         30,
     ),
@@ -66,7 +67,7 @@ PARTS = (
         "cells",
         "{python} -m tools.cells --results {results}",
         f"lightning_cp :!lightning_cp/attn/flex {NEVER} hf_patches :!hf_patches/trainer* "
-        f":!hf_patches/mixers {RANKS} {FITS} tests/lightning/mesh_runs.py tests/parity/steps.py "
+        f":!hf_patches/mixers {SIDE_BY_SIDE} {FITS} tests/lightning/mesh_runs.py tests/parity/steps.py "
         "tools/cells.py",
         60,
     ),
@@ -81,7 +82,7 @@ PARTS = (
     Part(
         "scripts",
         "{python} -m tools.user_scripts --results {results}",
-        f"lightning_cp {NEVER} hf_patches :!hf_patches/mixers {PARITY} {RANKS} {FITS} "
+        f"lightning_cp {NEVER} hf_patches :!hf_patches/mixers {PARITY} {SIDE_BY_SIDE} {FITS} "
         "tests/hf_patches/trainer_jobs.py tools/user_scripts",
         20,
     ),

@@ -85,10 +85,7 @@ class ModuleCall:
         """Return whether dropout by functions, or noise, enters a training step."""
         if not self.is_training or self._evaluates:
             return False
-        devices = {p.device for p in self.module.parameters() if p.device.type == "cuda"}
-        with torch.random.fork_rng([*devices]):
-            torch.manual_seed(torch.initial_seed() + 1)
-            other, precision = self.run(batch, alone=True), self.precision()
+        other, precision = self.run(batch, alone=True, seed=1), self.precision()
         is_same = full.values.keys() == other.values.keys() and all(
             outputs.is_close(other.values[name].leaf.value, value.leaf.value, precision)
             for name, value in full.values.items()
@@ -96,12 +93,15 @@ class ModuleCall:
         is_exact = precision not in (torch.float16, torch.bfloat16)
         return not is_same or (is_exact and not are_near(full.gradients, other.gradients))
 
-    def run(self, batch: Any, *, alone: bool) -> Run:
-        """Run the step, collect its values, and undo what it changes."""
+    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
+        """Run the step, collect its values, and undo what it changes.
+
+        Random numbers are those of the step that follows, or of another seed.
+        """
         module = self.module
         with (
             restored_metrics(module),
-            restored_state(module, *_around(module)),
+            restored_state(module, *_around(module)) as reached,
             _without_loggers(module),
             own_gradients(module) if self.is_training else nullcontext() as weights,
             torch.set_grad_enabled(self.is_training),
@@ -110,6 +110,8 @@ class ModuleCall:
                 no_dropout(module)
             else:
                 module.eval()
+            if seed:
+                reached.reseed(seed)
             metrics = metrics_of(module)
             for metric in metrics.values():
                 metric.reset()
