@@ -13,7 +13,8 @@ NEVER = ":!lightning_cp/torch_prototype.py :!lightning_cp/__main__.py"
 """What tests alone run."""
 NO_LIGHTNING = f":!lightning_cp/lightning :!lightning_cp/planner {NEVER}"
 NO_ATTENTION = f":!lightning_cp/attn :!lightning_cp/sequence {NEVER}"
-RANKS = "constraints.txt benchmarks/measure.py tests/doors.py tests/ranks.py tests/strategies.py"
+RANKS = "constraints.txt benchmarks/measure.py tests/doors.py tests/ranks.py tests/strategies.py "
+RANKS += "tests/torch_names.py"
 FITS = "tests/lightning/jobs.py tests/oracle.py tests/tiny.py"
 SIDE_BY_SIDE = f"{RANKS} tools/side_by_side.py"
 # Of tests/parity what is no test.
@@ -67,8 +68,8 @@ PARTS = (
         "cells",
         "{python} -m tools.cells --results {results}",
         f"lightning_cp :!lightning_cp/attn/flex {NEVER} hf_patches :!hf_patches/trainer* "
-        f":!hf_patches/mixers {SIDE_BY_SIDE} {FITS} tests/lightning/mesh_runs.py tests/parity/steps.py "
-        "tools/cells.py",
+        f":!hf_patches/mixers {SIDE_BY_SIDE} {FITS} tests/lightning/mesh_runs.py "
+        "tests/parity/steps.py tools/cells.py",
         60,
     ),
     # How ranks end: a step is as good as any other, and its numbers are compared elsewhere.
