@@ -84,6 +84,13 @@ def fill(value: Any, items: list[Any]) -> None:
         (base.update if base is set else base.extend)(value, items)
 
 
+def is_table(kind: type) -> bool:
+    """Return whether objects of a class are frames or series of pandas."""
+    return hasattr(kind, "loc") and any(
+        base.__module__.startswith("pandas.") for base in kind.__mro__
+    )
+
+
 def is_strided(x: Tensor) -> bool:
     """Return whether a tensor lies in memory as a grid."""
     return x.layout == torch.strided and not x.is_nested and not x.is_quantized

@@ -51,6 +51,7 @@ from lightning_cp.contents import (
     is_equal_state,
     is_same_memory,
     is_strided,
+    is_table,
     items_of,
     length,
 )
@@ -294,7 +295,9 @@ class Reached:
 
     def _visit_object(self, x: Any, path: str) -> None:
         kind = type(x)
-        if is_holder(kind):
+        if is_table(kind):
+            self._save_table(x, path)
+        elif is_holder(kind):
             self._save_attributes(x, path)
             self._visit_classes(kind, path)
         elif is_restored_in_part(kind) and hasattr(x, "__dict__"):
@@ -722,6 +725,19 @@ class Reached:
             _warn_once("more than 2 GB of arrays, by", path)
         if type(x) is not np.ndarray:
             self._visit_object(x, path)
+
+    def _save_table(self, x: Any, path: str) -> None:
+        """Let the run write to a copy of a frame or series of pandas."""
+        if not self._copies(int(np.sum(x.memory_usage()))):
+            _warn_once("large data frames, by", path)
+            return
+        before = x._mgr
+        x._mgr = x.copy()._mgr
+
+        def undo() -> None:
+            x._mgr = before
+
+        self._undo.append((path, undo))
 
     def _copies(self, num_bytes: int) -> bool:
         """Return whether so much may be copied, and count it."""

@@ -652,3 +652,15 @@ def test_projects_of_users_may_be_installed(tmp_path, monkeypatch):
         holder.own()
         holder.other()
     assert (own.number, other.number) == (0, 1)
+
+
+def test_frames_are_restored():
+    pandas = pytest.importorskip("pandas")
+    holder = types.SimpleNamespace(rows=pandas.DataFrame({"loss": [1.0]}), cell=pandas.Series([1]))
+    rows, cell = holder.rows, holder.cell
+    with restored_state(nn.Linear(1, 1), holder):
+        holder.rows.loc[len(holder.rows)] = [2.0]
+        holder.cell[0] += 1
+        assert (len(holder.rows), holder.cell[0]) == (2, 2)
+    assert (holder.rows is rows, holder.cell is cell) == (True, True)
+    assert (len(rows), cell[0]) == (1, 1)
