@@ -150,7 +150,8 @@ class ModuleCall:
     ) -> tuple[Step, Any, list[Logged]]:
         """Run the step, and backward if it trains, on gradients of its own."""
         cp, module = self.cp, self.module
-        module.zero_grad(set_to_none=True)
+        if weights is not None:
+            module.zero_grad(set_to_none=True)
         batch = copied(batch)
         opened = (
             cp.alone(batch, training=False, routed=True)

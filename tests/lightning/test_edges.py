@@ -212,3 +212,24 @@ def test_what_only_training_does_is_compared(ranks, tmp_path):
         text, _ = found["log", 0]
         assert "logged 'tokens'" in text
         assert (found["dropout", 0], found["path", 0], found["batch", 0]) == (0, 0, 8)
+
+
+def run_validated_amid():
+    found = []
+    for verify in (True, False):
+        with elastic_environment():
+            trainer = build_trainer(
+                strategy=doors.strategy(verify_steps=verify),
+                max_epochs=1,
+                accumulate_grad_batches=2,
+                val_check_interval=1,
+                num_sanity_val_steps=0,
+            )
+            found.append(fit(Module(), trainer))
+    return found
+
+
+def test_a_trial_run_of_validation_keeps_gradients_that_are_accumulated(ranks):
+    for tried, plain in ranks(2).run(run_validated_amid):
+        for name, expected in plain.items():
+            assert torch.equal(tried[name], expected), name
