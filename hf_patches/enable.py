@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 import hf_patches.attention  # noqa: F401  registers our names
 from hf_patches import forward, positions
 from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
-from hf_patches.layers import replace_forwards
 from hf_patches.mixers import INSTALLERS
 from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
@@ -162,8 +161,6 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
     if known is not None:
         for name in known.mixers.split():
             yield from INSTALLERS[name](model)
-    if known is not None and not _custom_modules(model):
-        yield from replace_forwards(model, _base_of(model) if known.media is None else "")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ from lightning_cp.loss import (
     global_mean,
     token_mean,
 )
-from lightning_cp.routing import unrouted
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
 from lightning_cp.torch_private import node_number, stays_unsharded
 
@@ -227,8 +226,7 @@ def _score_tokens(
         output, loss = _chunked(model, enabled, arguments, score)
     else:
         output = stock(**arguments)
-        with unrouted():  # no function of the loss needs the mode
-            loss = token_mean(output.logits, labels, shift=shift)
+        loss = token_mean(output.logits, labels, shift=shift)
     if num_items is not None:
         loss = loss * (step.losses[-1].num_tokens / num_items).to(loss.dtype)
     auxiliary = balance_loss(model, output, step)

@@ -9,7 +9,6 @@ inside TorchScript, inside a custom operator or a custom backward, and on other 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from lightning_cp.torch_private import (
     never_compile_alone,
     outside_graphs,
     plain_functions,
-    without_mode,
 )
 
 # A model that ignores documents and padding on one device ignores them on several.
@@ -223,14 +221,6 @@ def enabled() -> TorchFunctionMode:
         never_compile_alone(_Dispatch.__torch_function__) and never_compile_alone(call_unsharded)
     )
     return _mode
-
-
-def unrouted() -> AbstractContextManager[None]:
-    """Return a context without the mode, for code that does not call attention directly.
-
-    Modes that were entered later stay, and so does this one, below them.
-    """
-    return without_mode(_mode)
 
 
 @outside_graphs

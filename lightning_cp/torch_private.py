@@ -17,8 +17,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from inspect import signature
-from itertools import chain, repeat
-from operator import itemgetter
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -498,54 +496,6 @@ def module_hooks(module: nn.Module) -> list[object]:
     return [hook for hooks in dicts for hook in hooks.values() if not _is_fsdp_hook(hook)]
 
 
-class CallCode:
-    """What decides which code runs when modules are called, to find out later if it has changed.
-
-    Their classes with the methods that a call runs, their own forward methods, the ids of their
-    hooks, which are never used again, and the modules inside them. Each step looks at all layers:
-    no loop in Python over modules.
-
-    Args:
-        modules: the modules.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = tuple(modules)
-        self._classes = {type(module) for module in self.modules}
-        self._code = self._read()
-
-    def is_current(self) -> bool:
-        """Return whether the same code runs as when this was created."""
-        return self._read() == self._code
-
-    def _read(self) -> list[object]:
-        attributes, flat = list(map(vars, self.modules)), chain.from_iterable
-        return [
-            *map(type, self.modules),
-            *flat(map(call_methods, self._classes)),
-            *map(dict.get, attributes, repeat("forward")),
-            *map(dict.get, attributes, repeat("_compiled_call_impl")),
-            *flat(map(_PRE_HOOKS, attributes)),
-            *flat(map(_HOOKS, attributes)),
-            *flat(map(dict.values, map(_CHILDREN, attributes))),
-            *global_module_hooks(),
-        ]
-
-    def parameters(self) -> Iterator[nn.Parameter | None]:
-        """Yield the parameters of the modules without those inside them; None for empty ones."""
-        return chain.from_iterable(map(dict.values, map(_PARAMETERS, map(vars, self.modules))))
-
-
-_PRE_HOOKS, _HOOKS, _CHILDREN, _PARAMETERS = map(
-    itemgetter, ("_forward_pre_hooks", "_forward_hooks", "_modules", "_parameters")
-)
-
-
-def call_methods(owner: type[nn.Module]) -> tuple[object, ...]:
-    """Return the methods of a class that a call of a module runs (`nn.Module._call_impl`)."""
-    return owner.__call__, owner._call_impl, owner.forward
-
-
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """Return the hooks on the gradient of a parameter (`Tensor._backward_hooks`)."""
     hooks: dict[int, Any] = parameter._backward_hooks or {}
@@ -568,39 +518,6 @@ def global_module_hooks() -> list[object]:
         *nn.modules.module._global_backward_pre_hooks.values(),
         *nn.modules.module._global_backward_hooks.values(),
     ]
-
-
-class without_pre_hooks(AbstractContextManager[None]):
-    """Call modules without their hooks before forward inside (`nn.Module._forward_pre_hooks`).
-
-    torch calls a module that has no hook at all by a shorter way.
-
-    Args:
-        modules: the modules. Hooks that are registered inside are called, and stay; their handles
-            do not remove them afterwards. Modules with hooks after forward keep all.
-        is_needless: whether a hook may be left out; a module with another one keeps all of its.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], is_needless: Callable[[object], bool]) -> None:
-        self._hooks = [
-            (module.__dict__, hooks, OrderedDict[int, Any]())
-            for module in modules
-            if (hooks := module._forward_pre_hooks)
-            and not module._forward_hooks
-            and all(map(is_needless, hooks.values()))
-        ]
-        self.num_modules = len(self._hooks)
-
-    def __enter__(self) -> None:
-        for attributes, _, none in self._hooks:
-            attributes["_forward_pre_hooks"] = none
-
-    def __exit__(self, *_: object) -> None:
-        for attributes, hooks, added in self._hooks:
-            if added:
-                hooks.update(added)
-                added.clear()
-            attributes["_forward_pre_hooks"] = hooks
 
 
 def base_of(x: Tensor) -> Tensor | None:
@@ -862,28 +779,6 @@ def without_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]
-
-
-class without_mode(AbstractContextManager[None]):
-    """Remove a torch function mode, if it is the innermost one (`overrides._pop_mode`).
-
-    Args:
-        mode: the mode.
-    """
-
-    def __init__(self, mode: overrides.TorchFunctionMode) -> None:
-        self._mode = mode
-        self._is_removed = False
-
-    def __enter__(self) -> None:
-        current = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
-        self._is_removed = current is self._mode
-        if self._is_removed:
-            overrides._pop_mode()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_removed:
-            overrides._push_mode(self._mode)  # type: ignore[no-untyped-call]
 
 
 class RecordedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]

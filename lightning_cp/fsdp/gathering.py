@@ -101,12 +101,6 @@ def _note_use(root: nn.Module) -> None:
     root.__dict__[_USED] = root.__dict__[_USED] or is_idle(root)
 
 
-def must_note_use(parameter: nn.Parameter) -> bool:
-    """Return whether a use of a parameter must be noted now: outside of the forward of its root."""
-    used = parameter.__dict__.get(USE_CALLBACK)
-    return used is not None and is_idle(used.args[0])
-
-
 def _check_use(root: nn.Module, *_: object) -> None:
     """Raise if a unit is called again after autograd used its parameters outside of its forward.
 
@@ -147,15 +141,6 @@ def is_unit(module: nn.Module) -> bool:
 def is_gathering_hook(hook: object) -> bool:
     """Return whether a hook of a module is one of those that `gather_parts` has registered."""
     return getattr(hook, "func", None) in (_open, _close)
-
-
-def unit_of_hook(hook: object) -> nn.Module | None:
-    """Return the unit that a hook of a module inside it gathers; None for another hook."""
-    if not isinstance(hook, partial) or hook.func is not _open:
-        return None
-    _, unit = hook.args
-    found: nn.Module = unit
-    return found
 
 
 def find_units(owner: nn.Module) -> list[nn.Module]:

@@ -8,7 +8,7 @@ arguments by name (Lightning 2.6); imports nothing from Lightning. What hooks lo
 import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType
@@ -21,7 +21,6 @@ from torchmetrics import Metric
 
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.routing import unrouted
 from lightning_cp.step import LossMark, Step
 
 Sync = Literal["never", "epoch", "always"]
@@ -110,8 +109,7 @@ def recorded_logs(
                 ignore_sync_advice(options["name"])
         if sync is not None:
             args, kwargs = parameters.replace(args, kwargs, changes)
-            with unrouted() if parameters.is_lightnings else nullcontext():
-                log(*args, **kwargs)
+            log(*args, **kwargs)
 
     with _replaced_log(module, record):
         yield records
@@ -170,9 +168,6 @@ class _Parameters:
     """
 
     def __init__(self, function: Any, *, is_method: bool) -> None:
-        self.is_lightnings = getattr(function, "__module__", "").startswith(
-            ("lightning.", "pytorch_lightning.")
-        )
         self._name = getattr(function, "__qualname__", "log")
         self._signature = inspect.signature(
             MethodType(function, object()) if is_method else function

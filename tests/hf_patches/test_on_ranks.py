@@ -1,10 +1,18 @@
 """What enabled models do on several ranks, beside what the parity suite compares."""
 
+from contextlib import ExitStack
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from hf_patches import enable
 from tests import doors
@@ -72,6 +80,93 @@ def image_spans():
 def test_masks_that_a_model_is_given_are_served_exactly(ranks, case):
     worst = dict(zip(LAYOUTS, ranks(3).run(case)[0], strict=True))
     assert max(worst.values()) < 1e-9, worst
+
+
+def attend(x):
+    heads = x[:, None]
+    return x + functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+
+
+class OwnNorm(nn.Module):
+    def forward(self, x):
+        return attend(x)
+
+
+def hook(model, stack):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: attend(out))
+
+
+def override(model, stack):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = partial(lambda forward, x: attend(forward(x)), mlp.forward)
+
+
+def replaced(model, stack):
+    model.model.norm = OwnNorm()
+
+
+def patched_class(model, stack):
+    plain = LlamaMLP.forward
+    patch = mock.patch.object(LlamaMLP, "forward", lambda self, x: attend(plain(self, x)))
+    stack.enter_context(patch)
+
+
+def hook_of_all_modules(model, stack):
+    def attends(module, args, out):
+        return attend(out) if isinstance(module, LlamaDecoderLayer) else None
+
+    stack.callback(register_module_forward_hook(attends).remove)
+
+
+def users_code(change):
+    """Return the error of gradients where code of a user attends, before and after a step."""
+    batch = plain()
+    stock, model, cp = double("llama"), double("llama"), build_cp(layout="zigzag")
+    enable(model)
+    with cp.step(batch) as local, Double():
+        unchanged = model(**local).loss.item()
+    with ExitStack() as stack:
+        change(stock, stack)
+        with Double():
+            stock(**batch).loss.backward()
+    with ExitStack() as stack:
+        change(model, stack)
+        with cp.step(batch) as local, Double():
+            loss = model(**local).loss
+        loss.backward()
+    assert abs(loss.item() - unchanged) > 1e-4
+    return max(errors(gradients(model, cp), gradients(stock)).values())
+
+
+CHANGES = (hook, override, replaced, patched_class, hook_of_all_modules)
+
+
+def users_codes():
+    return {change.__name__: users_code(change) for change in CHANGES}
+
+
+def test_attention_in_code_of_users_inside_a_known_model_is_exact(ranks):
+    for found in ranks(2).run(users_codes):
+        assert max(found.values()) < 1e-9, found
+
+
+def convolved():
+    model, cp = zoo.build_model("llama"), build_cp(layout="zigzag")
+    enable(model)
+    weight = torch.ones(model.config.hidden_size, 1, 2)
+
+    def convolve(module, args, out):
+        return out + functional.conv1d(out.mT, weight, padding=1, groups=len(weight)).mT[:, :-1]
+
+    model.model.layers[1].mlp.register_forward_hook(convolve)
+    with cp.step(plain()) as local, pytest.raises(RuntimeError) as raised:
+        model(**local)
+    return str(raised.value)
+
+
+def test_a_convolution_in_code_of_users_inside_a_known_model_is_refused(ranks):
+    for said in ranks(2).run(convolved):
+        assert "conv1d() was called inside a step" in said
 
 
 def logits_whole():
