@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,18 +19,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_cp import active_step
 from lightning_cp.comm.transport import gather
-from lightning_cp.data.sharding import shard
-from lightning_cp.geometry.layout import build_layout
+from lightning_cp.data.batch import unnamed_batch
+from lightning_cp.data.step_builder import build_step
+from lightning_cp.geometry.layout import Layout, layout_of_shards
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.step import Step
 from lightning_cp.torch_private import in_backward, outside_graphs
-from lightning_cp.torch_prototype import parallel_of
 
 _NAME = "ContextParallelAttention"
-
-# Equal calls are the same step, so that activation checkpointing may repeat one in backward.
-_uids: dict[tuple[object, ...], int] = {}
 
 
 class ContextParallelAttention(ParallelStyle):
@@ -42,15 +38,16 @@ class ContextParallelAttention(ParallelStyle):
     and padding and routes the attention of all modules, it changes nothing.
 
     Args:
-        cp: the ranks that share sequences: a `ContextParallel`, or the mesh of one. The mesh of the
-            plan is not used: its ranks may share heads.
+        cp: the ranks that share sequences. The mesh of the plan is not used: its ranks may share
+            heads.
         seq_dim: the sequence dim of the first tensor that the module is called with.
         layout: how the tokens were sharded, S of them over n ranks. ``contiguous``: rank r holds
             the r-th of n chunks of ceil(S / n). ``zigzag``: the r-th and the r-th from the end, of
             2 n chunks of ceil(S / 2n). The last chunks may be shorter, or empty.
 
     Example:
-        >>> style = ContextParallelAttention(None, seq_dim=1, layout="zigzag")
+        >>> cp = ContextParallel(None)
+        >>> style = ContextParallelAttention(cp, seq_dim=1, layout="zigzag")
         >>> module = style.apply(nn.MultiheadAttention(8, 2, batch_first=True))
         >>> module(*[torch.randn(1, 6, 8)] * 3, need_weights=False)[0].shape
         torch.Size([1, 6, 8])
@@ -58,14 +55,17 @@ class ContextParallelAttention(ParallelStyle):
 
     def __init__(
         self,
-        cp: ContextParallel | DeviceMesh | dist.ProcessGroup | None,
+        cp: ContextParallel,
         *,
         seq_dim: int,
         layout: Literal["contiguous", "zigzag"],
     ) -> None:
         check_choice(f"{_NAME}(layout=...)", layout, ("contiguous", "zigzag"))
-        self._cp = cp if isinstance(cp, ContextParallel) else parallel_of(cp)
-        self._seq_dim, self._layout = seq_dim, layout
+        if not isinstance(cp, ContextParallel):
+            raise TypeError(
+                f"{_NAME}() got a {type(cp).__name__} as its ranks. Give ContextParallel(mesh)."
+            )
+        self._cp, self._seq_dim, self._layout = cp, seq_dim, layout
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Change a module and return it, as a plan does with the modules that it names."""
@@ -89,64 +89,37 @@ class ContextParallelAttention(ParallelStyle):
     def build_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         """Build the step of a call; what is wrong on one rank is raised on all of them."""
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.empty(()))
-        sizes, dim = list(x.shape), self._seq_dim
-        is_known = -x.dim() <= dim < x.dim() and not isinstance(x, DTensor)
+        layout = self._compare(x, has_positions=kwargs.get("position_ids") is not None)
+        batch_size = x.shape[0] if self._seq_dim % x.dim() else 1
+        # Of the full sequences only positions are known.
+        positions = torch.arange(layout.seq_len, device=x.device)
+        full = unnamed_batch(
+            {"tokens": positions}, {"tokens": 0}, batch_size=batch_size, seq_len=layout.seq_len
+        )
+        options = replace(self._cp.options, layout=self._layout)
+        training = torch.is_grad_enabled()
+        step, _ = build_step(full, options, self._cp.groups, training=training)
+        # Equal calls are the same step, so that activation checkpointing may repeat one in
+        # backward.
+        return replace(step, uid=hash((id(self._cp), layout, batch_size)))
+
+    def _compare(self, x: Tensor, *, has_positions: bool) -> Layout:
+        """Return the layout of the ranks' shards; raise on all ranks if one cannot be served."""
+        sizes, dim, context = list(x.shape), self._seq_dim, self._cp.groups.context
+        is_known = -x.dim() <= dim < x.dim() and not isinstance(x, DTensor) and not has_positions
         length = sizes.pop(dim) if is_known else -1
-        given = kwargs.get("position_ids")
-        has_positions = isinstance(given, Tensor)
-        found = self._gather(length, zlib.crc32(repr((sizes, x.dtype, has_positions)).encode()))
+        others = zlib.crc32(repr((sizes, x.dtype)).encode())
+        found = gather(torch.tensor([length, others], device=context.device), context).tolist()
         lengths = [length for length, _ in found]
-        if len({other for _, other in found}) > 1 or min(lengths) < 0:
+        if len({others for _, others in found}) > 1 or min(lengths) < 0:
             raise ValueError(
                 f"{_NAME}(seq_dim={dim}): the first tensor of a call must be this rank's part of "
-                f"sequences along dim {dim}, with the same other sizes and dtype on all ranks, "
-                f"all with position_ids or none; here it is a {type(x).__name__} of shape "
-                f"{tuple(x.shape)}. Name a module that takes q, k, v or hidden states; for a "
-                "DTensor, use_local_output=True before it."
+                f"sequences along dim {dim}, with the same other sizes and dtype on all ranks; "
+                f"here it is a {type(x).__name__} of shape {tuple(x.shape)}. Name a module that "
+                "takes q, k, v or hidden states; for a DTensor, use_local_output=True before it. "
+                "`position_ids` are not taken: rotate outside of the module, or use cp.step(batch)."
             )
-        total, size = sum(lengths), len(lengths)
-        layout = build_layout(
-            self._layout, seq_len=max(total, 1), cp_size=size, shows_padding=False
-        )
-        if lengths != (expected := [layout.tensor_len(rank) for rank in range(size)]):
-            raise ValueError(
-                f"{_NAME}(layout={self._layout!r}): the ranks hold {lengths} tokens, but that "
-                f"layout of {total} tokens gives them {expected}. Shard sequences as the layout "
-                "does, and give their dim: seq_dim."
-            )
-        batch_size, rank = x.shape[0] if dim % x.dim() else 1, self._cp.cp_rank
-        positions = torch.arange(total, device=x.device).expand(batch_size, -1)
-        positions = shard(positions, 1, layout=layout, rank=rank)
-        if has_positions and [0] in self._gather(int(_are_positions(given, positions[0]))):
-            raise ValueError(
-                f"{_NAME}(layout={self._layout!r}): the position_ids of this call are not the "
-                "positions of the tokens in this layout. Shard them like the tokens; for packed "
-                "documents and padding use cp.step(batch)."
-            )
-        step = Step(
-            layout=layout,
-            groups=self._cp.groups,
-            options=self._cp.options,
-            batch_size=batch_size,
-            documents=None,
-            padding=None,
-            position_ids=positions,
-            training=torch.is_grad_enabled(),
-        )
-        key = id(self._cp), self._layout, *lengths, batch_size
-        return replace(step, uid=_uids.setdefault(key, step.uid))
-
-    def _gather(self, *numbers: int) -> list[list[int]]:
-        context = self._cp.groups.context
-        found: list[list[int]] = gather(
-            torch.tensor(numbers, device=context.device), context
-        ).tolist()
-        return found
-
-
-def _are_positions(given: Any, positions: Tensor) -> bool:
-    is_row = given.dim() > 0 and given.shape[-1] == len(positions)
-    return is_row and bool((given.to(positions.device) == positions).all())
+        return layout_of_shards(self._layout, lengths)
 
 
 @dataclass

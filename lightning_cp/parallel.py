@@ -376,16 +376,14 @@ class ContextParallel:
                 batch, training, self._alone, outer, sequence_dims, is_stock=outer.is_stock
             )
         values = self.checks.count_batch(training) if outer is None else outer.is_checked
-        problem = None
-        try:
+
+        def build() -> tuple[Step, Any]:
             check_not_sharded(batch, active_step.opened())
-            opened, local = self._build(
+            return self._build(
                 batch, training, self._groups, outer, sequence_dims, is_checked=values
             )
-        except Exception as error:  # noqa: BLE001  raised below, on all ranks
-            problem = error
-        self.checks.check_batch(batch, problem, training=training, values=values)
-        return opened, local
+
+        return self.checks.checked(batch, build, training=training, values=values)
 
     def _build(
         self,

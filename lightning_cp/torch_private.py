@@ -624,16 +624,6 @@ def prototype_balances() -> bool:
     return bool(getattr(options, "enable_load_balance", True))
 
 
-def prototype_order(load_balancer: object) -> Tensor | None:
-    """Return the index of each position in the concatenated shards, per a load balancer of torch.
-
-    `_generate_indices` of the prototype's balancers; None for other objects.
-    """
-    generate = getattr(load_balancer, "_generate_indices", None)
-    indices = None if generate is None else generate(restore=True)
-    return indices if isinstance(indices, Tensor) else None
-
-
 # torch.compile
 
 

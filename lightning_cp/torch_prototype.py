@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's prototype of context parallelism under its own names, for scripts written for it.
 
-Shards the caller's tensors in place and restores them. Attention, routing and backward are those of
-any step. For users: docs/from-torch.md.
+Shards the caller's tensors in place and restores them. Everything else is that of any step. For
+users: docs/from-torch.md.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Final
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,25 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import active_step, torch_private
 from lightning_cp.comm.mesh import group_of, neighbours
 from lightning_cp.comm.transport import gather
-from lightning_cp.data.consistency import build_fingerprint
+from lightning_cp.data.batch import FullBatch, unnamed_batch
 from lightning_cp.data.sharding import shard, unshard
-from lightning_cp.geometry.layout import Layout, build_layout
-from lightning_cp.options import AlgorithmName, check_choice
+from lightning_cp.data.step_builder import build_step, check_not_sharded
+from lightning_cp.geometry.layout import layout_of_shards
+from lightning_cp.options import AlgorithmName, LayoutName, check_choice
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.step import Step
-
-_logger = logging.getLogger(__name__)
 
 _ALGORITHMS: Final[dict[str, AlgorithmName]] = {"allgather": "gather", "alltoall": "ring"}
 
 # For the process, as in torch.
 _algorithm: AlgorithmName = "auto"
-
-# One object per group and Ulysses size, as long as the group exists: building one is collective.
-_parallels: dict[tuple[dist.ProcessGroup | None, int], ContextParallel] = {}
-
-# Buffers that an open context has sharded, by id; the context keeps them alive.
-_sharded: set[int] = set()
 
 
 @contextmanager
@@ -56,10 +48,9 @@ def context_parallel(
     ``F.scaled_dot_product_attention`` sees those of all ranks. Afterwards they are restored.
     Backward may run inside or after. All ranks of the mesh must enter together.
 
-    The first buffer determines the sequence length. Others of that length are sharded like it. A
-    longer one is taken for a table of positions and sharded to the positions of the tokens, if it
-    is floating-point and the same for all samples ([length, ...], [1, length, ...]). Any other
-    length raises.
+    The first buffer determines the sequence length, and others must have it. Beside tokens with a
+    batch dim, a longer one may be a table of positions, floating-point [length, ...]: it is sharded
+    to the positions of the tokens.
 
     For lengths that torch supports (divisible by twice the number of ranks, or by that number),
     shards are those of torch. Other lengths are not padded: some ranks hold fewer tokens.
@@ -82,31 +73,26 @@ def context_parallel(
         >>> torch.equal(x, full)
         True
     """
-    cp = parallel_of(mesh)
+    cp = _parallel_of(mesh)
     training = torch.is_grad_enabled()
-    values, problem = cp.checks.count_batch(training), None
+    values = cp.checks.count_batch(training)
     named = {f"buffers[{i}]": x for i, x in enumerate(() if buffers is None else buffers)}
-    try:
-        unique = _read(buffers, buffer_seq_dims, no_restore_buffers)
-        step = _build_step(cp, unique[0], training=training, is_checked=values)
-        shards = [(buffer, _shard(buffer, step, cp.cp_rank)) for buffer in unique]
-        watched = [
-            (buffer, _checksum(local), _checksum(_shard(buffer, step, 0)))
-            for buffer, local in shards
-            if values and not buffer.has_samples
-        ]
-    except Exception as error:  # noqa: BLE001  raised below, on all ranks
-        problem = error
-    cp.checks.check_batch(named, problem, training=training, values=values)
-    with ExitStack() as stack:
-        while shards:
-            buffer, local = shards.pop(0)
-            stack.enter_context(_replaced(buffer, local))
-            del local  # frees what is not restored
-        stack.enter_context(run_step(step))
+    freed = {id(x) for x in no_restore_buffers or ()}
+
+    def build() -> tuple[FullBatch, Step, dict[str, Tensor]]:
+        full = _read(buffers, buffer_seq_dims, freed)
+        check_not_sharded(full.tensors, active_step.opened())
+        layout = _layout_name(full.seq_len, cp.cp_size)
+        options = replace(cp.options, layout=layout, algorithm=_algorithm)
+        return full, *build_step(full, options, cp.groups, training=training, is_checked=values)
+
+    full, step, local = cp.checks.checked(named, build, training=training, values=values)
+    step.yielded[None] = list(full.tensors.values())
+    with _swapped(full, local, freed) as tables, run_step(step):
         yield cp
-        if watched:
-            cp.checks.check_batch({}, _overwritten(watched), training=training, values=False)
+        if values and tables:
+            problem = _overwritten(full, tables, step)
+            cp.checks.check_batch({}, problem, training=training, values=False)
 
 
 def context_parallel_unshard(
@@ -125,25 +111,25 @@ def context_parallel_unshard(
         mesh: the ranks that share sequences.
         buffers: this rank's shards.
         seq_dims: the sequence dim of each.
-        load_balancer: torch's, if it orders tokens as they are ordered here; no other.
+        load_balancer: None, torch's default; its other ones are refused.
     """
     dims = _check_pairs("context_parallel_unshard", buffers, "seq_dims", seq_dims)
+    if load_balancer is not None:
+        raise ValueError(
+            f"context_parallel_unshard(load_balancer={type(load_balancer).__name__}): tokens are "
+            "put into the order in which context_parallel() took them. Leave it out."
+        )
     if not buffers:
         return []
-    cp = parallel_of(mesh)
-    context, step = cp.groups.context, active_step.current()
+    cp, step = _parallel_of(mesh), active_step.current()
+    context, uid = cp.groups.context, 0 if step is None else step.uid
     lengths = torch.tensor([x.shape[dim] for x, dim in zip(buffers, dims, strict=True)])
-    full = []
-    for x, dim, local_lens in zip(
-        buffers, dims, gather(lengths.to(context.device), context).T.tolist(), strict=True
-    ):
-        layout, uid = _layout_of(local_lens), 0
-        if step is not None and step.groups is cp.groups and layout == step.layout:
-            uid = step.uid
-        if load_balancer is not None:
-            _check_order(load_balancer, layout)
-        full.append(unshard(x, dim, layout=layout, transport=context, uid=uid))
-    return full
+    held = gather(lengths.to(context.device), context).T.tolist()
+    layouts = [layout_of_shards(_layout_name(sum(each), cp.cp_size), each) for each in held]
+    return [
+        unshard(x, dim, layout=layout, transport=context, uid=uid)
+        for x, dim, layout in zip(buffers, dims, layouts, strict=True)
+    ]
 
 
 def set_rotate_method(rotate_method: str) -> None:
@@ -157,91 +143,59 @@ def set_rotate_method(rotate_method: str) -> None:
     _algorithm = _ALGORITHMS[rotate_method]
 
 
-def parallel_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> ContextParallel:
-    """Return the object of a mesh; meshes over the same group share it."""
-    for key in list(_parallels):
-        if key[0] is not None and not torch_private.is_alive(key[0]):
-            del _parallels[key]
+def _parallel_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> ContextParallel:
+    """Return the object of a mesh, which counts its batches."""
     one_axis, num_inside = neighbours(mesh, None)
-    key = group_of(one_axis, "mesh"), num_inside
-    if key not in _parallels:
-        _parallels[key] = ContextParallel(mesh)
-    return _parallels[key]
+    return _parallel(mesh, group_of(one_axis, "mesh"), num_inside)
 
 
-# ---------------------------------------------------------------- buffers
+@lru_cache(maxsize=16)
+def _parallel(mesh: Any, group: object, num_inside: int) -> ContextParallel:
+    """Return the object of a mesh; one that is equal may be over other groups."""
+    return ContextParallel(mesh)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Buffer:
-    """A tensor of the caller.
-
-    Args:
-        name: its name in messages.
-        tensor: the object that the caller holds.
-        dim: its sequence dim, counted from the front.
-        restored: whether it is restored at the end.
-    """
-
-    name: str
-    tensor: Tensor
-    dim: int
-    restored: bool
-
-    @property
-    def length(self) -> int:
-        """Return its size along the sequence dim."""
-        return self.tensor.shape[self.dim]
-
-    @property
-    def has_samples(self) -> bool:
-        """Return whether it may hold different values for different samples."""
-        return any(size != 1 for size in self.tensor.shape[: self.dim])
-
-    @property
-    def description(self) -> str:
-        """Return its name and shape, for messages."""
-        return f"{self.name} of shape {tuple(self.tensor.shape)}"
+def _layout_name(seq_len: int, cp_size: int) -> LayoutName:
+    """Return torch's layout; lengths that torch rejects are balanced."""
+    is_odd = seq_len % (2 * cp_size) != 0 and seq_len % cp_size == 0
+    return "contiguous" if is_odd or not torch_private.prototype_balances() else "zigzag"
 
 
 def _read(
-    buffers: Sequence[Tensor] | None,
-    buffer_seq_dims: Sequence[int] | None,
-    no_restore_buffers: Iterable[Tensor] | None,
-) -> list[_Buffer]:
-    """Return the buffers, each once; raise if they cannot be sharded."""
+    buffers: Sequence[Tensor] | None, buffer_seq_dims: Sequence[int] | None, freed: set[int]
+) -> FullBatch:
+    """Return the buffers as a batch; raise if they cannot be sharded."""
     dims = _check_pairs("context_parallel", buffers, "buffer_seq_dims", buffer_seq_dims)
-    # By identity: `in` would compare values.
-    not_restored = {id(x) for x in no_restore_buffers or ()}
-    if not not_restored <= {id(x) for x in buffers or ()}:
-        raise ValueError(
-            "context_parallel(no_restore_buffers=...) holds a tensor that is not in buffers. Give "
-            "the same objects as in buffers, not copies or views of them."
-        )
     if not buffers:
         raise ValueError(
             "context_parallel() got no buffers, and cannot know the sequence length. Give it a "
             "full tensor of the sequence, such as the tokens: buffers=[tokens], "
             "buffer_seq_dims=[1]."
         )
-    unique: dict[int, _Buffer] = {}
-    for index, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
-        buffer = _Buffer(f"buffers[{index}]", x, dim, id(x) not in not_restored)
-        first = unique.setdefault(id(x), buffer)
-        if first.dim != dim:
+    # By identity: `in` would compare values.
+    given = {id(x) for x in buffers}
+    if not freed <= given:
+        raise ValueError(
+            "context_parallel(no_restore_buffers=...) holds a tensor that is not in buffers. Give "
+            "the same objects as in buffers, not copies or views of them."
+        )
+    if len(given) < len(buffers):
+        raise ValueError("context_parallel(buffers=...) holds a tensor twice. Give it once.")
+    tensors = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
+    seq_len, has_batch = buffers[0].shape[dims[0]], dims[0] > 0
+    for (name, x), dim in zip(tensors.items(), dims, strict=True):
+        is_table = has_batch and dim == 0 and (x.is_floating_point() or x.is_complex())
+        if x.shape[dim] != seq_len and not (is_table and x.shape[dim] > seq_len):
             raise ValueError(
-                f"{first.name} and {buffer.name} are the same tensor, with the sequence dims "
-                f"{first.dim} and {dim}. Give it once, or a copy."
+                f"buffers[0] of shape {tuple(buffers[0].shape)} gives a sequence length of "
+                f"{seq_len}, but {name} of shape {tuple(x.shape)} has {x.shape[dim]}. Put a buffer "
+                "of the sequence first. Only a table of positions may be longer: floating-point "
+                "values without a batch dim, such as cosines [length, dim]. Another sequence needs "
+                "a context_parallel() of its own."
             )
-        if id(x) in _sharded:
-            raise ValueError(
-                f"{buffer.description} is already sharded by an enclosing context_parallel(). "
-                "Leave it out here, or give a copy."
-            )
-    first, *others = unique.values()
-    for buffer in others:
-        _check_length(buffer, first)
-    return [first, *others]
+    batch_size = buffers[0].shape[0] if has_batch else 1
+    named_dims = dict(zip(tensors, dims, strict=True))
+    return unnamed_batch(tensors, named_dims, batch_size=batch_size, seq_len=seq_len)
 
 
 def _check_pairs(
@@ -271,133 +225,50 @@ def _check_pairs(
     return [dim % x.dim() for x, dim in zip(buffers, dims, strict=True)]
 
 
-def _check_length(buffer: _Buffer, first: _Buffer) -> None:
-    """Raise if a buffer is neither as long as the first nor a table of positions."""
-    if buffer.length == first.length:
-        return
-    lengths = (
-        f"{first.description} gives a sequence length of {first.length}, but {buffer.description} "
-        "has"
-    )
-    if buffer.length < first.length:
-        raise ValueError(
-            f"{lengths} only {buffer.length}. Put a buffer of the sequence first, and leave out "
-            "tensors that are shorter than the sequence."
-        )
-    x = buffer.tensor
-    computed = x.requires_grad and not x.is_leaf
-    if buffer.has_samples or computed or not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(
-            f"{lengths} {buffer.length}. Only a table of positions may be longer: floating-point "
-            "values that are the same for all samples, such as cosines [length, dim]. Another "
-            "sequence needs a context_parallel() of its own; shorten a tensor that is longer by "
-            f"mistake: x.narrow({buffer.dim}, 0, {first.length})."
-        )
-    if buffer.dim == first.dim and not first.has_samples:
-        _warn_table(buffer.description, buffer.length, first.length)
-
-
-@lru_cache(maxsize=64)
-def _warn_table(description: str, length: int, seq_len: int) -> None:
-    """Warn, once, if with one sample a sequence and a table of positions look the same."""
-    _logger.warning(
-        "context_parallel(): %s is longer than the %d tokens of buffers[0], and taken for a table "
-        "of positions: its last %d entries are not used.",
-        description,
-        seq_len,
-        length - seq_len,
-    )
-
-
-def _shard(buffer: _Buffer, step: Step, rank: int) -> Tensor:
-    return shard(buffer.tensor, buffer.dim, layout=step.layout, rank=rank)
-
-
 @contextmanager
-def _replaced(buffer: _Buffer, local: Tensor) -> Iterator[None]:
-    """Give the caller's tensor the contents of ``local``."""
-    torch_private.swap_contents(buffer.tensor, local)
-    _sharded.add(id(buffer.tensor))
-    full = local if buffer.restored else None
-    del local
-    try:
-        yield
-    finally:
-        _sharded.discard(id(buffer.tensor))
-        if full is not None:
-            torch_private.swap_contents(buffer.tensor, full)
+def _swapped(
+    full: FullBatch, local: dict[str, Tensor], freed: Container[int]
+) -> Iterator[dict[str, Tensor]]:
+    """Give the caller's tensors the contents of this rank's shards, and restore them on exit.
+
+    Args:
+        full: the caller's tensors.
+        local: the shards by name; empty afterwards.
+        freed: ids of tensors that are not restored.
+
+    Yields:
+        The full tensors, by name, of those without a batch dim.
+    """
+    tables = {}
+    with ExitStack() as stack:
+        for name, x in full.tensors.items():
+            torch_private.swap_contents(x, local[name])
+            original = local.pop(name)
+            if id(x) not in freed:
+                stack.callback(torch_private.swap_contents, x, original)
+                if all(size == 1 for size in x.shape[: full.dims[name]]):
+                    tables[name] = original
+            del original
+        yield tables
 
 
-def _overwritten(watched: Iterable[tuple[_Buffer, int, int]]) -> Exception | None:
-    """Return an error if this rank's shard of a buffer has become that of the first rank.
+def _overwritten(full: FullBatch, tables: Mapping[str, Tensor], step: Step) -> Exception | None:
+    """Return an error if this rank's shard of a table has become that of the first rank.
 
     DDP broadcasts the buffers of a module at the start of forward, also when a context has sharded
     them. A tensor without a batch dim may be one of them.
+
+    Args:
+        full: the buffers, which hold shards.
+        tables: the full tensors of those without a batch dim.
+        step: the step that they are sharded in.
     """
-    for buffer, checksum, first in watched:
-        if checksum != first and _checksum(buffer.tensor) == first:
+    for name, original in tables.items():
+        x, part = full.tensors[name], partial(shard, original, full.dims[name], layout=step.layout)
+        if torch.equal(x, part(rank=0)) and not torch.equal(x, part(rank=step.cp_rank)):
             return RuntimeError(
-                f"{buffer.name} was overwritten inside context_parallel(), where it holds this "
-                "rank's positions only: DistributedDataParallel(model) sends the buffers of rank 0 "
-                "to all ranks. Build it with broadcast_buffers=False."
+                f"{name} was overwritten inside context_parallel(), where it holds this rank's "
+                "positions only: DistributedDataParallel(model) sends the buffers of rank 0 to all "
+                "ranks. Build it with broadcast_buffers=False."
             )
     return None
-
-
-def _checksum(x: Tensor) -> int:
-    return build_fingerprint({"": x}, values=True).contents
-
-
-# ---------------------------------------------------------------- layouts
-
-
-def _layout(seq_len: int, cp_size: int) -> Layout:
-    """Build torch's layout; for lengths that torch rejects, some ranks hold fewer tokens."""
-    is_odd = seq_len % (2 * cp_size) != 0 and seq_len % cp_size == 0
-    name = "contiguous" if is_odd or not torch_private.prototype_balances() else "zigzag"
-    return build_layout(name, seq_len=seq_len, cp_size=cp_size, shows_padding=False)
-
-
-def _layout_of(lengths: Sequence[int]) -> Layout:
-    """Return the layout in which the ranks hold these numbers of tokens."""
-    total, cp_size = sum(lengths), len(lengths)
-    layout = _layout(total, cp_size) if total else None
-    expected = [] if layout is None else [layout.tensor_len(rank) for rank in range(cp_size)]
-    if layout is None or expected != list(lengths):
-        raise ValueError(
-            f"The ranks of the mesh hold {list(lengths)} tokens, {total} in all, which "
-            f"context_parallel() would have sharded into {expected}. Give shards of the same "
-            "tensor on all ranks, and the dim along which it was sharded."
-        )
-    return layout
-
-
-def _check_order(load_balancer: object, layout: Layout) -> None:
-    order = torch_private.prototype_order(load_balancer)
-    if order is None or not torch.equal(order.cpu().flatten().long(), layout.order):
-        raise ValueError(
-            f"context_parallel_unshard(load_balancer={type(load_balancer).__name__}) orders the "
-            f"{layout.seq_len} tokens of {layout.cp_size} ranks differently from "
-            "context_parallel(). Leave it out."
-        )
-
-
-# ---------------------------------------------------------------- steps
-
-
-def _build_step(cp: ContextParallel, first: _Buffer, *, training: bool, is_checked: bool) -> Step:
-    """Build a step of the sequence length of the first buffer, in torch's layout."""
-    layout = _layout(first.length, cp.cp_size)
-    batch_size = first.tensor.shape[0] if first.dim else 1
-    positions = torch.arange(first.length, device=first.tensor.device).expand(batch_size, -1)
-    return Step(
-        layout=layout,
-        groups=cp.groups,
-        options=replace(cp.options, algorithm=_algorithm),
-        batch_size=batch_size,
-        documents=None,
-        padding=None,
-        position_ids=shard(positions, 1, layout=layout, rank=cp.cp_rank),
-        training=training,
-        is_checked=is_checked,
-    )

@@ -90,7 +90,8 @@ def attend_sharded(job):
     how, layout_name, length, kv_heads, recompute = job
     mesh = world()
     model = nn.ModuleDict({"core": Core(how, length)})
-    style = ContextParallelAttention(mesh, seq_dim=2, layout=layout_name)
+    cp = doors.parallel(mesh)
+    style = ContextParallelAttention(cp, seq_dim=2, layout=layout_name)
     parallelize_module(model, mesh, {"core": style})
     leaves = [x.requires_grad_() for x in qkv(length, kv_heads)]
     layout = build_layout(layout_name, seq_len=length, cp_size=mesh.size(), shows_padding=False)
@@ -210,9 +211,10 @@ def test_plans_divide_heads_and_tokens_of_one_module(ranks):
 def message_of(case):
     mesh, rank = world(), dist.get_rank()
     layout = "zigzag" if case == "zigzag" else "contiguous"
-    style = ContextParallelAttention(mesh, seq_dim=9 if case == "dim" else 2, layout=layout)
+    cp = doors.parallel(mesh)
+    style = ContextParallelAttention(cp, seq_dim=9 if case == "dim" else 2, layout=layout)
     core = Core("causal", 8)
-    x, positions = draw(0, 1, 2, 4, 8), torch.arange(4) + 4 * rank
+    x = draw(0, 1, 2, 4, 8)
     if case in ("lengths", "zigzag"):
         x = x[:, :, : (3, 4)[rank]]
     if case == "shapes":
@@ -220,19 +222,12 @@ def message_of(case):
     if case == "dtensor" and rank == 1:  # the other rank must not wait for it
         x = DTensor.from_local(x, mesh)
     if case == "matmul":
-        core.forward = lambda q, k, v, position_ids=None: (q @ k.mT).softmax(-1) @ v
-    elif case.endswith(("positions", "documents")):
-        core.forward = lambda q, k, v, position_ids=None: scaled_dot_product_attention(q, k, v)
-        positions = positions - (4 if case == "documents" else 0) * rank
-        positions = positions.flip(0) if case == "positions" and rank == 0 else positions
+        core.forward = lambda q, k, v: (q @ k.mT).softmax(-1) @ v
     if case == "local mask":
         mask = torch.ones(4, 4).bool()
         core.forward = lambda q, k, v: scaled_dot_product_attention(q, k, v, mask)
-    options = {"position_ids": positions[None]} if case.endswith(("positions", "documents")) else {}
-    if case == "some positions" and rank == 1:
-        options = {}
-    if case == "no dim of positions":
-        options = {"position_ids": torch.tensor(0)}
+    has_positions = case == "positions" and rank == 1  # the other rank must not wait for it
+    options = {"position_ids": torch.arange(4)[None]} if has_positions else {}
     arguments = () if case == "nothing" else (x, x, x)
     try:
         style.apply(core)(*arguments, **options)
@@ -247,10 +242,10 @@ def message_of(case):
     [
         (
             "lengths",
-            r"layout='contiguous'\): the ranks hold \[3, 4\] tokens, but that layout of 7 ",
+            r"ranks hold \[3, 4\] tokens, but layout='contiguous' of 7 tokens gives them \[4, 3\]",
         ),
         ("zigzag", ""),  # of 7 tokens the first rank has 3
-        ("shapes", r"with the same other sizes and dtype on all ranks, all with position_ids or "),
+        ("shapes", r"with the same other sizes and dtype on all ranks; here it is a Tensor of"),
         (
             "dtensor",
             r"here it is a (DT|T)ensor of shape .*; for a DTensor, use_local_output=True",
@@ -258,11 +253,7 @@ def message_of(case):
         ("dim", r"seq_dim=9\): the first tensor of a call must be .* shape \(1, 2, 4, 8\)"),
         ("nothing", r"of shape \(\). Name a module that takes q, k, v or hidden states"),
         ("matmul", "has not called F.scaled_dot_product_attention, flex_attention or lightning"),
-        ("positions", "position_ids of this call are not the positions of the tokens in this"),
-        ("documents", "Shard them like the tokens; for packed documents and padding use cp.step"),
-        ("same positions", ""),
-        ("some positions", "on all ranks, all with position_ids or none; here it is a Tensor of"),
-        ("no dim of positions", "position_ids of this call are not the positions of the tokens"),
+        ("positions", r"`position_ids` are not taken: rotate outside of the module, or use cp.ste"),
         (
             "local mask",
             r"attn_mask has shape \(4, 4\) inside a step whose ranks hold 4 of 8 tokens",
@@ -319,11 +310,14 @@ def test_a_module_can_be_copied():
 
 
 def test_parts_of_hugging_face_models_and_other_layouts_are_refused():
+    cp = doors.parallel(None)
     with pytest.raises(ValueError, match="'balanced'"):
-        ContextParallelAttention(None, seq_dim=1, layout="balanced")
+        ContextParallelAttention(cp, seq_dim=1, layout="balanced")
+    with pytest.raises(TypeError, match=r"got a NoneType as its ranks. Give ContextParallel\(mesh"):
+        ContextParallelAttention(None, seq_dim=1, layout="zigzag")
     part = LlamaAttention(LlamaConfig(hidden_size=8, num_attention_heads=2), 0)
     with pytest.raises(ValueError, match="LlamaAttention is a part of a Hugging Face model, which"):
-        ContextParallelAttention(None, seq_dim=1, layout="zigzag").apply(part)
+        ContextParallelAttention(cp, seq_dim=1, layout="zigzag").apply(part)
 
 
 def test_attention_that_is_paused_or_declared_unsharded_is_left_alone():

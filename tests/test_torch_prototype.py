@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import inspect
 import itertools
-import logging
 import random
 import re
 import tempfile
@@ -32,7 +31,6 @@ from lightning_cp import (
     torch_prototype,
 )
 from lightning_cp.torch_private import num_function_modes, num_process_groups
-from tests.attn.cases import say_again
 from tests.oracle import errors
 from tests.ranks import RankPool
 from tests.scripts.run import run_alone, run_shared
@@ -213,8 +211,8 @@ def cut_and_put_back():
     same_object, view = inputs, table[:5]
     with context_parallel(
         mesh,
-        buffers=[inputs, labels, table, scale, inputs],
-        buffer_seq_dims=[1, 1, 0, 0, -1],
+        buffers=[inputs, labels, table, scale],
+        buffer_seq_dims=[-1, 1, 0, 0],
         no_restore_buffers={labels},
     ):
         mine = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
@@ -273,14 +271,6 @@ def both_orders(lengths):
             assert whole.tolist() == [list(range(length))]
         finally:
             options.enable_load_balance = True
-    build = prototype()._HeadTailLoadBalancer  # what torch gives to unshard with
-    balancer = build(12, mesh.size(), "cpu")
-    with context_parallel(mesh, buffers=[row := torch.arange(12)[None]], buffer_seq_dims=[1]):
-        (whole,) = context_parallel_unshard(mesh, [row], [1], balancer)
-    assert whole.tolist() == [list(range(12))]
-    other = build(24, mesh.size(), "cpu")
-    with pytest.raises(ValueError, match=r"_HeadTailLoadBalancer\) orders the 12 tokens of"):
-        context_parallel_unshard(mesh, [row[:, : 12 // mesh.size()]], [1], other)
 
 
 @pytest.mark.ranks
@@ -538,7 +528,9 @@ def uneven_parts():
 
 @pytest.mark.ranks
 def test_parts_that_fit_no_row_are_refused_on_all_ranks():
-    check_refused(uneven_parts, r"hold \[2, 5\] tokens, 7 in all, which .* sharded into \[3, 4\]")
+    check_refused(
+        uneven_parts, r"hold \[2, 5\] tokens, but layout='zigzag' of 7 tokens gives them \[3, 4\]"
+    )
 
 
 # ---------------------------------------------------------------- groups
@@ -663,9 +655,9 @@ REFUSED = {
         {"buffers": [TOKENS], "buffer_seq_dims": [1], "no_restore_buffers": {TOKENS.clone()}},
         "no_restore_buffers=...\\) holds a tensor that is not in buffers",
     ),
-    "cut in two ways": (
-        {"buffers": [TABLE, TABLE], "buffer_seq_dims": [0, 1]},
-        r"buffers\[0\] and buffers\[1\] are the same tensor, with the sequence dims 0 and 1",
+    "given twice": (
+        {"buffers": [TABLE, TABLE], "buffer_seq_dims": [0, 0]},
+        r"context_parallel\(buffers=...\) holds a tensor twice. Give it once",
     ),
     "no tokens": (
         {"buffers": [TOKENS[:, :0]], "buffer_seq_dims": [1]},
@@ -674,22 +666,27 @@ REFUSED = {
     "shorter than the first": (
         {"buffers": [TOKENS, TOKENS[:, 1:]], "buffer_seq_dims": [1, 1]},
         r"buffers\[0\] of shape \(2, 6\) gives a sequence length of 6, but buffers\[1\] of shape "
-        r"\(2, 5\) has only 5. Put a buffer of the sequence first",
+        r"\(2, 5\) has 5. Put a buffer of the sequence first",
     ),
     "another sequence": (
         {"buffers": [TOKENS, torch.randn(2, 9, 4)], "buffer_seq_dims": [1, 1]},
-        r"length of 6, but buffers\[1\] of shape \(2, 9, 4\) has 9. Only a table of "
-        r"positions may be longer.*x.narrow\(1, 0, 6\)",
+        r"length of 6, but buffers\[1\] of shape \(2, 9, 4\) has 9. .* Only a table of "
+        r"positions may be longer: .*Another sequence needs a context_parallel\(\) of its own",
+    ),
+    "another sequence without a batch": (
+        {"buffers": [TABLE, torch.randn(9, 4)], "buffer_seq_dims": [0, 0]},
+        r"length of 6, but buffers\[1\] of shape \(9, 4\) has 9.",
+    ),
+    "a longer table of numbers": (
+        {"buffers": [TOKENS, torch.arange(9)], "buffer_seq_dims": [1, 0]},
+        "Only a table of positions may be longer: floating-point values without a batch dim",
     ),
     "one token more": (
         {"buffers": [TOKENS[:1], torch.arange(7)[None]], "buffer_seq_dims": [1, 1]},
-        r"buffers\[1\] of shape \(1, 7\) has 7. Only a table of positions",
+        r"buffers\[1\] of shape \(1, 7\) has 7. .*Only a table of positions",
     ),
-    "another sequence of one row, computed": (
-        {
-            "buffers": [TOKENS[:1], torch.randn(1, 9, 4, requires_grad=True) * 2],
-            "buffer_seq_dims": [1, 1],
-        },
+    "a longer table with a batch dim": (
+        {"buffers": [TOKENS[:1], torch.randn(1, 9, 4)], "buffer_seq_dims": [1, 1]},
         "Only a table of positions may be longer",
     ),
 }
@@ -708,27 +705,21 @@ def test_bad_buffers_are_refused_and_left_as_they_are(name):
     assert torch.equal(table, TABLE)
 
 
-def test_a_buffer_is_cut_once():
-    x = torch.arange(6)
-    with (
-        context_parallel(None, buffers=[x], buffer_seq_dims=[0]),
-        pytest.raises(ValueError, match=r"buffers\[0\] of shape \(6,\) is already sharded"),
-        context_parallel(None, buffers=[x], buffer_seq_dims=[0]),
-    ):
-        pass
-
-
-def test_a_longer_buffer_beside_a_single_row_is_said_to_be_a_table(caplog):
-    say_again(torch_prototype)
-    given = {"buffers": [TOKENS[:1], torch.randn(1, 9, 4)], "buffer_seq_dims": [1, 1]}
-    with caplog.at_level(logging.WARNING, logger="lightning_cp"):
-        for _ in range(2):
-            with context_parallel(None, **given):
-                assert given["buffers"][1].shape == (1, 6, 4)
-        with context_parallel(None, buffers=[TOKENS[:1], TABLE], buffer_seq_dims=[1, 0]):
+def cut_again(way):
+    mesh, x = world(), torch.arange(12).view(2, 6)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]) as cp:
+        if way == "context":
+            again = context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+        else:
+            again = cp.step({"input_ids": x})
+        with again:
             pass
-    (record,) = caplog.records
-    assert "taken for a table of positions: its last 3 entries are not used" in record.getMessage()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["context", "step"])
+def test_a_buffer_is_cut_once(way):
+    check_refused(cut_again, "which is already this rank's shard: the active step has sharded", way)
 
 
 @pytest.mark.parametrize(
@@ -736,12 +727,18 @@ def test_a_longer_buffer_beside_a_single_row_is_said_to_be_a_table(caplog):
     [
         ([TABLE], [], r"context_parallel_unshard\(\) got 1 buffers and 0 seq_dims"),
         ([TABLE], [3], r"buffers\[0\] has shape \(6, 3\), but seq_dims gives dim 3"),
-        ([TABLE[:0]], [0], r"hold \[0\] tokens, 0 in all"),
+        ([TABLE[:0]], [0], "sequences of length 0"),
     ],
 )
 def test_what_cannot_be_put_together_is_refused(buffers, dims, message):
     with pytest.raises(ValueError, match=message):
         context_parallel_unshard(None, buffers, dims)
+
+
+def test_load_balancers_are_refused():
+    balancer = prototype._HeadTailLoadBalancer(6, 1, "cpu")
+    with pytest.raises(ValueError, match=r"load_balancer=_HeadTailLoadBalancer\).*Leave it out"):
+        context_parallel_unshard(None, [TABLE], [0], balancer)
 
 
 def test_no_buffers_are_put_together():

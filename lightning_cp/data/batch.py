@@ -102,6 +102,17 @@ class FullBatch:
         return all(self.names[path] is not None for path in self.dims)
 
 
+def unnamed_batch(
+    tensors: Mapping[str, Tensor], dims: Mapping[str, int], *, batch_size: int, seq_len: int
+) -> FullBatch:
+    """Return tensors of full sequences without documents and padding, as a batch.
+
+    Ranks hold different numbers of tokens where the length does not divide.
+    """
+    names = dict.fromkeys(tensors)
+    return FullBatch(tensors, dims, batch_size, seq_len, None, None, {}, names)
+
+
 def read_batch(
     batch: Any,
     *,

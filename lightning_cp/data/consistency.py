@@ -5,9 +5,9 @@ Ranks gather a few integers that describe what they hold; whatever is wrong on o
 on all of them, so that no rank waits for another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from lightning_cp.comm.transport import Transport, gather
 from lightning_cp.data.media import MEDIA, media_names
 from lightning_cp.data.outputs import Leaf, checksum, checksums, digest, form
 from lightning_cp.data.structure import flatten
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,19 @@ class BatchChecks:
         """Count a batch, and return whether the ranks compare its contents."""
         self._counts[training] += 1
         return self._counts[training] <= self._num_batches
+
+    def checked(self, batch: Any, build: Callable[[], T], *, training: bool, values: bool) -> T:
+        """Return what a function makes of a batch; what it raises on one rank is raised on all.
+
+        Collective. The other arguments are those of `check_batch`.
+        """
+        problem = None
+        try:
+            built = build()
+        except Exception as error:  # noqa: BLE001  raised below, on all ranks
+            problem = error
+        self.check_batch(batch, problem, training=training, values=values)
+        return built
 
     def check_batch(
         self, batch: Any, problem: Exception | None, *, training: bool, values: bool

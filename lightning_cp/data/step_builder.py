@@ -19,7 +19,7 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options, SequenceDims
-from lightning_cp.step import Shard, Step, UnshardedStep, unsharded_step
+from lightning_cp.step import LossMark, Shard, Step, UnshardedStep, unsharded_step
 from lightning_cp.torch_private import tensor_version
 
 
@@ -73,13 +73,54 @@ def open_step(
     if is_stock and full.documents is not None:
         batch = unpack_documents(batch, full)
         full = read_batch(batch, sequence_dims=dims, checked_paths=checked_paths)
+    step, local = build_step(
+        full,
+        options,
+        groups,
+        training=training,
+        balance=balance,
+        is_checked=is_checked,
+        is_stock=is_stock,
+        outer_losses=None if outer is None else outer.losses,
+    )
+    for path, x in local.items():
+        step.yielded.setdefault(full.names[path], []).append(x)
+    step.shards.extend(
+        Shard(local[path], dim, full.tensors[path], tensor_version(local[path]))
+        for path, dim in full.dims.items()
+    )
+    if outer is not None:
+        outer.parts.append(step)
+    return step, rebuild(batch, local)
+
+
+def build_step(
+    full: FullBatch,
+    options: Options,
+    groups: Groups,
+    *,
+    training: bool,
+    balance: Mask | None = None,
+    is_checked: bool = False,
+    is_stock: bool = False,
+    outer_losses: list[LossMark] | None = None,
+) -> tuple[Step, dict[str, Any]]:
+    """Build the step of a batch that has been read, and this rank's values by path.
+
+    Args:
+        full: the full batch; at least one of its tensors is sharded.
+        options: how it is sharded, and attention computed.
+        groups: the ranks that share it.
+        training: whether the loss is averaged over the data axis too.
+        balance: the mask under which ranks have equal work; causal by default.
+        is_checked: whether the ranks compare what they hold.
+        is_stock: see `open_step`.
+        outer_losses: the losses of the step that yielded its batch unsharded, if there is one.
+    """
     context = groups.context
     layout = _choose_layout(full, options, balance, context.size)
     local = shard_batch(full, layout=layout, rank=context.rank)
     device = next(local[path].device for path in full.dims)
-    yielded: dict[str | None, list[Any]] = {}
-    for path, x in local.items():
-        yielded.setdefault(full.names[path], []).append(x)
     position_ids = build_position_ids(full, device)
     step = Step(
         layout=layout,
@@ -94,16 +135,9 @@ def open_step(
         is_checked=is_checked,
         is_stock=is_stock,
         branches=full.branches,
-        yielded=yielded,
-        shards=[
-            Shard(local[path], dim, full.tensors[path], tensor_version(local[path]))
-            for path, dim in full.dims.items()
-        ],
-        outer_losses=None if outer is None else outer.losses,
+        outer_losses=outer_losses,
     )
-    if outer is not None:
-        outer.parts.append(step)
-    return step, rebuild(batch, local)
+    return step, local
 
 
 def _choose_layout(full: FullBatch, options: Options, balance: Mask | None, cp_size: int) -> Layout:
@@ -124,14 +158,14 @@ def _choose_layout(full: FullBatch, options: Options, balance: Mask | None, cp_s
 
 
 def check_not_sharded(batch: Any, active: Step | None) -> None:
-    """Raise if a batch holds shards that the active step has yielded."""
+    """Raise if a batch holds shards of the active step."""
     if active is None or active.cp_size == 1:
         return
     shards = {id(x) for values in active.yielded.values() for x in values if isinstance(x, Tensor)}
     for path, leaf in flatten(batch).items():
         if id(leaf.value) in shards:
             raise ValueError(
-                f"cp.step() got `{path}`, which is already this rank's shard: the active step has "
-                "sharded it. Use it as it is; or keep the batch full, and open a step for each "
+                f"The batch holds `{path}`, which is already this rank's shard: the active step "
+                "has sharded it. Use it as it is; or keep the batch full, and open a step for each "
                 "part: sequence_dims={'a': None, 'b': None}."
             )

@@ -6,7 +6,7 @@ it holds them. Everything else is derived from those ranges; no code may depend 
 made them. Pure integers, no process group: every rank knows the layout of all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import get_args
@@ -186,6 +186,24 @@ def build_layout(
     increasing = [list(parts) == sorted(parts) for parts in layout.owned]
     assert all(increasing)  # noqa: S101  true for every layout of this module
     return replace(layout, shows_padding=False)
+
+
+def layout_of_shards(name: str, lengths: Sequence[int]) -> Layout:
+    """Return a layout by the number of tokens that each rank holds, without padding; or raise.
+
+    Example:
+        >>> layout_of_shards("zigzag", [3, 4]).order.tolist()
+        [0, 1, 4, 5, 6, 7, 2]
+    """
+    layout = build_layout(name, seq_len=sum(lengths), cp_size=len(lengths), shows_padding=False)
+    expected = [layout.tensor_len(rank) for rank in range(layout.cp_size)]
+    if expected != list(lengths):
+        raise ValueError(
+            f"The ranks hold {list(lengths)} tokens, but layout={name!r} of {layout.seq_len} "
+            f"tokens gives them {expected}. Give shards of the same sequences on all ranks, in "
+            "that layout, and the dim along which they were sharded."
+        )
+    return layout
 
 
 def _choose(name: str, seq_len: int, cp_size: int, bounds: Callable[[], Bounds] | None) -> Layout:

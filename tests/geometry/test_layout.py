@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cp.data.sharding import shard
-from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.geometry.layout import Layout, build_layout, layout_of_shards
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
 from tests.strategies import masks
@@ -76,6 +76,16 @@ def test_contiguous_work_grows_with_the_rank(cp_size, size):
     layout = build_layout("contiguous", seq_len=cp_size * size, cp_size=cp_size)
     work = layout.work(Mask(causal=True).bounds(layout.seq_len))
     assert work == [r * size * size + size * (size + 1) // 2 for r in range(cp_size)]
+
+
+@given(st.sampled_from(["contiguous", "zigzag"]), st.sampled_from(SIZES), st.integers(1, 40))
+def test_a_layout_is_known_by_what_its_ranks_hold(name, cp_size, seq_len):
+    layout = build_layout(name, seq_len=seq_len, cp_size=cp_size, shows_padding=False)
+    lengths = [layout.tensor_len(rank) for rank in range(cp_size)]
+    assert layout_of_shards(name, lengths) == layout
+    if lengths != lengths[::-1]:
+        with pytest.raises(ValueError, match=f"but layout='{name}' of {seq_len} tokens gives"):
+            layout_of_shards(name, lengths[::-1])
 
 
 def must_not_be_called():
