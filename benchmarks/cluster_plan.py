@@ -1,44 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.cluster_plan`: steps on 8 to 1,024 GPUs, on the mesh that is fastest.
 
-Computed by the planner (`lightning_cp.planner`, docs/planning.md), not measured: prints a table of
-seconds per step and of waiting for other ranks, and draws it.
+Computed by the planner (`lightning_cp.planner`, docs/planning.md) on every mesh (copies, shards,
+context, tensor) that fits, not measured: prints a table of seconds per step and of waiting for
+other ranks, and draws it. `--model` and `--length` compare the meshes of your own run.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_cp.attn.hardware import Links
-from lightning_cp.planner import MeshPlan, plan_meshes
-from lightning_cp.planner.time import TENSOR
+from lightning_cp.planner.memory import MemoryPlan, plan_memory
+from lightning_cp.planner.plan import Capacity
+from lightning_cp.planner.report import format_tokens, parse_tokens
+from lightning_cp.planner.setup import GPUS_PER_HOST, Setup
+from lightning_cp.planner.shapes import KNOWN, ModelShape
+from lightning_cp.planner.time import TENSOR, TimePlan, plan_time
+from recipes.plan import read_model
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = tuple(1 << n for n in range(3, 11))
 TOKENS = 1 << 22
 """Of a step: all meshes train the same way, so that seconds can be compared."""
+NODES = Capacity.of_gb(141.0, 2000.0)
 COLORS = {"keys and values": "#0072b2", "parameters": "#e69f00", TENSOR: "#d55e00"}
 
 
 class Workload(NamedTuple):
-    """A model and a length."""
+    """A model, a length, and the sequences of a step over all ranks."""
 
-    model: str
+    model: ModelShape
     seq_len: int
+    num_sequences: int
 
     @property
     def label(self) -> str:
         """Return its name."""
-        tokens = f"{self.seq_len >> 20}M" if self.seq_len >= 1 << 20 else f"{self.seq_len >> 10}k"
-        return f"{self.model}, {tokens} tokens"
+        return f"{self.model.name}, {format_tokens(self.seq_len)} tokens"
 
 
-WORKLOADS = (
-    Workload("llama-8b", 1 << 17),
-    Workload("llama-8b", 1 << 20),
-    Workload("llama-70b", 1 << 19),
+WORKLOADS = tuple(
+    Workload(KNOWN[name], seq_len, TOKENS // seq_len)
+    for name, seq_len in (("llama-8b", 1 << 17), ("llama-8b", 1 << 20), ("llama-70b", 1 << 19))
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """A run on one mesh.
+
+    Args:
+        setup: the run.
+        num_batches: batches of a data rank in a step, one sequence each; their gradients are
+            accumulated.
+        memory: of a rank.
+        time: of one batch and an update.
+    """
+
+    setup: Setup
+    num_batches: int
+    memory: MemoryPlan
+    time: TimePlan
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return the axes (replicate, shard, context, tensor).
+
+        Parameters are sharded over shard x context, after tensor ranks have divided them.
+        """
+        setup = self.setup
+        shard = setup.num_shards // setup.context_size
+        return setup.num_copies, shard, setup.context_size, setup.tp_size
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step: all its batches, and one update."""
+        update = self.time.seconds["optimizer"]
+        return self.num_batches * (self.time.step - update) + update
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the tokens of all ranks per second."""
+        return self.setup.seq_len * self.setup.data_size * self.num_batches / self.seconds
+
+    @property
+    def exposed(self) -> Mapping[str, float]:
+        """Return the seconds of a step in which a rank waits for others, by purpose."""
+        return {name: self.num_batches * value for name, value in self.time.exposed.items()}
+
+
+def plan_meshes(
+    workload: Workload, num_gpus: int, *, links: Links, checkpointing: str
+) -> list[MeshPlan]:
+    """Return the runs on all meshes that fit, the fastest first."""
+    model, plans = workload.model, []
+    base = Setup(
+        workload.seq_len,
+        num_gpus,
+        cp_size=1,
+        precision="bf16-policy",
+        checkpointing=checkpointing,  # type: ignore[arg-type]
+    )
+    for setup in _setups(model, base, workload.num_sequences):
+        memory = plan_memory(model, setup, links=links)
+        if NODES.fits(memory):
+            num_batches = workload.num_sequences // setup.data_size
+            time = plan_time(model, setup, links=links)
+            plans.append(MeshPlan(setup, num_batches, memory, time))
+    return sorted(plans, key=lambda plan: -plan.tokens_per_second)
+
+
+def _setups(model: ModelShape, base: Setup, num_sequences: int) -> Iterator[Setup]:
+    """Yield the run on every mesh; tensor ranks and Ulysses groups are inside a node."""
+    for tensor in _divisors(GPUS_PER_HOST):
+        if base.num_gpus % tensor or not model.has_parts(tensor):
+            continue
+        ranks = base.num_gpus // tensor
+        for context in _divisors(ranks):
+            data = ranks // context
+            if context > base.seq_len or num_sequences % data:
+                continue
+            for copies, inside in product(_divisors(data), _ulysses_sizes(model, context, tensor)):
+                yield replace(
+                    base,
+                    cp_size=context,
+                    ulysses_size=inside,
+                    tp_size=tensor,
+                    sharding="full" if copies == 1 else "hybrid",
+                    shard_size=0 if copies == 1 else ranks // copies,
+                )
+
+
+def _ulysses_sizes(model: ModelShape, context: int, tensor: int) -> list[int]:
+    """Return 1, and the ranks of a node that share a sequence, if heads divide over them."""
+    inside = min(context, GPUS_PER_HOST // tensor)
+    heads = [layer.num_kv_heads // tensor for layer in model.layers]
+    can_swap = inside > 1 and context % inside == 0 and not any(n % inside for n in heads)
+    return [1, inside] if can_swap else [1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 class Row(NamedTuple):
@@ -52,22 +158,10 @@ class Row(NamedTuple):
 def search(workload: Workload, num_gpus: int, links: Links) -> Row | None:
     """Return the fastest meshes; None if nothing fits, also without kept attention."""
     for checkpointing in ("keep", "full"):
-        try:
-            plans = plan_meshes(
-                workload.model,
-                seq_len=workload.seq_len,
-                num_gpus=num_gpus,
-                num_sequences=TOKENS // workload.seq_len,
-                links=links,
-                precision="bf16-policy",
-                checkpointing=checkpointing,
-            )
-        except ValueError as error:
-            if "No mesh" not in str(error):
-                raise
-            continue
-        tensor = next((plan for plan in plans if plan.setup.tp_size > 1), None)
-        return Row(workload, plans[0], tensor)
+        plans = plan_meshes(workload, num_gpus, links=links, checkpointing=checkpointing)
+        if plans:
+            tensor = next((plan for plan in plans if plan.setup.tp_size > 1), None)
+            return Row(workload, plans[0], tensor)
     return None
 
 
@@ -124,11 +218,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             "benchmarks.cluster_plan draws with matplotlib: pip install 'lightning-cp[recipes]', "
             "or pass --no-plot to print the table only."
         ) from error
-    figure = Figure(figsize=(18, 9), layout="constrained")
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    figure = Figure(figsize=(6 * len(workloads), 9), layout="constrained")
     FigureCanvasAgg(figure)
-    for (above, below), workload in zip(
-        figure.subplots(2, len(WORKLOADS)).T, WORKLOADS, strict=True
-    ):
+    axes = figure.subplots(2, len(workloads), squeeze=False).T
+    for (above, below), workload in zip(axes, workloads, strict=True):
         chosen = [row for row in rows if row.workload == workload]
         plans = [row.best for row in chosen]
         sizes = [plan.setup.num_gpus for plan in plans]
@@ -145,8 +239,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.suptitle(
-        "COMPUTED by lightning-cp plan, not measured: H200, 8 per node, 45 GB/s per card, all "
-        f"weights, steps of {TOKENS >> 20}M tokens on the fastest mesh"
+        "COMPUTED by lightning_cp.planner, not measured: H200, 8 per node, all weights, "
+        "steps on the fastest mesh"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -155,20 +249,29 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table and save the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", metavar="PATH", help=f"a config, or one of {', '.join(KNOWN)}")
+    parser.add_argument("--length", default="128k", help="of a sequence of --model (128k)")
+    parser.add_argument("--sequences", type=int, help="of a step of --model (those of 4M tokens)")
     parser.add_argument("--gpus", nargs="*", type=int, default=SIZES)
     parser.add_argument("--between", type=float, default=45.0, help="GB/s of a card (45)")
     parser.add_argument("--hop", type=float, default=0.0, help="us per rank of a collective (0)")
-    parser.add_argument("--picture", type=Path, default=RESULTS / "cluster_plan.png")
+    parser.add_argument("--picture", type=Path, help="with --model: ./cluster_plan.png")
     parser.add_argument("--no-plot", action="store_true")
     args = parser.parse_args(arguments)
     links = Links(between_gbs=args.between, hop_us=args.hop)
-    print(f"computed, not measured: steps of {TOKENS:,} tokens, bf16-policy, {links}\n")
-    found = [search(workload, size, links) for workload in WORKLOADS for size in args.gpus]
+    print(f"computed, not measured: all weights, bf16-policy, {links}\n")
+    workloads = WORKLOADS
+    if args.model:
+        length = parse_tokens(args.length)
+        number = args.sequences or max(1, TOKENS // length)
+        workloads = (Workload(read_model(args.model), length, number),)
+    found = [search(workload, size, links) for workload in workloads for size in args.gpus]
     rows = [row for row in found if row is not None]
     print("\n".join(table(rows)))
-    if not args.no_plot:
-        draw(rows, args.picture)
-        print(f"\n{args.picture}")
+    if rows and not args.no_plot:
+        picture = args.picture or (Path() if args.model else RESULTS) / "cluster_plan.png"
+        draw(rows, picture)
+        print(f"\n{picture}")
 
 
 if __name__ == "__main__":

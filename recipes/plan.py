@@ -3,17 +3,30 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
+
+from typing_extensions import override
 
 from lightning_cp.error_report import Parser, report_error
 from lightning_cp.fsdp.sharding import Sharding
-from lightning_cp.planner.meshes import MESH_OPTIONS, plan_meshes
 from lightning_cp.planner.plan import CHIPS, plan_run
-from lightning_cp.planner.report import draw_plan, format_meshes, format_plan, parse_tokens
-from lightning_cp.planner.setup import Checkpointing, Offload, Precision, Setup
+from lightning_cp.planner.report import format_plan, parse_tokens
+from lightning_cp.planner.setup import Checkpointing, Offload, Precision
 from lightning_cp.planner.shapes import KNOWN, ModelShape
+
+
+class _Removed(argparse.Action):
+    """An option that is gone: an error that names the script."""
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        parser.error(
+            f"{self.option_strings[0]} is gone: this command plans one run. `python -m "
+            "benchmarks.cluster_plan --model PATH --length 128k --gpus 32`, in a checkout of the "
+            "repository, compares all meshes of these GPUs and draws them"
+        )
 
 
 def build_parser(prog: str = "lightning-cp") -> Parser:
@@ -28,8 +41,8 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
         help="compute memory and time of a run",
         description=(
             "Compute memory by part, seconds per step and bytes on the wire of a training run, the "
-            "longest sequence and the fewest GPUs that fit, and print the config. Needs no GPU, no "
-            "weights and no network."
+            "longest sequence and the fewest recomputed layers that fit, and print the config. "
+            "Needs no GPU, no weights and no network."
         ),
     )
     command.add_argument(
@@ -49,18 +62,6 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     command.add_argument("--ulysses-size", type=int, default=1, help="of them, in a group (1)")
     command.add_argument(
         "--tensor-parallel-size", type=int, default=1, help="ranks that share each layer (1)"
-    )
-    command.add_argument(
-        "--mesh",
-        choices=("given", "auto"),
-        default="given",
-        help="auto: of all meshes that fit, plan the fastest, and list others (given)",
-    )
-    command.add_argument(
-        "--sequences",
-        type=int,
-        default=0,
-        help="of a step, with --mesh auto (one for each data rank)",
     )
     command.add_argument("--batch-size", type=int, default=1, help="samples per data rank (1)")
     command.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
@@ -83,7 +84,8 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     )
     command.add_argument("--attention-memory", type=float, help="GiB, as the strategy's option")
     command.add_argument("--gradient-wire", choices=("float32", "model"), default="float32")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
+    for name in ("--mesh", "--sequences", "--plot"):
+        command.add_argument(name, nargs="?", action=_Removed, help=argparse.SUPPRESS)
     return parser
 
 
@@ -104,30 +106,6 @@ def read_model(model: str) -> ModelShape:
     return model_shape(Path(model).expanduser(), name=model)
 
 
-def _mesh(args: argparse.Namespace, model: ModelShape, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the mesh: those that were given, or the fastest."""
-    given = {
-        "cp_size": args.context_parallel_size,
-        "ulysses_size": args.ulysses_size,
-        "tp_size": args.tensor_parallel_size,
-        "sharding": args.sharding,
-        "shard_size": args.shard_size,
-        "batch_size": args.batch_size,
-    }
-    if args.mesh == "given":
-        if args.sequences:
-            raise ValueError("--sequences is for --mesh auto. Add that, or give --batch-size.")
-        return given
-    defaults = Setup(1, 1)
-    if wrong := [name for name, value in given.items() if value != getattr(defaults, name)]:
-        raise ValueError(
-            f"--mesh auto chooses {wrong[0]} itself. Leave out options of the mesh, or --mesh auto."
-        )
-    meshes = plan_meshes(model, num_sequences=args.sequences, **run)
-    sys.stdout.write(format_meshes(meshes))
-    return {name: getattr(meshes[0].setup, name) for name in MESH_OPTIONS}
-
-
 def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> int:
     """Run ``plan`` and return the exit status: 1 if the run does not fit, 2 for a user error.
 
@@ -139,28 +117,32 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
     try:
         documents = tuple(map(parse_tokens, filter(None, args.document_lengths.split(","))))
         model = read_model(args.model)
-        run: dict[str, Any] = {
-            "seq_len": parse_tokens(args.length),
-            "num_gpus": args.gpus,
-            "gpu_memory": args.gpu_memory,
-            "host_memory": args.host_memory,
-            "chip": args.chip,
-            "precision": args.precision,
-            "parameter_offload": args.parameter_offload,
-            "checkpointing": args.checkpointing,
-            "checkpointed_layers": args.checkpointed_layers,
-            "offload": args.offload,
-            "tiles": args.tiles,
-            "compiled": args.compile,
-            "lora_rank": args.lora_rank,
-            "documents": documents,
-            "attention_memory": args.attention_memory,
-            "gradient_wire": args.gradient_wire,
-        }
-        plan = plan_run(model, **run, **_mesh(args, model, run))
+        plan = plan_run(
+            model,
+            seq_len=parse_tokens(args.length),
+            num_gpus=args.gpus,
+            gpu_memory=args.gpu_memory,
+            host_memory=args.host_memory,
+            chip=args.chip,
+            cp_size=args.context_parallel_size,
+            ulysses_size=args.ulysses_size,
+            tp_size=args.tensor_parallel_size,
+            batch_size=args.batch_size,
+            precision=args.precision,
+            sharding=args.sharding,
+            shard_size=args.shard_size,
+            parameter_offload=args.parameter_offload,
+            checkpointing=args.checkpointing,
+            checkpointed_layers=args.checkpointed_layers,
+            offload=args.offload,
+            tiles=args.tiles,
+            compiled=args.compile,
+            lora_rank=args.lora_rank,
+            documents=documents,
+            attention_memory=args.attention_memory,
+            gradient_wire=args.gradient_wire,
+        )
         sys.stdout.write(format_plan(plan))
-        if args.plot is not None:
-            draw_plan(plan, args.plot)
     except (OSError, ValueError, ImportError) as error:
         return report_error(error)
     return 0 if plan.fits else 1

@@ -29,7 +29,7 @@ def test_engine_adapters_and_planner_load_neither_lightning_nor_transformers():
         "import sys, torch, lightning_cp.adapters, lightning_cp.planner\n"
         "lightning_cp.ContextParallel\n"
         "lightning_cp.adapters.enable_models(torch.nn.Linear(2, 2))\n"
-        "lightning_cp.planner.plan_run('llama-8b', seq_len=8192, num_gpus=8, compare=False)\n"
+        "lightning_cp.planner.plan_run('llama-8b', seq_len=8192, num_gpus=8)\n"
         "print([m for m in ('lightning', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning a run without a GPU: memory by part, time, bytes on the wire, and what fits."""
 
-from lightning_cp.planner.meshes import MeshPlan, plan_meshes
 from lightning_cp.planner.plan import Plan, plan_run
 from lightning_cp.planner.setup import Setup
 from lightning_cp.planner.shapes import KNOWN, LayerShape, ModelShape
@@ -9,10 +8,8 @@ from lightning_cp.planner.shapes import KNOWN, LayerShape, ModelShape
 __all__ = [
     "KNOWN",
     "LayerShape",
-    "MeshPlan",
     "ModelShape",
     "Plan",
     "Setup",
-    "plan_meshes",
     "plan_run",
 ]

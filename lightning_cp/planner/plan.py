@@ -9,7 +9,7 @@ from lightning_cp.attn.hardware import A100, H200, Chip, Links
 from lightning_cp.options import check_choice
 from lightning_cp.planner.attention import MAX_LAYOUT_LEN, MAX_LAYOUT_RANKS
 from lightning_cp.planner.memory import HOST_USABLE, USABLE, MemoryPlan, plan_memory
-from lightning_cp.planner.setup import MAX_GPUS, Setup
+from lightning_cp.planner.setup import Setup
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 from lightning_cp.planner.time import TimePlan, plan_time
 
@@ -47,25 +47,6 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """The same run with other options.
-
-    Args:
-        label: what differs.
-        setup: the run.
-        memory: of a rank.
-        time: of a step.
-        longest: tokens that fit; 0 for none.
-    """
-
-    label: str
-    setup: Setup
-    memory: MemoryPlan
-    time: TimePlan
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What a run takes, and what would fit.
 
@@ -76,8 +57,8 @@ class Plan:
         memory: of a rank.
         time: of a step.
         longest: tokens of the longest sequence that fits on these GPUs; 0 for none.
-        smallest: the smallest power of two of GPUs on which the sequence fits; 0 for none.
-        variants: the run with other options.
+        fewest: the fewest layers that must be recomputed for the run to fit; None if it does not
+            fit with all of them.
         notes: what is extrapolated.
     """
 
@@ -87,8 +68,7 @@ class Plan:
     memory: MemoryPlan
     time: TimePlan
     longest: int
-    smallest: int
-    variants: tuple[Variant, ...]
+    fewest: int | None
     notes: tuple[str, ...]
 
     @property
@@ -118,7 +98,6 @@ def plan_run(
     host_memory: float = 2000.0,
     chip: ChipName = "h200",
     links: Links | None = None,
-    compare: bool = True,
     **options: object,
 ) -> Plan:
     """Plan a training run: no GPU and no weights are needed.
@@ -132,13 +111,12 @@ def plan_run(
         host_memory: of one node, in GB.
         chip: whose speed is assumed.
         links: between ranks; by default nodes of 8 GPUs.
-        compare: also plan the run with other options.
         options: of `Setup`, such as ``precision`` and ``lora_rank``.
 
     Example:
         >>> plan = plan_run("llama-8b", seq_len=131072, num_gpus=8, gpu_memory=80)
-        >>> plan.fits, plan.smallest
-        (True, 4)
+        >>> plan.fits, plan.fewest
+        (True, 22)
     """
     model = find_shape(model)
     capacity = Capacity.of_gb(gpu_memory, host_memory)
@@ -154,8 +132,7 @@ def plan_run(
         memory,
         plan_time(model, setup, chip=gpu, links=links),
         longest_sequence(model, setup, capacity, chip=gpu, links=links),
-        smallest_gpus(model, setup, capacity, chip=gpu, links=links),
-        tuple(_variants(model, setup, capacity, gpu, links)) if compare else (),
+        fewest_checkpointed(model, setup, capacity, chip=gpu, links=links),
         tuple(_notes(model, setup, chip)),
     )
 
@@ -188,71 +165,23 @@ def longest_sequence(
     return low
 
 
-def smallest_gpus(
+def fewest_checkpointed(
     model: ModelShape,
     setup: Setup,
     capacity: Capacity,
     *,
     chip: Chip = H200,
     links: Links | None = None,
-) -> int:
-    """Return the smallest power of two of GPUs, all sharing the sequence, that fits; 0 for none."""
-    size = setup.ulysses_size * setup.tp_size
-    while size <= min(MAX_GPUS, setup.seq_len):
-        one = replace(setup, num_gpus=size, cp_size=0)
-        if capacity.fits(plan_memory(model, one, chip=chip, links=links)):
-            return size
-        size *= 2
-    return 0
-
-
-def _variants(
-    model: ModelShape, setup: Setup, capacity: Capacity, chip: Chip, links: Links
-) -> Iterator[Variant]:
-    plain = replace(setup, checkpointing="full", checkpointed_layers=0, offload="none", tiles=0)
-    policy = "bf16-true" if setup.precision == "bf16-true" else "bf16-policy"
-    options: dict[str, dict[str, object]] = {
-        "no checkpointing": {"checkpointing": "none"},
-        "checkpointing": {},
-        "checkpointing, bf16-true": {"precision": "bf16-true"},
-        "keep attention": {"checkpointing": "keep", "precision": policy},
-        "keep attention, tiles": {"checkpointing": "keep", "tiles": 16, "precision": policy},
-        "offload, tiles": {"offload": "all", "tiles": 16, "precision": policy},
-        "keep attention, offload, tiles": {
-            "checkpointing": "keep",
-            "offload": "all",
-            "tiles": 16,
-            "precision": policy,
-        },
-    }
-    if setup.precision == "bf16-true":
-        del options["checkpointing, bf16-true"]
-    kept = replace(plain, **options["keep attention"])  # type: ignore[arg-type]
-    if num_layers := _fewest_checkpointed(model, kept, capacity, chip, links):
-        label = f"keep attention, {num_layers} of {len(model.layers)} layers"
-        fewest = {label: {**options["keep attention"], "checkpointed_layers": num_layers}}
-        options = {"no checkpointing": options.pop("no checkpointing"), **fewest, **options}
-    for label, changes in options.items():
-        one = replace(plain, **changes)  # type: ignore[arg-type]
-        yield Variant(
-            label,
-            one,
-            plan_memory(model, one, chip=chip, links=links),
-            plan_time(model, one, chip=chip, links=links),
-            longest_sequence(model, one, capacity, chip=chip, links=links),
-        )
-
-
-def _fewest_checkpointed(
-    model: ModelShape, setup: Setup, capacity: Capacity, chip: Chip, links: Links
-) -> int:
-    """Return of how few layers the activations must be recomputed; 0 for none, or for all."""
-    none = replace(setup, checkpointing="none")
-    some = (replace(setup, checkpointed_layers=n) for n in range(1, len(model.layers)))
+) -> int | None:
+    """Return the fewest layers that must be recomputed for a run to fit; None if it never fits."""
+    kind = "full" if setup.checkpointing == "none" else setup.checkpointing
+    none = replace(setup, checkpointing="none", checkpointed_layers=0, offload="none")
+    numbers = range(1, len(model.layers) + 1)
+    some = (replace(setup, checkpointing=kind, checkpointed_layers=n) for n in numbers)
     for one in (none, *some):
         if capacity.fits(plan_memory(model, one, chip=chip, links=links)):
             return one.checkpointed_layers
-    return 0
+    return None
 
 
 def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:

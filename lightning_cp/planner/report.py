@@ -1,29 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as text, as the config to paste, and as a picture."""
+"""A plan as text, and as the config to paste."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from lightning_cp.planner.memory import HOST_USABLE, USABLE
-from lightning_cp.planner.meshes import MeshPlan
 from lightning_cp.planner.plan import Plan
 from lightning_cp.planner.setup import GPUS_PER_HOST, Setup
 from lightning_cp.planner.shapes import KNOWN
 from lightning_cp.planner.time import TENSOR
-
-_COLORS = (
-    "#0072b2",
-    "#56b4e9",
-    "#009e73",
-    "#999999",
-    "#e69f00",
-    "#f0e442",
-    "#bcbd22",
-    "#d55e00",
-    "#cc79a7",
-    "#8c564b",
-    "#cccccc",
-)
 
 
 def parse_tokens(text: str) -> int:
@@ -68,45 +52,8 @@ def format_tokens(number: int) -> str:
 
 def format_plan(plan: Plan) -> str:
     """Return the report of a plan, as plain text."""
-    sections = (
-        _head(plan),
-        _memory(plan),
-        _time(plan),
-        _limits(plan),
-        _options(plan),
-        _ending(plan),
-    )
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
-
-
-def format_meshes(meshes: Sequence[MeshPlan], *, limit: int = 10) -> str:
-    """Return a table of the fastest meshes, as plain text."""
-    best, gpus = meshes[0].setup, f"{meshes[0].setup.num_gpus} GPUs"
-    names = ("copies x shards x context x tensor", "batches", "GB", "s", "tokens/s", *_WAITS)
-    rows: list[tuple[str, ...]] = [names]
-    for mesh in meshes[:limit]:
-        sizes = " x ".join(map(str, mesh.sizes))
-        inside = mesh.setup.ulysses_size
-        rows.append(
-            (
-                f"  {sizes}" + (f", Ulysses {inside}" if inside > 1 else ""),
-                f"{mesh.num_batches}",
-                f"{mesh.memory.peak / 1e9:.1f}",
-                _seconds(mesh.seconds),
-                f"{mesh.tokens_per_second:,.0f}",
-                *(f"{value / mesh.seconds:.1%}" for value in mesh.exposed.values()),
-            )
-        )
-    lines = [
-        f"{len(meshes)} meshes of {gpus} hold {format_tokens(best.seq_len)} tokens, by tokens/s; "
-        "computed, not measured",
-        *_table(rows),
-        "  batches: of a data rank in a step, accumulated; %: of the step, waiting for other ranks",
-    ]
-    return "\n".join(lines) + "\n\n"
-
-
-_WAITS = ("keys", "parameters", "tensor")
+    sections = (_head(plan), _memory(plan), _time(plan), _limits(plan), _ending(plan))
+    return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
 def _head(plan: Plan) -> list[str]:
@@ -186,6 +133,9 @@ def _time(plan: Plan) -> list[str]:
     received = {n: x for n, x in time.wire.items() if n != TENSOR or setup.tp_size > 1}
     wire = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in received.items())
     lines.append(f"  received by a rank per step, GB: {wire}")
+    waits = {n: x for n, x in time.exposed.items() if n in received}
+    told = ", ".join(f"{name} {_seconds(value)}" for name, value in waits.items())
+    lines.append(f"  of the step, s waiting for other ranks: {told}")
     return lines
 
 
@@ -194,41 +144,12 @@ def _seconds(value: float) -> str:
 
 
 def _limits(plan: Plan) -> list[str]:
-    setup = plan.setup
-    smallest = f"{plan.smallest}" if plan.smallest else "none up to 1,024"
+    num_layers = len(plan.model.layers)
+    fewest = f"{plan.fewest} of" if plan.fewest is not None else "it does not fit with all"
     return [
-        f"longest sequence on {setup.num_gpus} GPUs: {format_tokens(plan.longest)} "
+        f"longest sequence on {plan.setup.num_gpus} GPUs: {format_tokens(plan.longest)} "
         f"({plan.longest:,} tokens)",
-        f"fewest GPUs for {format_tokens(setup.seq_len)} (powers of two): {smallest}",
-    ]
-
-
-def _options(plan: Plan) -> list[str]:
-    if not plan.variants:
-        return []
-    rows = [("with other options", "GB", "host GB", "s", "of peak", "longest", "")]
-    for each in plan.variants:
-        fits = "" if plan.capacity.fits(each.memory) else "does not fit"
-        rows.append(
-            (
-                f"  {each.label}",
-                f"{each.memory.peak / 1e9:.1f}",
-                f"{(each.memory.host + each.memory.host_parameters) / 1e9:.0f}",
-                _seconds(each.time.step),
-                f"{each.time.share_of_peak:.3f}",
-                format_tokens(each.longest),
-                fits,
-            )
-        )
-    return _left_last(rows)
-
-
-def _left_last(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align as a table whose last column is text."""
-    table = _table([row[:-1] for row in rows])
-    width = max(map(len, table))
-    return [
-        f"{line.ljust(width)}  {row[-1]}".rstrip() for line, row in zip(table, rows, strict=True)
+        f"fewest recomputed layers that fit: {fewest} {num_layers}",
     ]
 
 
@@ -296,44 +217,3 @@ def _strategy(setup: Setup) -> Iterable[str]:
         yield "compile: layers"
     if setup.precision == "bf16-policy":
         yield "mixed_precision: fsdp"
-
-
-def draw_plan(plan: Plan, file: Path) -> None:
-    """Draw the memory of a rank by part, for this run and its variants.
-
-    Args:
-        plan: with variants.
-        file: the picture, a PNG.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "A picture needs matplotlib: pip install 'lightning-cp[recipes]', or leave out --plot."
-        ) from error
-    if not file.parent.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {file.parent} for the picture. Create it first."
-        )
-    bars = [("this run", plan.memory), *((each.label, each.memory) for each in plan.variants)]
-    figure = Figure(figsize=(9, 1.5 + 0.45 * len(bars)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    labels = [label for label, _ in bars]
-    left = [0.0] * len(bars)
-    for name, color in zip(plan.memory.parts, _COLORS, strict=True):
-        values = [memory.parts[name] / 1e9 for _, memory in bars]
-        if any(values):
-            axes.barh(labels, values, left=left, color=color, label=name)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.axvline(USABLE * plan.capacity.gpu / 1e9, color="black", linestyle="--", linewidth=1)
-    axes.invert_yaxis()
-    axes.set_xlabel("GB per GPU at the peak; dashed: usable")
-    axes.set_title(
-        f"{plan.model.name}, {format_tokens(plan.setup.seq_len)} tokens, {plan.setup.num_gpus} GPUs"
-    )
-    # A bar that ends at the edge does not fit by far.
-    axes.set_xlim(0, min(1.05 * max(left), 2 * plan.capacity.gpu / 1e9))
-    figure.legend(fontsize="small", ncols=5, loc="outside lower center")
-    figure.savefig(file, format="png", dpi=120)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import attention_gpu, cluster_plan, scaling
+from benchmarks import attention_gpu, scaling
 from benchmarks.measure import Records
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import plan_memory
@@ -218,17 +218,6 @@ def test_a_rank_computes_a_part_of_a_video(tmp_path):
     lines = [json.loads(line) for line in written.splitlines()]
     assert [line["what"] for line in lines] == ["tower", "long", "long"]
     assert not any(isinstance(line.get("spent"), str) for line in lines)
-
-
-@pytest.mark.slow
-def test_meshes_of_a_cluster_are_told_as_computed(tmp_path, capsys):
-    picture = tmp_path / "plan.png"
-    args = ["--gpus", "32", "64", "--picture", str(picture)]
-    cluster_plan.main(args)
-    out = capsys.readouterr().out
-    assert out.startswith("computed, not measured")
-    assert out.count("llama-70b, 512k tokens | 64") == 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

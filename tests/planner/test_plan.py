@@ -1,16 +1,15 @@
-"""The search, the report and the command."""
+"""What fits, the report and the command."""
 
 import json
 import re
-import sys
-from unittest.mock import patch
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from lightning_cp.planner import KNOWN, Setup, plan_run
 from lightning_cp.planner.memory import plan_memory
-from lightning_cp.planner.plan import Capacity, longest_sequence, smallest_gpus
+from lightning_cp.planner.plan import Capacity, fewest_checkpointed, longest_sequence
 from lightning_cp.planner.report import config_lines, format_plan, parse_tokens
 from recipes.command import main
 from tests.parity.zoo import build_config
@@ -25,22 +24,32 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     assert not capacity.fits(plan_memory(model, Setup(longest + longest // 100, 8)))
 
 
-def test_fewest_gpus_fit_and_half_of_them_do_not():
-    model, capacity = KNOWN["llama-8b"], Capacity(141e9, 1e12)
-    size = smallest_gpus(model, Setup(2**22, 8), capacity)
-    assert capacity.fits(plan_memory(model, Setup(2**22, size)))
-    assert not capacity.fits(plan_memory(model, Setup(2**22, size // 2)))
+@pytest.mark.parametrize("checkpointing", ["none", "full", "keep"])
+def test_as_few_layers_are_recomputed_as_fit(checkpointing):
+    model, capacity = KNOWN["llama-8b"], Capacity(80e9, 1e12)
+    setup = Setup(2**17, 8, precision="bf16-true", checkpointing=checkpointing)
+    fewest = fewest_checkpointed(model, setup, capacity)
+    kind = "keep" if checkpointing == "keep" else "full"
+    assert 1 < fewest < 31
+    for number, fits in ((fewest, True), (fewest - 1, False)):
+        one = replace(setup, checkpointing=kind, checkpointed_layers=number)
+        assert capacity.fits(plan_memory(model, one)) == fits
+    assert fewest_checkpointed(model, setup, Capacity(1e12, 1e12)) == 0
+    moved = replace(setup, checkpointing=kind, offload="all")
+    assert 0 < fewest_checkpointed(model, moved, capacity) <= fewest
 
 
 def test_what_never_fits_is_said():
-    plan = plan_run("llama-70b", seq_len=2**17, num_gpus=1, gpu_memory=24, compare=False)
-    assert (plan.fits, plan.longest) == (False, 0)
-    assert "DOES NOT FIT" in format_plan(plan)
+    plan = plan_run("llama-70b", seq_len=2**17, num_gpus=1, gpu_memory=24)
+    assert (plan.fits, plan.longest, plan.fewest) == (False, 0, None)
+    told = format_plan(plan)
+    assert "DOES NOT FIT" in told
+    assert "layers that fit: it does not fit with all 80" in told
 
 
 @pytest.mark.slow
 def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
-    plan = plan_run("llama-8b", seq_len=2**24, num_gpus=1024, compare=False)
+    plan = plan_run("llama-8b", seq_len=2**24, num_gpus=1024)
     assert plan.fits
     assert any("not of 1024" in note for note in plan.notes)
     assert any("up to 1M" in note for note in plan.notes)
@@ -82,9 +91,7 @@ def test_what_is_no_length_is_refused(text):
 
 
 def test_the_config_is_that_of_a_recipe():
-    plan = plan_run(
-        "llama-8b", seq_len=2**17, num_gpus=32, ulysses_size=8, lora_rank=16, compare=False
-    )
+    plan = plan_run("llama-8b", seq_len=2**17, num_gpus=32, ulysses_size=8, lora_rank=16)
     config = yaml.safe_load("\n".join(config_lines(plan)))
     assert config["trainer"]["strategy"]["init_args"] == {"context_parallel_size": [8, 4]}
     assert (config["trainer"]["devices"], config["trainer"]["num_nodes"]) == (8, 4)
@@ -101,7 +108,6 @@ def test_options_about_memory_are_pasted():
         offload="all",
         tiles=16,
         precision="bf16-policy",
-        compare=False,
     )
     config = yaml.safe_load(format_plan(plan).partition("config to paste:")[2])
     assert config["model"]["gradient_checkpointing"] is True
@@ -133,7 +139,7 @@ def test_as_few_layers_are_checkpointed_as_fit(capsys):
     args = ["plan", "--model", "llama-8b", "--length", "128k", "--gpus", "8", "--gpu-memory", "80"]
     args += ["--precision", "bf16-true", "--checkpointing", "keep"]
     assert main(args) == 0
-    fewest = int(re.search(r"keep attention, (\d+) of 32 layers", capsys.readouterr().out)[1])
+    fewest = int(re.search(r"recomputed layers that fit: (\d+) of 32", capsys.readouterr().out)[1])
     assert 1 < fewest < 31
     assert main([*args, "--checkpointed-layers", str(fewest)]) == 0
     out = capsys.readouterr().out
@@ -162,21 +168,23 @@ def test_the_command_reads_a_config(tmp_path, capsys):
         assert str(path) in capsys.readouterr().out
 
 
-def test_the_command_draws_a_picture(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.png"
-    assert main(["plan", "--model", "llama-8b", *SIZES, "--plot", str(file)]) == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-    missing = tmp_path / "no" / "plan.png"
-    assert main(["plan", "--model", "llama-8b", *SIZES, "--plot", str(missing)]) == 2
-    assert "There is no folder" in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_names_the_extra(tmp_path, capsys):
-    with patch.dict(sys.modules, {"matplotlib.figure": None}):
-        file = tmp_path / "plan.png"
-        assert main(["plan", "--model", "llama-8b", *SIZES, "--plot", str(file)]) == 2
-    assert "pip install 'lightning-cp[recipes]'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (["--mesh", "auto"], "--mesh"),
+        (["--mesh=auto", "--seq", "4"], "--mesh"),
+        (["--sequences", "4"], "--sequences"),
+        (["--plot", "plan.png"], "--plot"),
+    ],
+)
+def test_meshes_and_pictures_are_those_of_a_script(args, name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *SIZES, "--model", "llama-8b", *args])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"error: {name} is gone: this command plans one run." in error
+    assert "`python -m benchmarks.cluster_plan --model PATH" in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
-"""Tensor ranks, by numbers that were counted by hand; the search for the fastest mesh."""
-
-from math import prod
+"""Tensor ranks, by numbers that were counted by hand."""
 
 import pytest
-import yaml
 
 from lightning_cp.attn.hardware import Links
-from lightning_cp.planner import KNOWN, Setup, plan_meshes, plan_run
+from lightning_cp.planner import KNOWN, Setup, plan_run
 from lightning_cp.planner.memory import plan_memory, token_bytes
-from lightning_cp.planner.plan import Capacity
 from lightning_cp.planner.report import config_lines
 from lightning_cp.planner.time import plan_time
 from recipes.command import main
@@ -92,99 +88,12 @@ def test_ranks_of_one_tensor_index_gather_parts_of_the_parameters():
 )
 def test_tensor_ranks_that_cannot_divide_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
-        plan_run(model, seq_len=8192, num_gpus=64, compare=False, **options)
-
-
-# ---------------------------------------------------------------- search
-
-
-def test_the_search_lists_all_meshes_that_fit_by_speed():
-    plans = plan_meshes("llama-8b", seq_len=2**17, num_gpus=16, num_sequences=4)
-    assert len({(plan.sizes, plan.setup.ulysses_size) for plan in plans}) == len(plans)
-    assert {plan.sizes[3] for plan in plans} == {1, 2, 4, 8}
-    rates = [plan.tokens_per_second for plan in plans]
-    assert rates == sorted(rates, reverse=True)
-    for plan in plans:
-        assert prod(plan.sizes) == 16
-        assert plan.sizes[0] * plan.sizes[1] * plan.num_batches == 4
-        assert Capacity.of_gb(141, 2000).fits(plan.memory)
-        assert 0 < sum(plan.exposed.values()) < plan.seconds
-        update = plan.time.seconds["optimizer"]
-        step = plan.num_batches * (plan.time.step - update) + update
-        assert plan.tokens_per_second == pytest.approx(4 * 2**17 / step)
-    # What was left out does not fit.
-    sizes = {plan.sizes for plan in plans}
-    for context, tensor in ((1, 8), (2, 4), (4, 2), (8, 1)):
-        setup = Setup(2**17, 16, cp_size=context, tp_size=tensor)
-        fits = Capacity.of_gb(141, 2000).fits(plan_memory(LLAMA, setup))
-        assert ((1, 16 // context // tensor, context, tensor) in sizes) == fits
-
-
-def test_without_a_number_each_data_rank_has_a_sequence():
-    plans = plan_meshes("llama-8b", seq_len=2**15, num_gpus=8)
-    assert {plan.num_batches for plan in plans} == {1}
-    assert {plan.setup.data_size for plan in plans} == {1, 2, 4, 8}
-
-
-def test_models_that_tensor_ranks_cannot_divide_have_one():
-    plans = plan_meshes("qwen3-30b-a3b", seq_len=2**15, num_gpus=16)
-    assert {plan.sizes[3] for plan in plans} == {1}
-
-
-def test_slow_hops_make_copies():
-    options = {"seq_len": 2**17, "num_gpus": 512, "num_sequences": 32}
-    one, *_ = plan_meshes("llama-8b", **options)
-    many, *_ = plan_meshes("llama-8b", **options, links=Links(hop_us=10))
-    assert one.sizes[0] == 1
-    assert many.sizes[0] > 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gpu_memory": 20}, r"No mesh of 8 GPUs holds llama-70b with 524,288 tokens: .*Use more"),
-        ({"cp_size": 8}, "cp_size is what the search finds"),
-        ({"num_sequences": -1}, "num_sequences=-1: give 0 or more"),
-        ({"host_memory": 0}, "host_memory=0: give GB"),
-    ],
-)
-def test_searches_without_a_result_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        plan_meshes("llama-70b", seq_len=2**19, num_gpus=8, **options)
-
-
-def test_the_command_finds_a_mesh(capsys):
-    args = ["plan", "--model", "llama-8b", "--length", "128k", "--gpus", "32"]
-    assert main([*args, "--mesh", "auto", "--sequences", "4"]) == 0
-    out = capsys.readouterr().out
-    best, *_ = plan_meshes("llama-8b", seq_len=2**17, num_gpus=32, num_sequences=4)
-    assert "computed, not measured" in out
-    assert " x ".join(map(str, best.sizes)) in out.splitlines()[2]
-    config = yaml.safe_load(out.partition("config to paste:")[2])
-    chosen = config["trainer"]["strategy"]["init_args"]
-    size = best.setup.context_size
-    assert chosen["context_parallel_size"] in (size, [8, size // 8])
-    assert "tensor_parallel_size" not in chosen
-    assert max(map(len, out.splitlines())) < 150
+        plan_run(model, seq_len=8192, num_gpus=64, **options)
 
 
 def test_tensor_ranks_are_in_the_config(capsys):
     args = ["plan", "--model", "llama-8b", "--length", "128k", "--gpus", "16", "--tensor", "2"]
     assert main(args) == 0
     assert "tensor_parallel_size: 2" in capsys.readouterr().out
-    plan = plan_run("llama-8b", seq_len=2**17, num_gpus=16, compare=False)
+    plan = plan_run("llama-8b", seq_len=2**17, num_gpus=16)
     assert not any("tensor" in line for line in config_lines(plan))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--mesh", "auto", "--tensor", "2"], "--mesh auto chooses tp_size itself"),
-        (["--mesh", "auto", "--sharding", "hybrid"], "--mesh auto chooses sharding itself"),
-        (["--sequences", "4"], "--sequences is for --mesh auto"),
-        (["--mesh", "auto", "--gpu-memory", "10"], "No mesh of 8 GPUs"),
-    ],
-)
-def test_user_errors_about_meshes(args, message, capsys):
-    assert main(["plan", "--model", "llama-8b", "--length", "128k", "--gpus", "8", *args]) == 2
-    assert message in capsys.readouterr().err
