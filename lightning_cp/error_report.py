@@ -68,6 +68,15 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(report_error(report))
 
 
+class Removed(argparse.Action):
+    """An option that is gone: an error that says what to use instead, which is its ``const``."""
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        """Report the error and end this process."""
+        parser.error(f"{self.option_strings[0]} is gone: {self.const}")
+
+
 def tell_torchrun(text: str) -> bool:
     """Let torchrun quote a text in its report, if this process fails; return whether it will.
 

@@ -5,28 +5,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Final, get_args
 
-from typing_extensions import override
-
-from lightning_cp.error_report import Parser, report_error
+from lightning_cp.error_report import Parser, Removed, report_error
 from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.planner.plan import CHIPS, plan_run
 from lightning_cp.planner.report import format_plan, parse_tokens
 from lightning_cp.planner.setup import Checkpointing, Offload, Precision
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 
-
-class _Removed(argparse.Action):
-    """An option that is gone: an error that names the script."""
-
-    @override
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        parser.error(
-            f"{self.option_strings[0]} is gone: this command plans one run. `python -m "
-            "benchmarks.cluster_plan --model PATH --length 128k --gpus 32`, in a checkout of the "
-            "repository, compares all meshes of these GPUs and draws them"
-        )
+CLUSTERS: Final = (
+    "this command plans one run. `python -m benchmarks.cluster_plan --model PATH --length 128k "
+    "--gpus 32`, in a checkout of the repository, compares all meshes of these GPUs and draws them"
+)
+"""What to use instead of options about meshes and drawings."""
 
 
 def build_parser(prog: str = "lightning-cp") -> Parser:
@@ -85,7 +77,9 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     command.add_argument("--attention-memory", type=float, help="GiB, as the strategy's option")
     command.add_argument("--gradient-wire", choices=("float32", "model"), default="float32")
     for name in ("--mesh", "--sequences", "--plot"):
-        command.add_argument(name, nargs="?", action=_Removed, help=argparse.SUPPRESS)
+        command.add_argument(
+            name, nargs="?", action=Removed, const=CLUSTERS, help=argparse.SUPPRESS
+        )
     return parser
 
 
