@@ -24,6 +24,7 @@ from hf_patches.verify import verify
 from hf_patches.verify_inputs import HEADS, build_batch, build_model, resolve_head
 from lightning_cp.error_report import (
     Parser,
+    Removed,
     end_process,
     quote_uncaught_errors,
     report_error,
@@ -36,6 +37,12 @@ _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+_MERGE: Final = (
+    "PEFT merges what export writes: PeftModel.from_pretrained(base_model, OUT).merge_and_unload()"
+    ".save_pretrained(MERGED)"
+)
+"""What to use instead of ``--merge``."""
 
 
 def build_parser(prog: str = "python -m hf_patches") -> Parser:
@@ -95,9 +102,9 @@ def _add_export(commands: Any) -> None:
         help="turn a Lightning checkpoint into a Hugging Face folder",
         description=(
             "Write the Hugging Face model inside a Lightning checkpoint as a folder for "
-            "from_pretrained. Needs no GPU, and memory for one of the files that it writes; with "
-            "--merge for the model. A checkpoint holds pickles, which can run any code: export "
-            "only those that you trust."
+            "from_pretrained. Needs no GPU, and memory for one of the files that it writes. Of a "
+            "checkpoint with PEFT adapters these alone are written. A checkpoint holds pickles, "
+            "which can run any code: export only those that you trust."
         ),
     )
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="a folder, or a file")
@@ -113,11 +120,7 @@ def _add_export(commands: Any) -> None:
         "--prefix", help="prefix of the model's parameter names in CKPT; inferred by default"
     )
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
-    command.add_argument(
-        "--merge",
-        action="store_true",
-        help="merge PEFT adapters into the model and write that; by default the adapters alone",
-    )
+    command.add_argument("--merge", nargs=0, action=Removed, const=_MERGE, help=argparse.SUPPRESS)
     command.add_argument(
         "--adapter-config",
         type=Path,
@@ -144,7 +147,6 @@ def _export(args: argparse.Namespace) -> int:
         base=args.base,
         prefix=args.prefix,
         max_shard_size=args.max_shard_size,
-        merge=args.merge,
         adapter_config=args.adapter_config,
     )
     sys.stdout.write(f"{type(model).__name__} written to {args.out}\n")

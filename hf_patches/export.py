@@ -3,17 +3,16 @@
 
 Reads only the weights, with `lightning_cp.checkpoint`, and infers from their names and shapes which
 attribute of the LightningModule held the model. Needs no GPU and no process group; the weights are
-read layer by layer (`weight_files`), unless adapters are merged.
+read layer by layer (`weight_files`).
 """
 
 import os
 import pickle
 import shutil
+import textwrap
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_patches.saving import adapter_state
 from hf_patches.weight_files import write_weights
 from lightning_cp.adapters import NOTES
 from lightning_cp.checkpoint import find_folder, is_checkpoint_folder
@@ -56,7 +56,6 @@ _AUTO: Final = (
     transformers.AutoModel,
 )
 
-Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
@@ -67,7 +66,6 @@ def export(
     base: Path | None = None,
     prefix: str | None = None,
     max_shard_size: str = "5GB",
-    merge: bool = False,
     adapter_config: Path | None = None,
 ) -> Any:
     """Write the Hugging Face model of a Lightning checkpoint as ``save_pretrained`` would.
@@ -82,47 +80,46 @@ def export(
         prefix: prefix of the model's parameter names in the checkpoint, such as ``model.``;
             inferred from names and shapes when None.
         max_shard_size: weights are split into files of at most this size.
-        merge: merge PEFT adapters into the weights, and write a model without adapters. If the
-            checkpoint holds only adapters, the model is read from ``base``.
         adapter_config: an adapter_config.json, or a folder with one, if the checkpoint does not
             hold the config of its adapters; checkpoints of the strategy do.
 
     Returns:
-        The model that was written. Its weights are on the meta device, unless they were merged.
+        The model that was written. Its weights are on the meta device.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists. Remove it, or give another name.")
     source = _open(checkpoint)
-    forms = {
-        plain_name(str(keys[1])): (keys, tuple(form[0]))
+    saved = {
+        plain_name(str(keys[1])): keys
         for keys, form in source.forms.items()
         if keys[0] == "state_dict" and len(keys) == 2 and form is not None
     }
     base = base or _named_base(source.rest or {}, checkpoint)
     config = read_config(base)
-    if adapter := next((name for name in forms if _is_of_adapter(name)), None):
+    configs: dict[str, Any] = {}
+    if adapter := next((name for name in saved if _is_of_adapter(name)), None):
         configs = _adapter_configs(source.rest or {}, adapter_config, adapter, checkpoint)
-        return _export_adapted(
-            source, forms, config, configs, checkpoint, out, base, prefix, max_shard_size, merge
-        )
-    if merge or adapter_config is not None:
-        raise ValueError(
-            f"{checkpoint} holds no PEFT adapter. Leave out --merge and --adapter-config."
-        )
-    shapes = {name: shape for name, (_, shape) in forms.items()}
-    model, prefix = _find(config, shapes, prefix, checkpoint)
-    selected = {name: keys for name, (keys, _) in forms.items() if name.startswith(prefix)}
-    keys_of = _resolve(model, {n.removeprefix(prefix): keys for n, keys in selected.items()})
-    blanks = {name: blank(source.forms[keys], "meta") for name, keys in keys_of.items()}
-    _assign(model, {name: x for name, x in blanks.items() if x is not None})
+        for each in configs.values():
+            each.base_model_name_or_path = each.base_model_name_or_path or str(base)
+    elif adapter_config is not None:
+        raise ValueError(f"{checkpoint} holds no PEFT adapter. Leave out --adapter-config.")
+    forms = {name: source.forms[keys] for name, keys in saved.items()}
+    blanks = {name: x for name, form in forms.items() if (x := blank(form, "meta")) is not None}
+    model, prefix = _find(config, configs, blanks, prefix, checkpoint)
+    _assign(model, _resolve(model, _under(prefix, blanks)))
+    keys_of = _resolve(model, _under(prefix, saved))
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
         tensors = source.read({keys_of[n]: blank(source.forms[keys_of[n]]) for n in names})
         return {name: tensors[keys_of[name]] for name in names}
 
     def save(folder: Path) -> None:
-        model.save_pretrained(folder, state_dict={})  # configs alone
-        write_weights(model, read, folder, max_shard_size)
+        if configs:
+            weights = read(_of_adapters(model))
+            model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        else:
+            model.save_pretrained(folder, state_dict={})  # configs alone
+            write_weights(model, read, folder, max_shard_size)
 
     _write(save, base, out)
     return model
@@ -229,125 +226,83 @@ def _wrap(model: PreTrainedModel, configs: Mapping[str, Any]) -> Any:
     return wrapped
 
 
-def _export_adapted(
-    source: Source,
-    forms: Mapping[str, tuple[Any, Shape]],
-    config: PreTrainedConfig,
-    configs: Mapping[str, Any],
-    checkpoint: Path,
-    out: Path,
-    base: Path,
-    prefix: str | None,
-    max_shard_size: str,
-    merge: bool,
-) -> Any:
-    """Write adapters, or a model with merged adapters."""
-    for adapter in configs.values():
-        adapter.base_model_name_or_path = adapter.base_model_name_or_path or str(base)
-    shapes = {name: shape for name, (_, shape) in forms.items()}
-    # With base_layer: the checkpoint holds the model as well.
-    adapters_only = not any(".base_layer." in name for name in shapes)
-    model, prefix = _find(config, shapes, prefix, checkpoint, configs, adapters_only)
-
-    def read(names: Iterable[str]) -> dict[str, Tensor]:
-        selected = {name: forms[prefix + name][0] for name in names if prefix + name in forms}
-        tensors = source.read({keys: blank(source.forms[keys]) for keys in selected.values()})
-        return {name: tensors[keys] for name, keys in selected.items()}
-
-    if not merge:
-        weights = read(_adapter_names(model))
-        options = {"state_dict": weights, "save_embedding_layers": False}
-        _write(partial(model.save_pretrained, **options), base, out)
-        return model
-    if adapters_only:
-        model_class = type(model.get_base_model())
-        try:
-            base_model = model_class.from_pretrained(base, dtype="auto")
-        except OSError as error:
-            raise ValueError(
-                f"{checkpoint} holds only adapters, and {base} no weights to merge them into. "
-                "Give the folder of the base model: --base PATH."
-            ) from error
-        model = _wrap(base_model, configs)
-    _assign(model, _resolve(model, read(model.state_dict())))
-    merged: PreTrainedModel = model.merge_and_unload()
-    _write(partial(merged.save_pretrained, max_shard_size=max_shard_size), base, out)
-    return merged
-
-
-def _adapter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that adapters have added to a model."""
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    added: set[int] = set()
-    for part in model.modules():
-        original: Any = None
-        if isinstance(part, AuxiliaryTrainingWrapper):
-            original = part.original_module
-        elif hasattr(part, "get_base_layer"):  # a layer of a tuner
-            original = part.get_base_layer()  # type: ignore[operator]
-        if isinstance(original, nn.Module):
-            added |= {id(x) for x in part.parameters()} - {id(x) for x in original.parameters()}
-    return [name for name, x in model.named_parameters() if id(x) in added]
+def _of_adapters(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return the part of a model's state that PEFT saves with its adapters."""
+    return adapter_state(model, model.state_dict(), {"save_embedding_layers": False})
 
 
 # ---------------------------------------------------------------- model class and prefix
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """A comparison of a model's names and shapes with those under a prefix of a checkpoint."""
-
-    model: nn.Module
-    prefix: str
-    num_matches: int
-    problems: list[str]
-
-
 def _find(
     config: PreTrainedConfig,
-    shapes: Mapping[str, Shape],
+    adapters: Mapping[str, Any],
+    blanks: Mapping[str, Any],
     prefix: str | None,
     checkpoint: Path,
-    adapters: Mapping[str, Any] | None = None,
-    adapters_only: bool = False,
 ) -> tuple[Any, str]:
     """Return a model on the meta device, and the prefix of its names in the checkpoint.
 
-    With adapters, if there are any; ``adapters_only`` if the checkpoint holds nothing else.
+    Args:
+        config: of the model.
+        adapters: the configs of its adapters; if there are any, only their weights must be saved.
+        blanks: what is saved, on the meta device.
+        prefix: the given one.
+        checkpoint: for messages.
     """
-    tried: list[_Fit] = []
+    tried: list[tuple[int, str]] = []
     for candidate in _candidates(config):
-        model = _wrap(candidate, adapters) if adapters else candidate
-        expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-        if adapters_only:
-            expected = {name: expected[name] for name in _adapter_names(model)}
-        prefixes = _prefixes(expected, shapes, prefix) or [""]
-        fits = [_compare(model, expected, shapes, candidate) for candidate in prefixes]
-        good = [fit for fit in fits if not fit.problems]
-        if len(good) == 1:
-            return model, good[0].prefix
-        if good:
-            matches = ", ".join(f"'{fit.prefix}'" for fit in good)
+        model: Any = _wrap(candidate, adapters) if adapters else candidate
+        optional = dict(model.state_dict()) if adapters else {}
+        for name in _of_adapters(model) if adapters else ():
+            del optional[name]
+        good = []
+        for start in _prefixes(model.state_dict(), blanks, prefix):
+            values = _under(start, blanks)
+            problem = _problem(model, values, optional)
+            if not problem:
+                good.append(start)
+            same = len(values.keys() & model.state_dict().keys())
+            tried.append((same, f"{type(model).__name__} with the prefix '{start}': {problem}"))
+        if len(good) > 1:
+            matches = ", ".join(f"'{start}'" for start in good)
             raise ValueError(
                 f"{checkpoint} holds several {type(model).__name__} models, with the prefixes "
-                f"{matches}. Choose one: --prefix {good[0].prefix}"
+                f"{matches}. Choose one: --prefix {good[0]}"
             )
-        tried += fits
+        if good:
+            return model, good[0]
     if not tried:
         raise ValueError(
             f"The config for {checkpoint} is a {type(config).__name__} (model type "
             f"{config.model_type!r}), which belongs to no class of models that can be exported. "
             'Name the class in its config.json: "architectures": ["..."].'
         )
-    best = max(tried, key=lambda fit: fit.num_matches)
-    more = len(best.problems) - 3
-    problems = "; ".join(best.problems[:3] + ([f"and {more} more"] if more > 0 else []))
+    _, closest = max(tried, key=lambda attempt: attempt[0])
     raise ValueError(
-        f"{checkpoint} holds no model of this config. The closest is {type(best.model).__name__} "
-        f"with the prefix '{best.prefix}', but {problems}. Give the config.json of the training "
-        "run: --base PATH."
+        f"{checkpoint} holds no model of this config. The closest is {closest}. Give the "
+        "config.json of the training run: --base PATH."
     )
+
+
+def _under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Return the values under a prefix, by the rest of their names."""
+    return {n.removeprefix(prefix): value for n, value in values.items() if n.startswith(prefix)}
+
+
+def _problem(model: nn.Module, values: Mapping[str, Any], optional: Mapping[str, Any]) -> str:
+    """Return how saved names and shapes differ from a model's; an empty text if they do not.
+
+    Args:
+        model: on the meta device, as all values: torch compares them, and copies nothing.
+        values: what is saved; of tied weights one is enough.
+        optional: the model's own values of names that need not be saved.
+    """
+    try:
+        model.load_state_dict({**optional, **values, **_resolve(model, values)})
+    except RuntimeError as error:
+        return textwrap.shorten(str(error), 400)
+    return ""
 
 
 def _candidates(config: PreTrainedConfig) -> Iterator[PreTrainedModel]:
@@ -357,38 +312,19 @@ def _candidates(config: PreTrainedConfig) -> Iterator[PreTrainedModel]:
     builders += [auto.from_config for auto in _AUTO if type(config) in auto._model_mapping]
     for build in builders:
         with torch.device("meta"):
-            yield build(config)
+            model = build(config)
+        yield model.to("meta")  # XLNet and DiffLlama make some weights on the CPU all the same
 
 
-def _prefixes(
-    expected: Mapping[str, Shape], shapes: Mapping[str, Shape], prefix: str | None
-) -> list[str]:
+def _prefixes(expected: Mapping[str, Any], saved: Iterable[str], prefix: str | None) -> list[str]:
     """Return possible prefixes of a model's names, the most likely first."""
     if prefix is not None:
         return [prefix if prefix.endswith(".") or not prefix else f"{prefix}."]
     counts: Counter[str] = Counter()
-    for name in shapes:
+    for name in saved:
         starts = [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]
         counts.update(name[:start] for start in starts if name[start:] in expected)
-    return [candidate for candidate, _ in counts.most_common(8)]
-
-
-def _compare(
-    model: nn.Module, expected: Mapping[str, Shape], shapes: Mapping[str, Shape], prefix: str
-) -> _Fit:
-    saved = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
-    first_names = _first_names(model)
-    present = {first for name, first in first_names.items() if name in saved}
-    problems, num_matches = [], 0
-    for name, shape in expected.items():
-        if name in saved and saved[name] != shape:
-            problems.append(f"`{name}` is {saved[name]} instead of {shape}")
-        elif name in saved:
-            num_matches += 1
-        elif first_names.get(name, name) not in present:
-            problems.append(f"`{name}` is missing")
-    problems += [f"the model has no `{name}`" for name in saved if name not in expected]
-    return _Fit(model, prefix, num_matches, problems)
+    return [candidate for candidate, _ in counts.most_common(8)] or [""]
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -410,7 +346,7 @@ def _resolve(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
 
 
 def _assign(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replace the weights of a model on the meta device, with the precision that they have."""
+    """Give a model on the meta device weights there, with the precision that they have."""
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()  # a PEFT model delegates it
 

@@ -59,7 +59,7 @@ def save_full(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) 
     if state is None and any(isinstance(p, DTensor) for p in model.parameters()):
         state = model.state_dict()
         if _is_peft(model):
-            state = _adapter_state(model, state, kwargs)
+            state = adapter_state(model, state, kwargs)
     sharded = state is not None and any(isinstance(x, DTensor) for x in state.values())
     if state is None or not sharded or kwargs.get("distributed_checkpoint"):
         if state is not None:
@@ -78,8 +78,14 @@ def save_full(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) 
     return write() if is_local else together(write, f"{save_directory} was not written.")
 
 
-def _adapter_state(model: Any, state: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that PEFT saves with its adapters; the rest is not gathered."""
+def adapter_state(model: Any, state: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a state that PEFT saves with its adapters; the rest is not gathered.
+
+    Args:
+        model: a PEFT model.
+        state: its state dict.
+        options: those of its ``save_pretrained``.
+    """
     from peft import get_peft_model_state_dict
 
     saved: set[int] = set()

@@ -128,7 +128,7 @@ def test_a_trained_model_comes_out_as_it_was(ranks, tmp_path, kind):
 
 
 @pytest.mark.parametrize("folder", [True, False], ids=["folder", "file"])
-@pytest.mark.parametrize("name", ["gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "gpt2", "diffllama"])
 def test_ties_experts_and_other_names_come_out_right(tmp_path, name, folder):
     model = zoo.build_model(name)
     base = write_base(tmp_path / "base", name, tokenizer=False)
@@ -276,12 +276,14 @@ def test_another_config_is_refused_with_what_differs(tmp_path):
     path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt")
     with pytest.raises(
         ValueError,
-        match=r"The closest is LlamaForCausalLM with the prefix 'model.', but "
-        r"`model.embed_tokens.weight` is \(97, 64\) instead of \(128, 64\); `lm_head",
+        match=r"The closest is LlamaForCausalLM with the prefix 'model.': Error\(s\) in loading "
+        r"state_dict for LlamaForCausalLM: size mismatch for model.embed_tokens.weight: copying a "
+        r"param with shape torch.Size\(\[97, 64\]\) from checkpoint, the shape in current model is "
+        r"torch.Size\(\[128, 64\]\). .* Give the config.json of the training run: --base PATH",
     ):
         export(path, tmp_path / "out", base=base)
     with pytest.raises(
-        ValueError, match="prefix 'elsewhere.', but `model.embed_tokens.weight` is m"
+        ValueError, match=r"prefix 'elsewhere.': .* Missing key\(s\) in state_dict: \"model.embed"
     ):
         export(path, tmp_path / "out", base=base, prefix="elsewhere")
     assert not (tmp_path / "out").exists()
@@ -341,25 +343,36 @@ def test_adapters_are_exported_alone(tmp_path, alone, options):
     assert torch.equal(logits(loaded), logits(trained))
 
 
-def test_adapters_are_merged(tmp_path):
+def test_adapters_that_are_exported_are_merged_by_peft(tmp_path, capsys):
     trained = adapted()
     expected = logits(trained)
     path, base = write_adapted(tmp_path, trained)
-    assert main(["export", str(path), str(tmp_path / "out"), "--base", str(base), "--merge"]) == 0
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    torch.testing.assert_close(logits(loaded), expected)
+    args = ["export", str(path), str(tmp_path / "out"), "--base", str(base)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*args, "--merge"])
+    error = capsys.readouterr().err
+    assert "error: --merge is gone: PEFT merges what export writes: PeftModel.from_pret" in error
+    assert len(error.splitlines()) == 1
+    assert main(args) == 0
+    loaded = PeftModel.from_pretrained(zoo.build_model("llama"), tmp_path / "out")
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    torch.testing.assert_close(logits(merged), expected)
 
 
-def test_adapters_alone_are_merged_into_the_base(tmp_path):
-    trained = adapted()
-    expected = logits(trained)
-    path, base = write_adapted(tmp_path, trained, alone=True)
-    with pytest.raises(ValueError, match=r"holds only adapters, and .*base no weights .*--base"):
-        export(path, tmp_path / "out", base=base, merge=True)
-    zoo.build_model("llama").save_pretrained(base)
-    export(path, tmp_path / "out", base=base, merge=True)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    torch.testing.assert_close(logits(loaded), expected)
+def test_adapters_that_are_not_all_there_are_refused(tmp_path):
+    path, base = write_adapted(tmp_path, adapted(), alone=True)
+    loaded = torch.load(path, weights_only=True)
+    *_, last = loaded["state_dict"]
+    del loaded["state_dict"][last]
+    torch.save(loaded, path)
+    with pytest.raises(ValueError, match=r"Missing key\(s\) in .*layers.1.self_attn.q_proj.lora_B"):
+        export(path, tmp_path / "out", base=base)
+    other = adapted(r=2)
+    path, base = write_adapted(tmp_path, other, alone=True, noted=False)
+    adapted().peft_config["default"].save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match=r"size mismatch for .*lora_A.*--base PATH"):
+        export(path, tmp_path / "out", base=base, adapter_config=tmp_path / "config")
 
 
 def test_adapters_of_which_nothing_is_noted_need_their_config(tmp_path):
@@ -379,7 +392,7 @@ def test_options_for_adapters_are_refused_without_any(tmp_path):
     path = save(holder(model=zoo.build_model("llama")), tmp_path / "last.ckpt")
     base = write_base(tmp_path / "base", "llama")
     with pytest.raises(ValueError, match="holds no PEFT adapter"):
-        export(path, tmp_path / "out", base=base, merge=True)
+        export(path, tmp_path / "out", base=base, adapter_config=base)
 
 
 def test_the_base_must_be_known(tmp_path):
