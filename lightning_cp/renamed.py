@@ -1,14 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that have other names than in files of users: configs, and checkpoints.
+"""Classes that have other names than in files of users, configs and checkpoints, or are gone.
 
-Checkpoints are read with the present names; a config that holds a former one is refused by the
-recipes, which name the present one.
+Checkpoints are read with the present names; a config or a command that holds a former one is
+refused by the recipes, which name the present one, or what serves instead.
 """
 
 from typing import Any, Final
 
 RENAMED: Final[dict[str, str]] = {}
 """Former dotted names of classes, and the present ones: ``{"package.Old": "package.New"}``."""
+
+_PREFERENCES: Final = (
+    "Use DPOTrainer, KTOTrainer, RewardTrainer or GRPOTrainer of TRL, and "
+    "hf_patches.trainer.context_parallel(trainer, size=...): docs/from-trainer.md. For ORPO and "
+    "losses of your own: examples/orpo.py, docs/preference.md."
+)
+REMOVED: Final[dict[str, str]] = {
+    "PairData": _PREFERENCES,
+    "recipes.preference": _PREFERENCES,
+    "lightning-cp reference": "A ref_model of TRL's DPOTrainer is sharded like the trained "
+    "one, and LoRA needs none: docs/from-trainer.md.",
+}
+"""Classes, packages and commands that are gone, and what to use instead."""
+
+
+def explain_removed(name: str) -> str | None:
+    """Return what to use instead of a class or a command that is gone; None for others.
+
+    Example:
+        >>> explain_removed("recipes.preference.PairData")[:59]
+        'recipes.preference.PairData is gone. Use DPOTrainer, KTOTra'
+    """
+    for former, instead in REMOVED.items():
+        if name == former or name.startswith(f"{former}."):
+            return f"{name} is gone. {instead}"
+    return None
 
 
 def update_names(checkpoint: dict[str, Any]) -> None:

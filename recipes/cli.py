@@ -42,7 +42,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import recipes.data  # makes short class names known to the parser
-import recipes.preference
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
@@ -50,7 +49,6 @@ from lightning_cp.renamed import RENAMED
 from recipes.data.module import PackedData, PackingOptions, SampleData
 from recipes.files import configs, data_class
 from recipes.module import CausalLMModule
-from recipes.preference.module import PreferenceModule
 
 HELP: Final = """\
 Train language models on long sequences that are sharded over several devices.
@@ -300,7 +298,7 @@ def parse_int_before_float(fn: Any) -> None:
 def _run(args: Sequence[str], prog: str) -> None:
     parse_int_before_float(Trainer.__init__)
     RecipesCLI(
-        PreferenceModule if data_class(args) == "PairData" else CausalLMModule,
+        CausalLMModule,
         LightningDataModule,
         subclass_mode_data=True,
         auto_configure_optimizers=False,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from lightning_cp.error_report import end_process, quote_uncaught_errors, report_error
+from lightning_cp.renamed import explain_removed
 
 PROG: Final = "lightning-cp"
 
@@ -58,12 +59,6 @@ def _run_plan(args: Sequence[str], prog: str) -> int:
     return main(args, prog=prog)
 
 
-def _run_reference(args: Sequence[str], prog: str) -> int:
-    from recipes.preference.reference import main
-
-    return main(args, prog=prog)
-
-
 class Command(NamedTuple):
     """A subcommand: what it does, and the function that runs it."""
 
@@ -77,7 +72,6 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "test": Command("compute the test loss of a checkpoint", run_recipes),
     "predict": Command("write the most likely next token of each token", run_recipes),
     "plan": Command("compute memory and time of a run, and what fits", _run_plan),
-    "reference": Command("store log-probabilities of a reference model", _run_reference),
     "verify": Command("compare loss and gradients with the stock model", _run_hf_patches),
     "export": Command("turn a checkpoint into a Hugging Face folder", _run_hf_patches),
     "consolidate": Command("turn a checkpoint folder into a single file", _run_lightning_cp),
@@ -116,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS.get(args[0])
     if command is None:
         return report_error(
-            f"there is no command {args[0]!r}. Choose one of {', '.join(COMMANDS)}; "
+            explain_removed(f"{PROG} {args[0]}")
+            or f"there is no command {args[0]!r}. Choose one of {', '.join(COMMANDS)}; "
             f"{PROG} --help describes them."
         )
     return command.run(args, PROG)

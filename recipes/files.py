@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that a command line names: configs, data, tokenizers, models and checkpoints.
 
-Imports the standard library and yaml only, so that a missing file is reported at once: the imports
-that a run needs take seconds. The same checks are made again where files are read.
+Imports nothing that takes time, so that a missing file is reported at once: the imports that a run
+needs take seconds. The same checks are made again where files are read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped]
+
+from lightning_cp.renamed import explain_removed
 
 CONFIGS: Final = Path(__file__).parent / "configs"
 BUILDERS: Final = {
@@ -24,7 +26,7 @@ BUILDERS: Final = {
 }
 """Builders of `datasets`, by the suffix of the files that they read."""
 FORMATS: Final = " / ".join(BUILDERS)
-_OWN_DATA: Final = {"TextData", "ChatData", "MediaChatData", "PairData"}
+_OWN_DATA: Final = {"TextData", "ChatData", "MediaChatData"}
 """Data modules of ours with a source; options of others may have other meanings."""
 _NAMED: Final = {"best", "last", "hpc"}
 _PRINTING: Final = {"-h", "--help", "--print_config"}
@@ -32,6 +34,8 @@ _PRINTING: Final = {"-h", "--help", "--print_config"}
 
 def find_files(args: Sequence[str]) -> list[str]:
     """Return arguments with the paths of packaged configs; raise for a missing or broken file.
+
+    Data modules that are gone are refused, too: the options of other classes would be unknown.
 
     Names of configs that this package holds are replaced where there is no such file:
     ``laptop.yaml`` and ``recipes/configs/laptop.yaml`` then work outside of a checkout.
@@ -53,6 +57,8 @@ def find_files(args: Sequence[str]) -> list[str]:
     args = [packaged.get(arg, arg) for arg in args]
     for name in filter(None, configs(args)):
         read_config(name)
+    if gone := explain_removed(str(read_options(args).get("data"))):
+        raise ValueError(f"data: {gone}")
     if not any(arg.partition("=")[0] in _PRINTING for arg in args):
         _check_options(read_options(args))
     return args

@@ -194,28 +194,24 @@ class CausalLMModule(LightningModule):
         """Build the model on the meta device; the strategy materializes and shards it."""
         if self.model is not None:
             return
-        self.model = self.build_model(trained=True)
-
-    def build_model(self, *, trained: bool) -> Any:
-        """Build a model that is trained, or a frozen copy without adapters."""
         has_trainer = self._trainer is not None  # load_from_checkpoint() has none
         auto = auto_class(self._config, media=bool(self.hparams["media"]))
         with torch.device("meta" if has_trainer else "cpu"):
             # A copy: settings for training do not belong into the exported config.
             model = auto.from_config(copy.deepcopy(self._config))
-        is_distributed = has_trainer and trained and self.hparams["expert_parallel_size"] > 1
+        is_distributed = has_trainer and self.hparams["expert_parallel_size"] > 1
         if is_distributed:
             model = self._load_experts(auto, model.dtype)
         model.config.use_cache = False
-        if self._lora is not None and trained:
+        if self._lora is not None:
             model = add_lora(model, self._lora)
-        freeze(model, (self.hparams["freeze"] or ()) if trained else ["*"])
+        freeze(model, self.hparams["freeze"] or ())
         if not is_distributed:  # else it was loaded in its dtype
             cast(model, self.hparams["dtype"], self.trainer.precision if has_trainer else "32-true")
-        if self.hparams["gradient_checkpointing"] and trained:
+        if self.hparams["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         enable(model, chunked_loss=self.hparams["chunked_loss"])
-        return model.train(trained)
+        self.model = model.train()
 
     def _load_experts(self, auto: Any, dtype: torch.dtype) -> Any:
         """Load a model whose experts are on different ranks; each rank reads its part."""

@@ -4,8 +4,7 @@
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -214,27 +213,6 @@ def _towers(model: PreTrainedModel) -> str | None:
     return rf"(?!{re.escape(find_decoder(model, known.media))}\.).*"
 
 
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute without LoRA inside.
-
-    PEFT's own context also lets adapters require no gradient; FSDP2 would keep that for parameters
-    that stay gathered until backward. This sets what adapted layers read in forward (PEFT 0.17:
-    `BaseTunerLayer._disable_adapters`).
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    former = [layer._disable_adapters for layer in layers]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, former, strict=True):
-            layer._disable_adapters = value
-
-
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Exclude parameters from training, by name patterns."""
     for pattern in patterns:
@@ -380,24 +358,17 @@ def load_distributed(
     return model
 
 
-def load_full(
-    folder: Path,
-    *,
-    dequantize: bool = False,
-    dtype: torch.dtype | Literal["auto"] = "auto",
-    media: bool = False,
-) -> PreTrainedModel:
+def load_full(folder: Path, *, dequantize: bool = False, media: bool = False) -> PreTrainedModel:
     """Load a full model into main memory; raise if the folder lacks weights.
 
     Args:
         folder: written by ``save_pretrained``.
         dequantize: the weights are packed as MXFP4; the config of the folder describes how.
-        dtype: of the weights; by default that of the folder.
         media: load the model with its towers, if the folder's config has one without.
     """
     auto = auto_class(AutoConfig.from_pretrained(folder), media=media)
     options = {"quantization_config": Mxfp4Config(dequantize=True)} if dequantize else {}
-    loaded: Any = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    loaded: Any = auto.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     full, info = loaded
     if info["missing_keys"]:
         raise ValueError(

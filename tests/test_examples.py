@@ -8,8 +8,10 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.lightning.jobs import elastic_environment
 
@@ -60,7 +62,6 @@ EXAMPLES = {
     "evaluation and predictions": ("docs/evaluation.md", 0, 1),
     "a Hugging Face model in Lightning": ("docs/hugging-face.md", 0, 1),
     "a Hugging Face model in a loop": ("docs/hugging-face.md", 1, 5),
-    "preferences in a loop": ("docs/preference.md", 0, 5),
 }
 
 
@@ -136,6 +137,52 @@ def test_an_example_of_trl_has_the_losses_of_one_process(ranks, name):
 def test_an_example_of_trl_runs_by_torchrun():
     printed = run_script([*torchrun("2"), "examples/trl_sft.py"], ROOT)
     assert len(re.findall(r"^loss ", printed, re.M)) == 12
+
+
+def call_main(script):
+    """Call an example's main function on the processes of the tests, and return what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(script)["main"]()
+    return printed.getvalue()
+
+
+@pytest.mark.ranks
+def test_the_example_of_orpo_has_the_losses_of_one_process(ranks):
+    script = str(ROOT / "examples" / "orpo.py")
+    printed = [ranks(size).run(call_main, script)[0] for size in (1, 2)]
+    losses = [[float(x) for x in re.findall(r"^loss ([\d.]+)$", text, re.M)] for text in printed]
+    assert len(losses[0]) == 10
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_example_of_orpo_runs_by_torchrun():
+    printed = run_script([*torchrun("2"), "examples/orpo.py"], ROOT)
+    assert len(re.findall(r"^loss ", printed, re.M)) == 10
+
+
+def test_odds_of_the_example_stay_finite_for_certain_and_for_impossible_completions():
+    losses_of = runpy.run_path(str(ROOT / "examples" / "orpo.py"))["orpo_losses"]
+    means = torch.tensor([0.0, -1e-30, -1e-8, -40.0, -500.0], requires_grad=True)
+    losses = losses_of(torch.stack([means, means.flip(0)], 1))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert means.grad.isfinite().all()
+
+
+@pytest.mark.slow  # importing TRL takes half a minute
+def test_the_odds_ratio_of_the_example_is_that_of_trl():
+    from trl.experimental.orpo import ORPOTrainer
+
+    losses_of = runpy.run_path(str(ROOT / "examples" / "orpo.py"))["orpo_losses"]
+    generator = torch.Generator().manual_seed(5)
+    means = -4 * torch.rand(6, 2, generator=generator)
+    trainer = SimpleNamespace(beta=0.25, accelerator=SimpleNamespace(device="cpu"))
+    minus_ratio, *_ = ORPOTrainer.odds_ratio_loss(trainer, *means.unbind(1))
+    torch.testing.assert_close(losses_of(means, 0.25) + means[:, 0], -minus_ratio)
 
 
 def headings(page):

@@ -46,7 +46,7 @@ PARTS = (
         f"{MAKE} test-all",
         "lightning_cp hf_patches recipes benchmarks/*.py examples tests :!tests/gpu tools "
         "README.md docs/evaluation.md docs/flex.md docs/from-torch.md docs/hugging-face.md "
-        "docs/lightning.md docs/loops.md docs/preference.md Makefile constraints.txt "
+        "docs/lightning.md docs/loops.md Makefile constraints.txt "
         "pyproject.toml",
         130,
     ),

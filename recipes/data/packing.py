@@ -5,14 +5,12 @@ Pure: knows token ids, not where they come from. Labels belong to the same token
 them, and never across documents.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-
-P = TypeVar("P", contravariant=True)
 
 IntArray = NDArray[np.int32]
 Sample = dict[str, IntArray]
@@ -145,52 +143,12 @@ def _pack_split(documents: Iterable[Document], seq_len: int, pad_id: int) -> Ite
 def _pack_whole(
     documents: Iterable[Document], seq_len: int, pad_id: int, *, truncate: bool
 ) -> Iterator[Sample]:
-    def parts() -> Iterator[tuple[Document, int]]:
-        for part in documents:
-            ids, labels, number = part[:3]
-            if not len(ids):
-                continue
-            if len(ids) > seq_len and not truncate:
-                raise ValueError(
-                    f"Document {number} has {len(ids)} tokens, but samples hold seq_len={seq_len}. "
-                    "Use a larger seq_len, or long_documents='truncate' (its end is lost) or "
-                    "'split'."
-                )
-            if len(ids) > seq_len:
-                part = Document(ids[:seq_len], labels[:seq_len], number)
-            yield part, len(part.ids)
-
-    return fill_samples(parts(), lambda _: _OpenSample(seq_len, pad_id))
-
-
-class OpenSample(Protocol[P]):
-    """A sample that has room for parts."""
-
-    sample: Sample
-    free: int
-
-    def add(self, part: P) -> None:
-        """Append a part."""
-
-
-def fill_samples(
-    parts: Iterable[tuple[P, int]], open_sample: Callable[[P], OpenSample[P]]
-) -> Iterator[Sample]:
-    """Put each part into the fullest sample that has room for it.
-
-    Args:
-        parts: in their order, with their numbers of tokens; each fits into an empty sample.
-        open_sample: returns an empty sample for a part.
-
-    Yields:
-        Samples, when they are full, or when more than `OPEN_SAMPLES` have room.
-    """
-    samples: list[OpenSample[P]] = []
-    for part, size in parts:
-        fitting = [sample for sample in samples if sample.free >= size]
-        best = min(fitting, key=lambda sample: sample.free, default=None)
+    samples: list[_OpenSample] = []
+    for part in _fitting(documents, seq_len, truncate=truncate):
+        room = [sample for sample in samples if sample.free >= len(part.ids)]
+        best = min(room, key=lambda sample: sample.free, default=None)
         if best is None:
-            best = open_sample(part)
+            best = _OpenSample(seq_len, pad_id)
             samples.append(best)
         best.add(part)
         if not best.free or len(samples) > OPEN_SAMPLES:
@@ -199,3 +157,18 @@ def fill_samples(
             yield fullest.sample
     for sample in samples:
         yield sample.sample
+
+
+def _fitting(documents: Iterable[Document], seq_len: int, *, truncate: bool) -> Iterator[Document]:
+    """Yield documents that have tokens, as long as a sample at most."""
+    for part in documents:
+        ids, labels, number = part[:3]
+        if len(ids) > seq_len and not truncate:
+            raise ValueError(
+                f"Document {number} has {len(ids)} tokens, but samples hold seq_len={seq_len}. "
+                "Use a larger seq_len, or long_documents='truncate' (its end is lost) or 'split'."
+            )
+        if len(ids) > seq_len:
+            part = Document(ids[:seq_len], labels[:seq_len], number)
+        if len(ids):
+            yield part

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from lightning_cp.renamed import REMOVED, RENAMED
 from recipes import command
 from recipes.command import COMMANDS, main
 from recipes.files import find_files
@@ -20,7 +21,6 @@ TARGETS = {
     "test": "recipes.cli.main",
     "predict": "recipes.cli.main",
     "plan": "recipes.plan.main",
-    "reference": "recipes.preference.reference.main",
     "verify": "hf_patches.__main__.main",
     "export": "hf_patches.__main__.main",
     "consolidate": "lightning_cp.__main__.main",
@@ -60,6 +60,40 @@ def test_an_unknown_command_is_status_2(capsys):
     error = capsys.readouterr().err
     assert "there is no command 'train'" in error
     assert ", ".join(COMMANDS) in error
+
+
+def test_a_command_that_is_gone_names_the_way(capsys):
+    assert main(["reference", "--model", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: lightning-cp reference is gone. A ref_model of TRL's DPOTrainer", line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {class_path: recipes.preference.PairData, init_args: {share_prompts: true}}",
+        "data: {class_path: PairData}\nmodel: {loss: sigmoid, reference: model}",
+        "data: recipes.preference.data.PairData",
+    ],
+)
+def test_a_config_of_the_preference_recipe_names_the_way(text, tmp_path, capsys):
+    (tmp_path / "dpo.yaml").write_text(text)
+    with patch("recipes.cli.main", side_effect=AssertionError("too late")):
+        assert main(["fit", "--config", str(tmp_path / "dpo.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    message = r"error: data: [\w.]*PairData is gone. Use DPOTrainer, KTOTrainer, RewardTrainer or "
+    assert re.match(message, line)
+    assert "hf_patches.trainer.context_parallel(trainer, size=...)" in line
+    assert main(["fit", "--data=PairData"]) == 2
+    assert "PairData is gone" in capsys.readouterr().err
+
+
+def test_what_serves_instead_exists():
+    root = Path(command.__file__).parents[1]
+    for instead in REMOVED.values():
+        for file in re.findall(r"[\w-]+/[\w-]+\.(?:md|py)", instead):
+            assert (root / file).is_file(), file
+    assert not set(REMOVED) & set(RENAMED)
 
 
 def test_a_missing_package_names_the_extra(capsys):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -74,13 +73,6 @@ def write_conversations(file):
             out.write(json.dumps({"messages": turns * (1 + number % 3)}) + "\n")
 
 
-def write_pairs(file):
-    with file.open("w") as out:
-        for number in range(60):
-            texts = {"prompt": f"{number} + 1 = ", "chosen": f"{number + 1}", "rejected": "no"}
-            out.write(json.dumps(texts) + "\n")
-
-
 def shrunken_data(kind, folder):
     """What makes the data of a config small."""
     if kind == "PasskeyData":
@@ -92,9 +84,6 @@ def shrunken_data(kind, folder):
     if kind == "MediaChatData":
         pictures = {"data.source": "null", "data.processor": "null", "data.max_documents": 60}
         return {**pictures, "data.seq_len": 256, **packed}
-    if kind == "PairData":
-        write_pairs(folder / "pairs.jsonl")
-        return {"data.source": folder / "pairs.jsonl", **packed}
     return {"data.source": "null", "data.max_documents": 3, **packed}
 
 
@@ -155,10 +144,6 @@ def test_a_small_model_trains_two_steps(name, ranks, tmp_path):
     column = rows[0].index("train_loss")
     losses = [float(row[column]) for row in rows[1:] if row[column]]
     assert len(losses) == 2
-    if "dpo" in name:  # the model is its reference
-        assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
-        assert {"rewards/chosen", "val_rewards/accuracies"} <= set(rows[0])
-        assert "val_perplexity" not in rows[0]
     assert "val_loss" in rows[0]
     assert (tmp_path / "runs" / name / "base" / "config.json").is_file()
     assert (tmp_path / "runs" / name / "adapter").is_dir() == ("lora" in read(name)["model"])

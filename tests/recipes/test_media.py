@@ -574,8 +574,9 @@ def generated(folder, processor=None):
 class Doubled(CausalLMModule):
     """Trains in float64."""
 
-    def build_model(self, *, trained):
-        return super().build_model(trained=trained).double()
+    def configure_model(self):
+        super().configure_model()
+        self.model.double()
 
 
 def fit(folder, options, devices, build=generated):
