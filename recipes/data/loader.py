@@ -8,6 +8,7 @@ yielded, so prefetched batches are neither lost nor counted.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -103,6 +104,7 @@ class ResumableLoader:
     too, since the loop loses it at the end of an epoch.
 
     Args:
+        batches: returns the batches of an epoch, from one of them on.
         identity: numbers that the order of batches depends on. In the middle of an epoch they must
             be those of the checkpoint.
         epoch_len: batches of an epoch; None for all.
@@ -111,20 +113,19 @@ class ResumableLoader:
 
     def __init__(
         self,
+        batches: Callable[[int, int], Iterable[Batch]],
         *,
-        identity: Mapping[str, int],
-        epoch_len: int | None,
+        identity: Mapping[str, int] | None = None,
+        epoch_len: int | None = None,
         num_pending: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._identity = dict(identity)
+        self._batches = batches
+        self._identity = dict(identity or {})
         self._epoch_len = epoch_len
         self._num_pending = num_pending
         self._next = (0, 0)  # epoch, batch
         self._yielded: deque[tuple[int, int]] = deque(maxlen=8)
         self._resumed = False
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
         # Lightning calls iter() without iterating: the state may not change before next().
@@ -171,11 +172,10 @@ class SampleLoader(ResumableLoader):
     Args:
         samples: by index.
         plan: returns the indices of the samples of each batch of an epoch.
-        identity: as in `ResumableLoader`.
         epoch_len: as in `ResumableLoader`.
-        num_pending: as in `ResumableLoader`.
         num_workers: processes that read ahead.
         collate: builds a batch of samples, in the workers.
+        options: as in `ResumableLoader`.
     """
 
     def __init__(
@@ -183,31 +183,35 @@ class SampleLoader(ResumableLoader):
         samples: Samples,
         plan: Callable[[int], Any],
         *,
-        identity: Mapping[str, int] | None = None,
         epoch_len: int | None = None,
-        num_pending: Callable[[], int] = lambda: 0,
         num_workers: int = 0,
         collate: Callable[[list[Batch]], Batch] = default_collate,
+        **options: Any,
     ) -> None:
         self._length = len(plan(0))
+        filled = _FilledSamples(samples)
+
+        def batches(epoch: int, start: int) -> Iterable[Batch]:
+            indices = [[int(sample) for sample in batch] for batch in plan(epoch)[start:]]
+            return _torch_loader(filled, num_workers, batch_sampler=indices, collate_fn=collate)
+
         stop = self._length if epoch_len is None else min(epoch_len, self._length)
-        super().__init__(identity=identity or {}, epoch_len=stop, num_pending=num_pending)
-        self._samples = _FilledSamples(samples)
-        self._plan = plan
-        self._num_workers = num_workers
-        self._collate = collate
+        super().__init__(batches, epoch_len=stop, **options)
 
     def __len__(self) -> int:
         return self._length
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        batches = [[int(sample) for sample in batch] for batch in self._plan(epoch)[start:]]
-        options = {"batch_sampler": batches, "collate_fn": self._collate}
-        return iter(_torch_loader(self._samples, self._num_workers, **options))
 
-
-class StreamLoader(ResumableLoader):
-    """Batches of a stream of samples.
+def stream_loader(
+    stream: Callable[[], Iterable[Mapping[str, Any]]],
+    batch_size: int,
+    *,
+    rank: int,
+    size: int,
+    num_workers: int = 0,
+    **options: Any,
+) -> ResumableLoader:
+    """Return a loader of a stream of samples.
 
     Every data rank reads the full stream and keeps its samples of each global batch. It tokenizes
     the samples of the others too; in return global batches do not depend on the number of ranks,
@@ -219,31 +223,15 @@ class StreamLoader(ResumableLoader):
         batch_size: samples per data rank.
         rank: the data rank.
         size: the number of data ranks.
-        identity: as in `ResumableLoader`.
-        epoch_len: as in `ResumableLoader`.
-        num_pending: as in `ResumableLoader`.
         num_workers: 0, or another number for one process that reads ahead.
+        options: as in `ResumableLoader`.
     """
 
-    def __init__(
-        self,
-        stream: Callable[[], Iterable[Mapping[str, Any]]],
-        batch_size: int,
-        *,
-        rank: int,
-        size: int,
-        identity: Mapping[str, int] | None = None,
-        epoch_len: int | None = None,
-        num_pending: Callable[[], int] = lambda: 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(identity=identity or {}, epoch_len=epoch_len, num_pending=num_pending)
-        self._stream, self._batch_size, self._rank, self._size = stream, batch_size, rank, size
-        self._num_workers = min(num_workers, 1)
+    def batches(epoch: int, start: int) -> Iterable[Batch]:
+        part = _StreamPart(stream, batch_size, rank, size, start)
+        return _torch_loader(part, min(num_workers, 1), batch_size=None)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        part = _StreamPart(self._stream, self._batch_size, self._rank, self._size, start)
-        return iter(_torch_loader(part, self._num_workers, batch_size=None))
+    return ResumableLoader(batches, **options)
 
 
 def _torch_loader(data: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
@@ -273,35 +261,31 @@ class _FilledSamples(Dataset[Batch]):
         return sample
 
 
+@dataclass
 class _StreamPart(IterableDataset[Batch]):
     """The samples of one data rank of a stream, from a batch on."""
 
-    def __init__(
-        self,
-        stream: Callable[[], Iterable[Mapping[str, Any]]],
-        batch_size: int,
-        rank: int,
-        size: int,
-        start: int,
-    ) -> None:
-        self._stream, self._batch_size, self._start = stream, batch_size, start
-        self._rank, self._size = rank, size
+    stream: Callable[[], Iterable[Mapping[str, Any]]]
+    batch_size: int
+    rank: int
+    size: int
+    start: int
 
     def __iter__(self) -> Iterator[Batch]:
-        samples = iter(self._stream())
-        global_size = self._batch_size * self._size
+        samples = iter(self.stream())
+        global_size = self.batch_size * self.size
         for number in count():
             group = list(islice(samples, global_size))
             if len(group) < global_size:
                 if not number:
                     raise ValueError(
                         f"The stream gave {len(group)} samples, but a global batch takes "
-                        f"{global_size}: {self._size} data ranks x batch_size={self._batch_size}. "
+                        f"{global_size}: {self.size} data ranks x batch_size={self.batch_size}. "
                         "Use a smaller batch_size or seq_len, or more text."
                     )
                 return
-            if number >= self._start:
-                local = group[self._rank * self._batch_size :][: self._batch_size]
+            if number >= self.start:
+                local = group[self.rank * self.batch_size :][: self.batch_size]
                 yield default_collate([as_tensors(sample) for sample in local])
 
 

@@ -314,8 +314,8 @@ class MediaChatData(ChatData):
         """Raise if data ranks would call towers different numbers of times: they would deadlock."""
         if split not in self._tables or find_data_rank(self.trainer)[1] == 1:
             return
-        samples = self._tables[split]
-        kinds = {int(np.bitwise_or.reduce(x, initial=0)) for x in samples.column("media_kinds")}
+        column = self._tables[split]["media_kinds"]
+        kinds = {int(np.bitwise_or.reduce(x.numpy(), initial=0)) for x in column}
         if len(kinds) > 1:
             found = ", ".join(_name_kinds(number) for number in sorted(kinds))
             raise ValueError(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -26,12 +26,11 @@ from recipes.data.loader import (
     ResumableLoader,
     SampleLoader,
     Samples,
-    StreamLoader,
-    as_tensors,
     count_pending,
     find_data_rank,
     plan_evaluation,
     plan_training,
+    stream_loader,
 )
 from recipes.data.packing import COLUMNS, Document, LongDocuments, Sample, pack
 from recipes.data.sources import Source, check_column, find_source
@@ -167,25 +166,6 @@ class SampleData(LightningDataModule):
         self._position = state_dict["train"]
 
 
-class PackedSamples:
-    """Samples in an Arrow file, memory-mapped."""
-
-    def __init__(self, file: Path) -> None:
-        import datasets  # type: ignore[import-untyped]  # slow to import, and not needed for pass keys
-
-        self._table = datasets.Dataset.from_file(str(file)).with_format("numpy")
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Batch:
-        return as_tensors(self._table[index])
-
-    def column(self, name: str) -> Any:
-        """Return the values of a key, for all samples."""
-        return self._table[name]
-
-
 @dataclass(frozen=True)
 class PackingOptions:
     """Options of data modules that pack documents.
@@ -268,7 +248,7 @@ class PackedData(SampleData):
         )
         self.source, self.column, self.options = source, column, options
         self.val_fraction = 0.0 if options.val_source is not None else options.val_fraction
-        self._tables: dict[Split, PackedSamples] = {}
+        self._tables: dict[Split, Any] = {}
 
     def encode(self, values: list[Any], numbers: list[int]) -> Iterable[Document]:
         """Return the documents of some values of the column.
@@ -321,6 +301,8 @@ class PackedData(SampleData):
 
     def setup(self, stage: str) -> None:
         """Map the samples into memory."""
+        import datasets  # type: ignore[import-untyped]  # slow to import, and not needed for pass keys
+
         super().setup(stage)
         for split, file in self._files().items():
             if not file.exists():
@@ -328,13 +310,14 @@ class PackedData(SampleData):
                     f"{type(self).__name__} has not packed its samples yet. Call prepare_data() "
                     "before setup(); a Trainer does so, on each node."
                 )
-            self._tables[split] = PackedSamples(file)
+            self._tables[split] = datasets.Dataset.from_file(str(file)).with_format("torch")
         if stage == "fit" and not self.options.streaming:
             self._count_batches()  # now: afterwards the model is built
 
     def train_samples(self) -> Samples:
         """Return the packed samples to train on."""
-        return self._tables["train"]
+        samples: Samples = self._tables["train"]
+        return samples
 
     def val_samples(self) -> Samples | None:
         """Return the packed samples to validate with."""
@@ -345,7 +328,7 @@ class PackedData(SampleData):
             return super()._build_train_loader()
         rank, size = find_data_rank(self.trainer)
         limit = None if self.trainer is None else self.trainer.limit_train_batches
-        return StreamLoader(
+        return stream_loader(
             partial(self._pack, "train"),
             self.batch_size,
             rank=rank,
@@ -396,13 +379,31 @@ class PackedData(SampleData):
         return split == "train" or self.options.val_source is None
 
     def _pack_to(self, file: Path, split: Split) -> None:
-        start = time.monotonic()
-        num_samples, num_tokens = write_samples(
-            file, self._pack(split), self.seq_len, self.columns, self.lists
+        """Write the samples of a split to an Arrow file, renamed when it is complete."""
+        import datasets
+        from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
+
+        start, num_tokens, ints = time.monotonic(), 0, datasets.Value("int32")
+        features = datasets.Features(
+            {name: datasets.List(ints, length=self.seq_len) for name in self.columns}
+            | {name: datasets.List(ints) for name in self.lists}
         )
-        if not num_samples:
-            file.unlink()
-            raise self._nothing_in(split)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
+        chunk = max(1, _CHUNK_TOKENS // self.seq_len)
+        try:
+            with ArrowWriter(
+                path=str(temporary), features=features, writer_batch_size=chunk
+            ) as writer:
+                for sample in self._pack(split):
+                    writer.write(sample)
+                    num_tokens += int((sample["document_ids"] >= 0).sum())
+                num_samples, _ = writer.finalize()
+            if not num_samples:
+                raise self._nothing_in(split)
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
         name, seconds = self._sources[split].name, time.monotonic() - start
         print(
             f"packed {split}: source={name}, tokens={num_tokens}, samples={num_samples}, "
@@ -425,7 +426,8 @@ class PackedData(SampleData):
         )
 
     def _documents(self, split: Split) -> Iterator[Document]:
-        for chunk in _chunks(self._records(split), _CHUNK_RECORDS):
+        records = self._records(split)
+        while chunk := list(islice(records, _CHUNK_RECORDS)):
             numbers, values = zip(*chunk, strict=True)
             yield from self.encode(list(values), list(numbers))
 
@@ -434,18 +436,15 @@ class PackedData(SampleData):
         source = self._sources[split]
         streaming = self.options.streaming and split == "train"
         records = source.read(streaming=streaming, cache_dir=self.options.cache_dir)
-        check = partial(check_column, source=source.name, option=self.column_option)
         limit = self.options.max_documents if self._takes_from_source(split) else None
-        if streaming:  # a stream may not know its columns before it starts
-            for number, record in enumerate(islice(records, limit)):
-                column = self.column_of(record)
-                check(record, column)
-                yield number, self.value_of(record, column)
-            return
-        column = self.column_of(records.column_names)
-        check(records.column_names, column)
-        for number in self._chosen(split, min(len(records), limit or len(records)), source.name):
-            yield number, self.value_of(records[number], column)
+        numbered: Iterator[tuple[int, Any]] = enumerate(islice(records, limit))
+        if not streaming:
+            chosen = self._chosen(split, min(len(records), limit or len(records)), source.name)
+            numbered = ((number, records[number]) for number in chosen)
+        for number, record in numbered:
+            column = self.column_of(record)
+            check_column(record, column, source=source.name, option=self.column_option)
+            yield number, self.value_of(record, column)
 
     def _chosen(self, split: Split, num_documents: int, name: str) -> list[int]:
         """Return the documents of a split; splits are by document, so that no text is in both."""
@@ -460,42 +459,3 @@ class PackedData(SampleData):
         held_out = np.random.default_rng(self.seed).permutation(num_documents)[:num_val].tolist()
         chosen = held_out if split == "val" else set(range(num_documents)).difference(held_out)
         return sorted(chosen)
-
-
-def write_samples(
-    file: Path,
-    samples: Iterable[Sample],
-    seq_len: int,
-    columns: Sequence[str] = COLUMNS,
-    lists: Sequence[str] = (),
-) -> tuple[int, int]:
-    """Write samples to an Arrow file, renamed when it is complete; count samples and tokens.
-
-    Fixed-size lists of int32 can be read without a copy.
-    """
-    import pyarrow as pa  # type: ignore[import-untyped]
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
-    fixed, variable = pa.list_(pa.int32(), seq_len), pa.list_(pa.int32())
-    schema = pa.schema([(n, fixed) for n in columns] + [(n, variable) for n in lists])
-    num_samples = num_tokens = 0
-    try:
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for chunk in _chunks(samples, max(1, _CHUNK_TOKENS // seq_len)):
-                flat = [np.concatenate([sample[name] for sample in chunk]) for name in columns]
-                arrays = [pa.FixedSizeListArray.from_arrays(pa.array(x), seq_len) for x in flat]
-                arrays += [pa.array([sample[name] for sample in chunk], variable) for name in lists]
-                writer.write_batch(pa.record_batch(arrays, schema=schema))
-                num_samples += len(chunk)
-                num_tokens += sum(int((sample["document_ids"] >= 0).sum()) for sample in chunk)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return num_samples, num_tokens
-
-
-def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, size)):
-        yield chunk

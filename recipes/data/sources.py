@@ -7,9 +7,10 @@ Returns records by index or as a stream; does not know tokens.
 import json
 import os
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,36 +64,16 @@ class Source:
 
     def read(self, *, streaming: bool = False, cache_dir: str | None = None) -> Any:
         """Return the records: by index, or as a stream. Images and videos are not decoded."""
-        if self.builder == "text":
-            return TextFiles(self.files)
         if self.builder == PICTURES:
             return Pictures()
-        return _keep_encoded(self._read(streaming=streaming, cache_dir=cache_dir))
-
-    def _read(self, *, streaming: bool, cache_dir: str | None) -> Any:
+        if self.builder == "saved":
+            return _keep_encoded(self._read_saved(streaming=streaming))
         import datasets  # type: ignore[import-untyped]
 
-        if self.builder == "saved":
-            return self._read_saved(streaming=streaming)
-        files = [str(file) for file in self.files]
+        errors = (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError)
         try:
-            if self.builder == "hub":
-                with _offline_if_unreachable(datasets.config):
-                    return datasets.load_dataset(
-                        self.name,
-                        self.config_name,
-                        split=self.split,
-                        streaming=streaming,
-                        cache_dir=cache_dir,
-                    )
-            return datasets.load_dataset(
-                self.builder,
-                data_files=files,
-                split="train",
-                streaming=streaming,
-                cache_dir=cache_dir,
-            )
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            return _keep_encoded(self._load(streaming=streaming, cache_dir=cache_dir))
+        except errors as error:
             if self.builder == "hub":
                 raise ValueError(
                     f"source={self.name!r} is neither a file nor a folder, and could not be loaded "
@@ -100,11 +81,25 @@ class Source:
                     f"name, config_name={self.config_name!r} and split={self.split!r}; None is the "
                     "embedded corpus."
                 ) from error
-            cause = first_line(error.__cause__ or error)
+            is_empty = isinstance(error, StopIteration) or "no data" in str(error)
+            cause = "it holds no record" if is_empty else first_line(error.__cause__ or error)
             raise ValueError(
                 f"source={self.name!r} cannot be read as {self.builder} ({cause}). Each record "
                 "must be an object with the same columns; .jsonl has one per line."
             ) from error
+
+    def _load(self, **options: Any) -> Any:
+        import datasets
+
+        if self.builder == "hub":
+            with _offline_if_unreachable(datasets.config):
+                return datasets.load_dataset(
+                    self.name, self.config_name, split=self.split, **options
+                )
+        if self.builder == "text":  # a file is a document
+            options |= {"sample_by": "document", "encoding_errors": "replace"}
+        files = [escape(str(file)) for file in self.files]
+        return datasets.load_dataset(self.builder, data_files=files, split="train", **options)
 
     def _read_saved(self, *, streaming: bool) -> Any:
         import datasets
@@ -144,21 +139,6 @@ def _keep_encoded(records: Any) -> Any:
     return records
 
 
-class TextFiles(Sequence[dict[str, Any]]):
-    """Files as records: each is a document, read on access."""
-
-    column_names: Final = ["text"]
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: Any) -> Any:
-        return {"text": self._files[index].read_text("utf-8", errors="replace")}
-
-
 def find_source(
     name: str | None, *, config_name: str | None = None, split: str = "train"
 ) -> Source:
@@ -167,12 +147,12 @@ def find_source(
         return Source("Python's standard library", "text", _corpus_files())
     path = Path(name).expanduser()
     if path.is_file():
-        return _checked(Source(name, _builder(path), (path.resolve(),)))
+        return Source(name, _builder(path), (path.resolve(),))
     if path.is_dir() and any((path / file).is_file() for file in _SAVED):
         files = sorted(f.resolve() for f in path.rglob("*") if f.suffix in (".arrow", ".json"))
         return Source(name, "saved", tuple(files), None, split)
     if path.is_dir():
-        return _checked(_find_folder(name, path))
+        return _find_folder(name, path)
     check_source(name)
     return Source(name, "hub", (), config_name, split)
 
@@ -184,21 +164,6 @@ def _builder(path: Path) -> str:
             f"supported. Give a {FORMATS} file."
         )
     return BUILDERS[suffix_of(path)]
-
-
-def _checked(source: Source) -> Source:
-    """Raise for files without content."""
-    if source.builder in ("json", "csv") and all(map(_is_blank, source.files)):
-        raise ValueError(
-            f"source={source.name!r} is empty: it holds no record. Check that it is complete."
-        )
-    return source
-
-
-def _is_blank(file: Path) -> bool:
-    if file.suffix == ".gz" or file.stat().st_size > 4096:
-        return file.stat().st_size == 0
-    return not file.read_bytes().strip()
 
 
 def _find_folder(name: str, path: Path) -> Source:

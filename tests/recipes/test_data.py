@@ -181,7 +181,8 @@ def small(source, tmp_path, **options):
 
 
 @pytest.mark.parametrize(
-    "kind", ["jsonl", "json", "parquet", "csv", "jsonl.gz", "folder", "saved", "saved splits"]
+    "kind",
+    ["jsonl", "json", "parquet", "csv", "jsonl.gz", "txt [1]", "folder", "saved", "saved splits"],
 )
 def test_every_kind_of_source_gives_the_same_rows(kind, jsonl, tmp_path):
     path = {"jsonl": jsonl, "folder": tmp_path / "folder"}.get(kind, tmp_path / f"texts.{kind}")
@@ -200,7 +201,7 @@ def test_every_kind_of_source_gives_the_same_rows(kind, jsonl, tmp_path):
         datasets.DatasetDict(parts).save_to_disk(path)
         with pytest.raises(ValueError, match="has the splits test, train, but not split='dev'"):
             small(path, tmp_path, split="dev").prepare_data()
-    elif kind == "folder":
+    elif kind in ("txt [1]", "folder"):
         path.mkdir()
         for i, text in enumerate(TEXTS):
             (path / f"{i:03}.txt").write_text(text)
@@ -265,7 +266,8 @@ def test_the_embedded_corpus_needs_nothing(tmp_path):
         ("empty", "the folder holds no .jsonl / .json / .* / .txt file"),
         ("mixed", r"files of several formats \(json, text\)"),
         ("data.tsv", "the format '.tsv' is not supported"),
-        ("nothing.jsonl", "nothing.jsonl' is empty: it holds no record"),
+        ("nothing.jsonl", r"nothing.jsonl' cannot be read as json \(it holds no record\)"),
+        ("without.jsonl", r"without.jsonl' cannot be read as json \(it holds no record\)"),
         ("broken.jsonl", "cannot be read as json"),
         ("one.txt", "has 1 document, so val_fraction=0.1 cannot be set aside"),
         ("other.jsonl", "has no column 'text'; it has words. Choose one: text_column="),
@@ -281,6 +283,7 @@ def test_sources_that_do_not_serve_are_refused_in_one_line(name, message, tmp_pa
         "mixed/b.json": "[]",
         "data.tsv": "a,b",
         "nothing.jsonl": "\n",
+        "without.jsonl": "",
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
         "one.txt": "a text",
         "other.jsonl": '{"words": "a"}\n{"words": "b"}\n',

@@ -150,7 +150,7 @@ def test_packed_conversations_are_those_of_the_processor(folder, marks, num_work
 def test_samples_of_a_batch_have_their_media_one_after_the_other(folder):
     data = media_data(folder, seq_len=100, batch_size=2)
     batch = batch_of(data)
-    assert [len(numbers) for numbers in data.train_samples().column("media")] == [1, 1]
+    assert [len(numbers) for numbers in data.train_samples()["media"]] == [1, 1]
     is_first = "What?" in data.tokenizer.decode(batch["input_ids"][0])
     order = [0, 1, 2, 3] if is_first else [2, 3, 0, 1]
     pixels = [stock(tiny_processor(), turns([image(i)], "x"))["pixel_values"] for i in order]
