@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_cp import Mask
 from lightning_cp.geometry.layout import build_layout
@@ -34,22 +33,6 @@ LAPTOP: Final = Path(__file__).parent / "configs" / "laptop.yaml"
 
 
 # ---------------------------------------------------------------- callbacks and configs
-
-
-class Bar(TQDMProgressBar):
-    """A progress bar with loss, tokens/s and memory in one line."""
-
-    SHOWN: Final = {
-        "train_loss": ("loss", "{:.4f}"),
-        "tokens_per_second": ("tokens/s", "{:.0f}"),
-        "peak_memory_gb": ("memory", "{:.2f} GB"),
-    }
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the metrics at the end of the line."""
-        metrics = super().get_metrics(trainer, pl_module)
-        shown = {name: metrics[name] for name in self.SHOWN if name in metrics}
-        return {self.SHOWN[name][0]: self.SHOWN[name][1].format(x) for name, x in shown.items()}
 
 
 class Recorder(Callback):
@@ -129,20 +112,12 @@ def build_config(out: Path, *, cp_size: int, steps: int, length: int) -> dict[st
             "class_path": "lightning.pytorch.loggers.CSVLogger",
             "init_args": {"save_dir": str(folder), "name": "", "version": "log"},
         },
-        "callbacks": [
-            {"class_path": "recipes.demo.Bar"},
-            {"class_path": "recipes.demo.Recorder", "init_args": {"folder": str(folder)}},
-            {
-                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                "init_args": {
-                    "dirpath": str(folder / "checkpoints"),
-                    "every_n_train_steps": steps,
-                    "save_top_k": 0,
-                    "save_last": True,
-                },
-            },
-        ],
     }
+    (saver,) = callbacks = config["trainer"]["callbacks"]
+    checkpoints = str(folder / "checkpoints")
+    saver["init_args"] |= {"dirpath": checkpoints, "every_n_train_steps": steps}
+    recorder = {"class_path": "recipes.demo.Recorder", "init_args": {"folder": str(folder)}}
+    callbacks.insert(0, recorder)
     return config
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of the demo: two runs compared, as text and as a picture.
+"""Results as tables and pictures: of pass keys, and of the demo, which compares two runs.
 
-Reads the files of Lightning's CSV logger and of `recipes.demo.Recorder`. Without matplotlib the
-report has no picture.
+Reads the files of Lightning's CSV logger and of `recipes.demo.Recorder`. Without matplotlib there
+is no picture, and the text says so.
 """
 
 import csv
@@ -16,10 +16,74 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from pandas import DataFrame, Index, Series  # type: ignore[import-untyped]
+
 PICTURE: Final = "report.png"
 _BY_POSITION: Final = "val_loss_at/"
 _UNIT: Final = "nats per byte"
-_BLUE, _ORANGE, _GREY = "#0072b2", "#e69f00", "#999999"
+
+
+# ---------------------------------------------------------------- tables and pictures
+
+
+def table(frame: DataFrame) -> str:
+    """Return a table in Markdown, in which columns stand below each other.
+
+    Example:
+        >>> print(table(DataFrame({"loss": [5.25, 4.5]}, Index([1, 100], name="step"))))
+        | step | loss |
+        | ---- | ---- |
+        | 1    | 5.25 |
+        | 100  | 4.5  |
+    """
+    cells = frame.reset_index(names=frame.index.name or "").astype(str)
+    columns = [[name, *values] for name, values in cells.items()]
+    widths = [max(3, *map(len, column)) for column in columns]
+    rows = list(zip(*columns, strict=True))
+    rows.insert(1, tuple("-" * width for width in widths))
+    padded = ([x.ljust(n) for x, n in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def draw(
+    file: Path, *plots: tuple[DataFrame, Mapping[str, Any]], size: tuple[float, float]
+) -> bool:
+    """Draw one plot, or rows of two; return whether matplotlib is installed.
+
+    Args:
+        file: of the picture; a former one is removed.
+        plots: what each shows, and options of `DataFrame.plot`; the kind ``map`` colours values
+            from 0 to 1.
+        size: in inches.
+    """
+    file.unlink(missing_ok=True)
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return False
+    figure: Any = Figure(figsize=size, layout="constrained")
+    columns = min(2, len(plots))
+    axes = figure.subplots(-(-len(plots) // columns), columns, squeeze=False)
+    for (frame, options), axis in zip(plots, axes.flat, strict=False):
+        if options["kind"] == "map":
+            _draw_map(axis, frame, **options)
+        else:
+            frame.plot(ax=axis, **options)
+            axis.margins(y=0.3)  # room for the names
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    return True
+
+
+def _draw_map(axis: Any, frame: DataFrame, *, kind: str, **labels: str) -> None:
+    image = axis.imshow(frame, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axis.set_xticks(range(len(frame.columns)), frame.columns)
+    axis.set_yticks(range(len(frame)), frame.index)
+    axis.set(**labels)
+    axis.figure.colorbar(image)
+
+
+# ---------------------------------------------------------------- runs of the demo
 
 
 @dataclass(frozen=True)
@@ -52,7 +116,7 @@ class Run:
     def by_position(self) -> dict[str, float]:
         """The last validation loss by position in the sequence."""
         losses = {
-            name.removeprefix(_BY_POSITION): _last(values)
+            name.removeprefix(_BY_POSITION): values[max(values)]
             for name, values in self.metrics.items()
             if name.startswith(_BY_POSITION)
         }
@@ -70,9 +134,9 @@ class Run:
             return "?"
         return f"{later[len(later) // 2]:.0f} ({later[0]:.0f} to {later[-1]:.0f})"
 
-    def memory(self) -> float:
+    def memory(self) -> str:
         """Return the largest peak memory of a rank, in GB."""
-        return max(self.metrics.get("peak_memory_gb", {}).values(), default=math.nan)
+        return f"{max(self.metrics.get('peak_memory_gb', {}).values(), default=math.nan):.2f}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +162,17 @@ def read_run(folder: Path) -> Run:
     return Run(metrics, balance["tokens"], balance["work"], log)
 
 
+def compare(sharded: Mapping[Any, float], single: Mapping[Any, float]) -> DataFrame:
+    """Return the values of two runs and their differences; NaN where one has no value.
+
+    Args:
+        sharded: of the run on several ranks.
+        single: of the run on one process.
+    """
+    frame = DataFrame({"sharded": Series(sharded), "single": Series(single)}, dtype=float)
+    return frame.assign(difference=(frame["sharded"] - frame["single"]).abs())
+
+
 def largest_difference(sharded: Run, single: Run) -> tuple[float, int]:
     """Return the largest difference of two loss curves, and its step, counted from 1.
 
@@ -109,12 +184,12 @@ def largest_difference(sharded: Run, single: Run) -> tuple[float, int]:
         >>> largest_difference(one, other)
         (0.5, 2)
     """
-    if not single.losses or sharded.losses.keys() != single.losses.keys():
+    gaps = compare(sharded.losses, single.losses)["difference"]
+    if gaps.empty:
         return math.nan, 0
-    differences = {s: abs(sharded.losses[s] - single.losses[s]) for s in single.losses}
     # NaN counts as the largest.
-    worst = max(differences, key=lambda s: (math.isnan(differences[s]), differences[s]))
-    return differences[worst], worst + 1
+    worst = gaps.isna().idxmax() if gaps.isna().any() else gaps.idxmax()
+    return float(gaps[worst]), int(worst) + 1
 
 
 # ---------------------------------------------------------------- the page
@@ -143,35 +218,41 @@ def write_report(
         tolerance: allowed difference of the curves.
         length: tokens per sequence.
     """
-    cp_size = len(sharded.tokens)
+    names = [f"{len(sharded.tokens)} ranks", "one process"]
+    titles = dict(zip(("sharded", "single"), names, strict=True))
+    losses = compare(sharded.losses, single.losses).rename_axis("step")
+    losses = losses.rename(columns=titles, index=lambda step: step + 1)
+    by_position = compare(sharded.by_position, single.by_position).rename_axis("tokens")
+    by_position = by_position.rename(columns=titles)
+    held = _held(sharded)
     difference, step = largest_difference(sharded, single)
     verdict = "**the same**" if difference <= tolerance else "**NOT the same**"
+    costs = {
+        "tokens/s (range)": [sharded.speed(), single.speed()],
+        "peak memory of a process, GB": [sharded.memory(), single.memory()],
+    }
+    took = {"seconds": [f"{took:.0f}" for took in commands.values()]}
     parts = [
-        f"# Demo: {cp_size} CPU ranks shard every sequence, compared with one process",
+        f"# Demo: {len(sharded.tokens)} CPU ranks shard every sequence, compared with one process",
         f"{len(single.losses)} steps on sequences of {length} tokens, of which each rank holds "
-        f"{length // cp_size}; {seconds:.0f} s on {os.cpu_count()} cores ({_versions()}).",
+        f"{length // len(sharded.tokens)}; {seconds:.0f} s on {os.cpu_count()} cores "
+        f"({_versions()}).",
         f"The loss curves are {verdict}: the largest difference is {difference:.1e}, at step "
         f"{step}; allowed is {tolerance:.0e} (float32 sums in another order round differently, and "
         "training accumulates the difference).",
-        draw(out / PICTURE, sharded, single, tolerance),
+        _picture(out, losses, by_position, held, tolerance),
         "## Before the first step",
         "\n\n".join(sharded.log) or "The log is empty.",
         "## Training loss",
-        _table(["step", *_names(cp_size), "difference"], _loss_rows(sharded, single)),
+        table(_as_text(losses.iloc[_some(len(losses))])),
         "## Validation loss by position in the sequence",
-        _table(["tokens", *_names(cp_size), "difference"], _position_rows(sharded, single)),
+        table(_as_text(by_position)),
         "## What each rank holds and computes",
-        _table(*_balance(sharded)),
+        table(held.map("{:,}".format) + (held / held.sum()).map(" ({:.1%})".format)),
         "Work is the number of visible pairs. With `contiguous` each rank would hold consecutive "
         "tokens, and the one with the end of the sequence would compute most of it.",
         "## Speed and memory",
-        _table(
-            ["", "tokens/s (range)", "peak memory of a process, GB"],
-            [
-                [name, run.speed(), f"{run.memory():.2f}"]
-                for name, run in zip(_names(cp_size), (sharded, single), strict=True)
-            ],
-        ),
+        table(DataFrame(costs, names)),
         "Medians. This is not a benchmark: the one process has as many threads as there are ranks, "
         "other programs of the machine count too, and with so small a model the overhead of Python "
         "and PyTorch dominates. The ranks also hold full sequences once, to verify.",
@@ -180,10 +261,7 @@ def write_report(
         f"`{generated.prompt}` it generated {generated.num_tokens} tokens:",
         f"```\n{generated.prompt}{generated.text}\n```",
         "## Commands",
-        _table(
-            ["command", "seconds"],
-            [[f"`{line}`", f"{took:.0f}"] for line, took in commands.items()],
-        ),
+        table(DataFrame(took, Index([f"`{line}`" for line in commands], name="command"))),
     ]
     page = out / "report.md"
     page.write_text("\n\n".join(parts) + "\n")
@@ -195,122 +273,40 @@ def _versions() -> str:
     return f"{platform.machine()}, Python {platform.python_version()}, {packages}"
 
 
-def _names(cp_size: int) -> list[str]:
-    return [f"{cp_size} ranks", "one process"]
+def _some(number: int) -> list[int]:
+    """Return up to seven of some rows, the first and the last among them."""
+    return sorted({round(i * (number - 1) / 6) for i in range(7)} if number else ())
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _as_text(frame: DataFrame) -> DataFrame:
+    """Return what `compare` returned, as it stands in tables."""
+    text = frame.map("{:.6f}".format)
+    return text.assign(difference=frame["difference"].map("{:.1e}".format))
 
 
-def _loss_rows(sharded: Run, single: Run) -> list[list[str]]:
-    """Return table rows of some steps, the first and the last among them."""
-    steps = sorted(single.losses.keys() & sharded.losses.keys())
-    some = sorted({steps[round(i * (len(steps) - 1) / 6)] for i in range(7)}) if steps else []
-    return [[str(step + 1), *_pair(sharded.losses[step], single.losses[step])] for step in some]
+def _held(run: Run) -> DataFrame:
+    """Return the tokens and the visible pairs of each rank, by layout."""
+    work = {f"work, `{name}`": values for name, values in run.work.items()}
+    return DataFrame({"tokens": run.tokens, **work}).rename_axis("rank")
 
 
-def _position_rows(sharded: Run, single: Run) -> list[list[str]]:
-    reference = single.by_position
-    losses = sharded.by_position.items()
-    return [[span, *_pair(loss, reference.get(span, math.nan))] for span, loss in losses]
-
-
-def _pair(sharded: float, single: float) -> list[str]:
-    return [f"{sharded:.6f}", f"{single:.6f}", f"{abs(sharded - single):.1e}"]
-
-
-def _balance(run: Run) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of ranks."""
-    head = ["rank", "tokens", *(f"work, `{name}`" for name in run.work)]
-    columns = [run.tokens, *run.work.values()]
-    shares = [[f"{x:,} ({x / max(sum(c), 1):.1%})" for x in c] for c in columns]
-    return head, [[str(rank), *row] for rank, row in enumerate(zip(*shares, strict=True))]
-
-
-def _last(values: Mapping[int, float]) -> float:
-    return values[max(values)]
-
-
-# ---------------------------------------------------------------- the picture
-
-
-def draw(file: Path, sharded: Run, single: Run, tolerance: float) -> str:
+def _picture(
+    out: Path, losses: DataFrame, by_position: DataFrame, held: DataFrame, tolerance: float
+) -> str:
     """Draw both runs; return the line that shows the picture, or why there is none."""
-    file.unlink(missing_ok=True)
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return "(No picture: install matplotlib, `pip install -e '.[recipes]'`.)"
-    figure: Any = Figure(figsize=(11, 7.5), layout="constrained")
-    axes = figure.subplots(2, 2)
-    _draw_losses(axes[0, 0], sharded, single)
-    _draw_differences(axes[0, 1], sharded, single, tolerance)
-    _draw_positions(axes[1, 0], sharded, single)
-    _draw_balance(axes[1, 1], sharded)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110)
-    return f"![two loss curves, loss by position, balance]({file.name})"
-
-
-def _draw_losses(axis: Any, sharded: Run, single: Run) -> None:
-    ours, theirs = _names(len(sharded.tokens))
-    for run, name, style in (
-        (single, theirs, {"color": _ORANGE, "linewidth": 5, "alpha": 0.6}),
-        (sharded, ours, {"color": _BLUE, "linewidth": 1.5}),
-    ):
-        steps = sorted(run.losses)
-        axis.plot([s + 1 for s in steps], [run.losses[s] for s in steps], label=name, **style)
-    axis.set(title="training loss", xlabel="step", ylabel=_UNIT)
-    axis.legend(frameon=False)
-
-
-def _draw_differences(axis: Any, sharded: Run, single: Run, tolerance: float) -> None:
-    steps = sorted(sharded.losses.keys() & single.losses.keys())
+    lines: dict[str, Any] = {"kind": "line", "style": ["-", "--"]}
+    bars: dict[str, Any] = {"kind": "bar", "rot": 0}
     # A logarithmic axis has no 0; float32 has no smaller difference than this.
-    gaps = [max(abs(sharded.losses[s] - single.losses[s]), 1e-7) for s in steps]
-    axis.semilogy([s + 1 for s in steps], gaps, ".-", color=_BLUE)
-    axis.axhline(tolerance, color=_GREY, linestyle="--", label="allowed")
-    highest = 5 * max(tolerance, *gaps)
-    axis.set(title="difference of the two curves", xlabel="step", ylim=(5e-8, highest))
-    axis.legend(frameon=False)
-
-
-def _draw_positions(axis: Any, sharded: Run, single: Run) -> None:
-    reference = single.by_position
-    ours, theirs = _names(len(sharded.tokens))
-    spans = list(sharded.by_position)
-    values = {
-        ours: (_BLUE, list(sharded.by_position.values())),
-        theirs: (_ORANGE, [reference.get(span, math.nan) for span in spans]),
-    }
-    _draw_bars(axis, spans, values)
-    axis.set(title="validation loss by position", xlabel="tokens", ylabel=_UNIT)
-
-
-def _draw_balance(axis: Any, sharded: Run) -> None:
-    colors = (_BLUE, _ORANGE, _GREY)
-    columns = {"tokens": sharded.tokens}
-    columns |= {f"work, {name}": work for name, work in sharded.work.items()}
-    values = {
-        name: (color, [100 * x / max(sum(column), 1) for x in column])
-        for color, (name, column) in zip(colors, columns.items(), strict=False)
-    }
-    _draw_bars(axis, [f"rank {rank}" for rank in range(len(sharded.tokens))], values)
-    axis.set(title="what each rank holds and computes", ylabel="% of all")
-
-
-def _draw_bars(
-    axis: Any, groups: Sequence[str], values: Mapping[str, tuple[str, Sequence[float]]]
-) -> None:
-    """Draw groups of bars, with one bar per name in each group."""
-    width = 0.8 / len(values)
-    for number, (name, (color, heights)) in enumerate(values.items()):
-        left = [i + (number - (len(values) - 1) / 2) * width for i in range(len(groups))]
-        axis.bar(left, heights, width * 0.92, color=color, label=name)
-    axis.set_xticks(range(len(groups)), groups)
-    tallest = max((x for _, heights in values.values() for x in heights), default=1.0)
-    axis.set_ylim(0, 1.2 * tallest)  # room for the names
-    axis.legend(frameon=False, loc="upper center", ncols=len(values))
+    gaps = losses[["difference"]].clip(lower=1e-7).assign(allowed=tolerance)
+    shares = (100 * held / held.sum()).rename(columns=lambda name: name.replace("`", ""))
+    is_drawn = draw(
+        out / PICTURE,
+        (losses.iloc[:, :2], lines | {"title": "training loss", "ylabel": _UNIT}),
+        (gaps, lines | {"title": "difference of the two curves", "logy": True}),
+        (by_position.iloc[:, :2], bars | {"title": "validation loss by position", "ylabel": _UNIT}),
+        (shares, bars | {"title": "what each rank holds and computes", "ylabel": "% of all"}),
+        size=(11, 7.5),
+    )
+    if not is_drawn:
+        return "(No picture: install matplotlib, `pip install -e '.[recipes]'`.)"
+    return f"![two loss curves, loss by position, balance]({PICTURE})"

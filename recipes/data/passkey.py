@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from pandas import DataFrame, Index  # type: ignore[import-untyped]
 from torch import Tensor
 from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from lightning_cp import ContextParallel
 from recipes.data.loader import NO_SAMPLE, Batch, as_tensors
 from recipes.data.module import SampleData
 from recipes.data.packing import IGNORED_LABEL, Document, document, pack
+from recipes.report import draw, table
 from recipes.tokens import load_tokenizer
 
 NEEDLE: Final = " The pass key is "
@@ -295,30 +297,20 @@ def heat_map(
 
     Example:
         >>> print(heat_map(torch.tensor([[1.0, 0.5]]), [128], [0.0, 1.0]))
-        length \ depth     0%   100%
-                   128   1.00   0.50
+        | length \ depth | 0%   | 100% |
+        | -------------- | ---- | ---- |
+        | 128            | 1.00 | 0.50 |
     """
-    lines = ["length \\ depth" + "".join(f"{depth:>7.0%}" for depth in depths)]
-    for length, values in zip(lengths, accuracy.tolist(), strict=True):
-        lines.append(f"{length:>14,}" + "".join(f"{value:>7.2f}" for value in values))
-    if path is not None:
-        lines.append(_draw(accuracy, lengths, depths, Path(path)))
-    return "\n".join(lines)
-
-
-def _draw(accuracy: Tensor, lengths: list[int], depths: list[float], path: Path) -> str:
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return f"{path} was not drawn: pip install matplotlib."
-    figure = Figure(figsize=(1.5 + len(depths), 1.5 + 0.6 * len(lengths)), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(accuracy.numpy(), vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_xlabel("depth of the key")
-    axes.set_ylabel("tokens")
-    figure.colorbar(image, label="keys found")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return f"drawn: {path}"
+    frame = DataFrame(
+        accuracy.numpy(),
+        Index([f"{length:,}" for length in lengths], name="length \\ depth"),
+        [f"{depth:.0%}" for depth in depths],
+    )
+    text = table(frame.map("{:.2f}".format))
+    if path is None:
+        return text
+    size = (1.5 + len(depths), 1.5 + 0.6 * len(lengths))
+    options = {"title": "keys found", "xlabel": "depth of the key", "ylabel": "tokens"}
+    if draw(Path(path), (frame, {"kind": "map", **options}), size=size):
+        return f"{text}\ndrawn: {path}"
+    return f"{text}\n{path} was not drawn: pip install matplotlib."

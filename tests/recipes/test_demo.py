@@ -61,7 +61,6 @@ def test_the_demo_runs_from_training_to_text(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stderr.count("verified: loss") == 1
-    assert re.search(r"loss=\d\.\d+, tokens/s=\d+, memory=\d\.\d+ GB", done.stdout)
     found = re.search(r"Largest difference of the two loss curves: (\S+), at step", done.stdout)
     assert float(found[1]) < 1e-4
 
@@ -146,7 +145,7 @@ def test_a_command_that_fails_ends_the_demo(capfd):
 
 def test_the_page_says_when_curves_differ(tmp_path):
     page = write(tmp_path, build_run([5.0, 4.0, 3.5]), build_run([5.0, 4.0, 3.0], cp_size=1))
-    text = page.read_text()
+    text = re.sub(" +", " ", page.read_text())
     assert "**NOT the same**: the largest difference is 5.0e-01, at step 3" in text
     assert "| 3 | 3.500000 | 3.000000 | 5.0e-01 |" in text
     assert "| 0-8 | 5.000000 | 5.000000 | 0.0e+00 |" in text

@@ -332,10 +332,10 @@ def test_the_map_is_a_table_and_says_if_it_could_not_be_drawn(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     accuracy = torch.tensor([[1.0, 0.25], [0.5, float("nan")]])
     table = heat_map(accuracy, [1024, 2048], [0.0, 0.5], tmp_path / "map.png").splitlines()
-    assert table[0].split() == ["length", "\\", "depth", "0%", "50%"]
-    assert table[1].split() == ["1,024", "1.00", "0.25"]
-    assert table[2].split() == ["2,048", "0.50", "nan"]
-    assert table[3].endswith("map.png was not drawn: pip install matplotlib.")
+    assert table[0].split() == ["|", "length", "\\", "depth", "|", "0%", "|", "50%", "|"]
+    assert table[2].split() == ["|", "1,024", "|", "1.00", "|", "0.25", "|"]
+    assert table[3].split() == ["|", "2,048", "|", "0.50", "|", "nan", "|"]
+    assert table[4].endswith("map.png was not drawn: pip install matplotlib.")
     assert not list(tmp_path.iterdir())
 
 
