@@ -65,13 +65,15 @@ class ChatData(PackedData):
 
     def prepare_data(self) -> None:
         """Tokenize and pack what is not on disk yet."""
-        check_chat_template(self.tokenizer)
+        name = f"tokenizer {self.tokenizer.name_or_path or 'byte tokenizer'!r}"
+        check_chat_template(name, self.tokenizer.chat_template, self.tokenizer)
         super().prepare_data()
 
     def encode(self, values: list[Any], numbers: list[int]) -> Iterable[Document]:
         """Render and tokenize conversations."""
         for value, number in zip(values, numbers, strict=True):
-            ids, mask = render(self.tokenizer, _messages(value, number), number)
+            messages = read_messages(value, number, content=str)
+            ids, mask = render(self.tokenizer, messages, number)
             pairs = zip(ids, mask, strict=True)
             labels = [i if is_learned else IGNORED_LABEL for i, is_learned in pairs]
             yield document(ids, labels, number=number)
@@ -87,19 +89,24 @@ def read_template(name: str) -> str:
     return file.read_text()
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise for a tokenizer that cannot render conversations, or not locate answers."""
-    name = tokenizer.name_or_path or "byte tokenizer"
-    if not tokenizer.chat_template:
+def check_chat_template(name: str, template: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise for what cannot render conversations, or not locate answers.
+
+    Args:
+        name: of the tokenizer or the processor, for messages.
+        template: its chat template.
+        tokenizer: that runs on what the template renders.
+    """
+    if not template:
         raise ValueError(
-            f"The tokenizer {name!r} has no chat template, so conversations cannot be rendered. "
-            "Use the tokenizer of a chat model, or set data.init_args.chat_template to a Jinja "
-            "file, or to 'chatml'."
+            f"The {name} has no chat template, so conversations cannot be rendered. Use that of a "
+            "chat model, or set data.init_args.chat_template to a Jinja file (for text also to "
+            "'chatml'; for media it takes content in parts)."
         )
     if not tokenizer.is_fast:
         raise ValueError(
-            f"The tokenizer {name!r} does not map tokens to characters, so assistant tokens cannot "
-            "be located. Use a fast tokenizer (one with a tokenizer.json)."
+            f"The {name} does not map tokens to characters, so assistant tokens cannot be located. "
+            "Use one with a fast tokenizer (a tokenizer.json)."
         )
 
 
@@ -134,12 +141,17 @@ def render(
         ids = list(encoded["input_ids"])
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
         mask = [any(a <= start and stop <= b for a, b in spans) for start, stop in offsets]
-    if not any(mask) and any(m["role"] == "assistant" and m["content"] for m in messages):
+    check_learned(mask, [m["content"] for m in messages if m["role"] == "assistant"], number)
+    return ids, mask
+
+
+def check_learned(mask: Iterable[bool], answers: Iterable[Any], number: int) -> None:
+    """Raise for a conversation with answers of which no token is learned."""
+    if not any(mask) and any(answers):
         raise ValueError(
             f"The chat template marks no token of conversation {number} as the assistant's, though "
             "it has an answer. Check the {% generation %} marks of the template."
         )
-    return ids, mask
 
 
 def answer_spans(
@@ -188,8 +200,32 @@ _ROLES: Final = {
 """Roles of chat templates, by the senders of ShareGPT conversations."""
 
 
-def with_role(message: Any, number: int) -> Any:
-    """Return a message in ShareGPT format (``from``, ``value``) with role and content."""
+def read_messages(value: Any, number: int, *, content: Any = object) -> list[Message]:
+    """Return the messages of a conversation, with the roles of chat templates.
+
+    Args:
+        value: the messages; those in ShareGPT format have ``from`` and ``value``.
+        number: of the conversation, for messages.
+        content: the type that contents have.
+    """
+    messages = value if isinstance(value, list) else []
+    messages = [_with_role(message, number) for message in messages]
+    is_valid = all(
+        isinstance(m, dict)
+        and isinstance(m.get("role"), str)
+        and isinstance(m.get("content"), content)
+        for m in messages
+    )
+    if not is_valid or not messages:
+        raise ValueError(
+            f"Conversation {number} is not a list of messages with `role` and `content` (or "
+            f"`from` and `value`), but {str(value)[:80]!r}. Name the column that holds one: "
+            "messages_column=..."
+        )
+    return messages
+
+
+def _with_role(message: Any, number: int) -> Any:
     if not isinstance(message, dict) or "role" in message or "from" not in message:
         return message
     role = _ROLES.get(str(message["from"]).lower())
@@ -199,20 +235,3 @@ def with_role(message: Any, number: int) -> Any:
             f"{', '.join(_ROLES)}: rename it, or give messages with `role` and `content`."
         )
     return {"role": role, "content": message.get("value")}
-
-
-def _messages(value: Any, number: int) -> list[Message]:
-    if isinstance(value, list):
-        value = [with_role(message, number) for message in value]
-    is_valid = isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in value
-    )
-    if not is_valid or not value:
-        raise ValueError(
-            f"Conversation {number} is not a list of messages with `role` and `content` (or "
-            f"`from` and `value`), but {str(value)[:80]!r}. Name the column that holds one: "
-            "messages_column=..."
-        )
-    messages: list[Message] = value
-    return messages

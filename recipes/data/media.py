@@ -21,7 +21,7 @@ from transformers.image_utils import load_image as upright
 from transformers.utils.import_utils import is_av_available, is_torchcodec_available
 from transformers.video_utils import VideoMetadata, load_video
 
-from recipes.data.chat import Message, with_role
+from recipes.data.chat import Message, read_messages
 
 KINDS: Final = {"image": 1, "video": 2}
 """Kinds of media, as powers of two."""
@@ -158,21 +158,10 @@ def read_conversation(value: Any, number: int) -> Conversation:
             ``folder`` that paths are relative to.
         number: the index of the record.
     """
-    messages = value["messages"]
+    messages = read_messages(value["messages"], number)
     lists = {kind: _as_list(value[f"{kind}s"]) for kind in KINDS}
     sources: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     rest = {kind: iter(given or []) for kind, given in lists.items()}
-    if isinstance(messages, list):
-        messages = [with_role(message, number) for message in messages]
-    is_valid = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-    )
-    if not is_valid or not messages:
-        raise ValueError(
-            f"Conversation {number} is not a list of messages with `role` and `content` (or `from` "
-            f"and `value`), but {str(messages)[:80]!r}. Name the column that holds one: "
-            "messages_column=..."
-        )
     read = []
     for message in messages:
         parts = []

@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightning_cp.options import check_choice
-from recipes.data.chat import ChatData, answer_spans, marks_answers, read_template
+from recipes.data.chat import (
+    ChatData,
+    answer_spans,
+    check_chat_template,
+    check_learned,
+    marks_answers,
+    read_template,
+)
 from recipes.data.loader import Batch, ResumableLoader, SampleLoader, find_data_rank
 from recipes.data.media import KINDS, Conversation, read_conversation
 from recipes.data.module import Split
@@ -132,18 +139,7 @@ class MediaChatData(ChatData):
 
     def prepare_data(self) -> None:
         """Process and pack what is not on disk yet."""
-        if not self._template:
-            raise ValueError(
-                f"The processor {self._processor_name!r} has no chat template, so conversations "
-                "cannot be rendered. Use that of a chat model, or set data.init_args.chat_template "
-                "to a Jinja file that takes content in parts."
-            )
-        if not self.tokenizer.is_fast:
-            raise ValueError(
-                f"The tokenizer of the processor {self._processor_name!r} does not map tokens to "
-                "characters, so assistant tokens cannot be located. Use a fast tokenizer (one with "
-                "a tokenizer.json)."
-            )
+        check_chat_template(f"processor {self._processor_name!r}", self._template, self.tokenizer)
         self.columns = (*COLUMNS, *self._type_names)
         super(ChatData, self).prepare_data()
 
@@ -180,13 +176,8 @@ class MediaChatData(ChatData):
         ids = np.array(processed["input_ids"][0], np.int32)
         replaced = processed["text_replacement_offsets"]
         learned = self._learned(spans, processed["offset_mapping"][0], replaced and replaced[0])
-        answers = (m["content"] for m in conversation.messages if m["role"] == "assistant")
-        if not learned.any() and any(part["text"] for parts in answers for part in parts):
-            raise ValueError(
-                f"The chat template marks no token of conversation {conversation.number} as the "
-                "assistant's, though it has an answer. Check the {% generation %} marks of the "
-                "template."
-            )
+        parts = [p for m in conversation.messages if m["role"] == "assistant" for p in m["content"]]
+        check_learned(learned, [part["text"] for part in parts], conversation.number)
         types = {name: np.array(processed[name][0], np.int32) for name in self._type_names}
         labels = np.where(learned, ids, np.int32(IGNORED_LABEL))
         return Document(ids, labels, conversation.number, types, conversation.kinds)
