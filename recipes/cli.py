@@ -5,10 +5,8 @@ Builds objects from options, and prints user errors in one line. Training is in 
 and the library.
 """
 
-import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import logging
 import operator
@@ -19,7 +17,7 @@ import sys
 import sysconfig
 import traceback
 from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -32,6 +30,7 @@ except ModuleNotFoundError as missing:
         "pip install 'lightning-cp[recipes]', or -e '.[recipes]' in a checkout."
     ) from missing
 
+import lightning.pytorch.callbacks
 import torch
 import transformers
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -46,9 +45,10 @@ from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
 from lightning_cp.renamed import RENAMED
-from recipes.data.module import PackedData, PackingOptions, SampleData
-from recipes.files import configs, data_class
+from recipes.data.module import PackingOptions, SampleData
+from recipes.files import data_class
 from recipes.module import CausalLMModule
+from recipes.weights import LoraOptions
 
 HELP: Final = """\
 Train language models on long sequences that are sharded over several devices.
@@ -79,8 +79,8 @@ _COMMANDS: Final = {
     "test": "Compute the same on the test data, or on the validation data if there is none.",
     "predict": "Write the most likely next token of each token.",
 }
-_RENAMED: Final = {"figures": "monitor"}
-"""Former names of config keys."""
+_DATA: Final = [name for name in recipes.data.__all__ if name.endswith("Data")]
+_CLASSES: Final = (*_DATA, *lightning.pytorch.callbacks.__all__)
 
 
 class RecipesCLI(LightningCLI):
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") 
     except ArgumentError as error:
         if debug:
             raise
-        return report_error(explain(str(error), ", ".join(configs(args))))
+        return report_error(explain(str(error)))
     except Exception as error:
         if debug or not _is_for_user(error):
             raise
@@ -363,40 +363,28 @@ def _is_for_user(error: Exception) -> bool:
 # ---------------------------------------------------------------- parser errors
 
 
-def explain(message: str, configs: str = "") -> str:
+def explain(message: str) -> str:
     """Return a parser error in one line, with the option that was probably meant.
 
     Args:
         message: of jsonargparse.
-        configs: the config files.
 
     Example:
         >>> explain("Subcommand 'fit' does not accept option 'model.lrr'")
         'model.lrr: there is no such option. Did you mean model.lr?'
     """
-    keys = re.findall(r'Parser key "([^"]+)":', message)
-    key = ".".join(keys)
+    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
     for former, new in RENAMED.items():
         if f"class_path '{former}'" in message:
             return f"{key}: {former} is now called {new}. Write {new}."
-    refused = re.search(r"class_path '([^']+)':\s+Option '([^']+)' is not accepted", message)
-    if refused:
-        path, name = refused.groups()
-        known = list(_init_options(_import(path)))
-        prefix = f"{key}." if key.startswith("model") else f"{key}.init_args."
-        return _unknown(name, known, prefix)
-    unknown = re.search(r"(?:accept option|unrecognized arguments:|Option) '?-*([\w.]+)", message)
+    unknown = re.search(r"(?:accept option|arguments:|Option) '?-*([\w.]+)", message)
     if unknown:
-        former, _, rest = unknown[1].partition(".")
-        if former in _RENAMED:
-            new = _RENAMED[former]
-            return (
-                f"{unknown[1]}: {former} is now called {new}. Write {new}{'.' * bool(rest)}{rest}."
-            )
-        return _unknown(unknown[1], list(_options()))
+        owner = key and (f"{key}." if key.startswith("model") else f"{key}.init_args.")
+        name = f"{owner}{unknown[1]}"
+        return f"{name}: there is no such option. {_near(name, _options())}"
     wrong = re.search(r"Expected a dot import path string: (\S+)", message)
     if wrong:
-        return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], list(_classes()))}"
+        return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], _CLASSES)}"
     required = re.search(r"the following arguments are required: (\S+)", message)
     if required:
         return f"{key}.{required[1]} is missing: give --{key}.{required[1]} VALUE."
@@ -404,48 +392,24 @@ def explain(message: str, configs: str = "") -> str:
     value = re.search(r"Expected an? (.+)\. Got value: (.*)", message)
     if value:
         return f"{key}: must be {value[1]}, but is {value[2]}."
-    text = message.replace("Problems parsing config", f"{configs} is not valid YAML")
-    return "; ".join(line.strip() for line in text.splitlines())
+    return "; ".join(line.strip() for line in message.splitlines())
 
 
-def _unknown(name: str, known: list[str], prefix: str = "") -> str:
-    return f"{prefix}{name}: there is no such option. {_near(name, known, prefix)}"
-
-
-def _near(name: str, known: list[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    if near:
-        return f"Did you mean {prefix}{near[0]}?"
-    return f"There are {', '.join(known)}." if len(known) < 30 else "See --help."
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"Did you mean {near[0]}?" if near else "See --help."
 
 
 def _options() -> Iterator[str]:
-    """Yield the options of a subcommand, without those of classes that a config names."""
-    yield from ("config", "seed_everything", "ckpt_path", "data.class_path", "data.init_args")
+    """Yield the options of a subcommand, and of the classes that configs name."""
+    yield from ("config", "seed_everything", "ckpt_path", "data.class_path")
     for key, cls in (
         ("model", CausalLMModule),
+        ("model.lora", LoraOptions),
         ("trainer", Trainer),
+        ("trainer.strategy.init_args", ContextParallelStrategy),
         ("monitor", ContextParallelCallback),
+        *(("data.init_args", getattr(recipes.data, name)) for name in _DATA),
+        ("data.init_args", PackingOptions),
     ):
         yield from (f"{key}.{name}" for name in inspect.signature(cls).parameters)
-
-
-def _init_options(cls: type) -> Iterator[str]:
-    """Yield the options of a class, with those of packing for data modules that pack."""
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            yield name
-    if issubclass(cls, PackedData):
-        yield from (field.name for field in dataclasses.fields(PackingOptions))
-
-
-def _classes() -> Iterator[str]:
-    import lightning.pytorch.callbacks
-
-    yield from (name for name in recipes.data.__all__ if name.endswith("Data"))
-    yield from lightning.pytorch.callbacks.__all__
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

@@ -121,9 +121,9 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--model.lrr", "3"], "model.lrr: .* Did you mean model.lr?"),
         (
             ["fit", "--figures.every_n_steps", "3"],
-            "now called monitor. Write monitor.every_n_steps",
+            "no such option. Did you mean monitor.every_n_steps?",
         ),
-        (["fit", "--config", "FIGURES"], "figures.every_n_steps: figures is now called monitor"),
+        (["fit", "--config", "FIGURES"], "figures.every_n_steps: .* mean monitor.every_n_steps?"),
         (["fit", "--model.lr", "fast"], "model.lr: must be float, but is fast"),
         (["fit", "--model.schedule", "cos"], "model.schedule: must be Literal.*, but is cos"),
         (["fit", "--data", "TextDat"], "data: there is no class TextDat. Did you mean TextData?"),
