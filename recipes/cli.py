@@ -109,9 +109,14 @@ class RecipesCLI(LightningCLI):
         """Keep the options: LightningCLI would replace them by those of a checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """Check the devices first: a model may be downloaded before the Trainer is built."""
-        trainer = self._get(self.config, "trainer")
-        check_devices(trainer.accelerator, trainer.devices)
+        """Raise on a machine without GPUs: a model may be downloaded before the Trainer raises."""
+        accelerator = self._get(self.config, "trainer").accelerator
+        if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+            raise ValueError(
+                f"trainer: accelerator={accelerator}, but this machine has no GPU. Use "
+                "--trainer.accelerator cpu, or a machine with GPUs; the comment at the top of a "
+                "config names its hardware."
+            )
 
     def instantiate_classes(self) -> None:
         """Build model, data and Trainer; of jsonargparse's errors keep the message of the class."""
@@ -163,27 +168,6 @@ class RecipesCLI(LightningCLI):
             file /= f"{strategy.data_parallel_rank}.pt"
             torch.save(predictions, file)
             print(f"predictions written to {file}")
-
-
-def check_devices(accelerator: Any, devices: Any) -> None:
-    """Raise for more GPUs than this machine has.
-
-    Args:
-        accelerator: as for a Trainer.
-        devices: as for a Trainer.
-    """
-    if accelerator not in ("gpu", "cuda"):
-        return
-    num_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
-    number = int(devices) if str(devices).lstrip("-").isdigit() else None
-    if num_gpus and (number is None or number <= num_gpus):
-        return
-    wanted = f" devices={devices}" if number is None or number > 0 else ""
-    raise ValueError(
-        f"trainer: accelerator={accelerator}{wanted}, but this machine has {num_gpus} GPUs. Use "
-        f"{f'--trainer.devices {num_gpus}' if num_gpus else '--trainer.accelerator cpu'}, or a "
-        "machine with more; the comment at the top of a config names its hardware."
-    )
 
 
 def restore_last(folder: str | None) -> None:

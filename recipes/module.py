@@ -262,13 +262,7 @@ class CausalLMModule(LightningModule):
         """Load weights."""
         self._load()
 
-    def on_test_start(self) -> None:
-        """Load weights."""
-        self._load()
-
-    def on_predict_start(self) -> None:
-        """Load weights."""
-        self._load()
+    on_test_start = on_predict_start = on_validation_start
 
     # ---------------------------------------------------------------- steps
 

@@ -12,6 +12,7 @@ from huggingface_hub import is_offline_mode
 from huggingface_hub.constants import ENDPOINT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from recipes.files import check_folder
 
@@ -52,7 +53,7 @@ def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
         262
     """
     specials = ["<pad>", "<bos>", "<eos>", *(f"<|{role}|>" for role in ROLES), *more]
-    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     vocab |= {token: len(vocab) + i for i, token in enumerate(specials)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,17 +67,6 @@ def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_chars() -> list[str]:
-    """Return the character of each byte in byte-level tokenizers.
-
-    Printable bytes are their own characters; the others, in order, those after U+00FF.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    chars = {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return [chars.get(byte, chr(byte)) for byte in range(256)]
 
 
 def load_tokenizer(name_or_path: str | None) -> PreTrainedTokenizerBase:

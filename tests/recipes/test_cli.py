@@ -497,16 +497,11 @@ def test_whole_numbers_stay_whole():
             assert (type(found), found) == (type(number), number)
 
 
-def test_missing_gpus_are_told_before_a_hub_is_asked(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    cli.check_devices("cpu", 8)
-    with pytest.raises(ValueError, match="accelerator=gpu devices=8, but this machine has 0 GPUs"):
-        cli.check_devices("gpu", 8)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    cli.check_devices("gpu", "auto")
-    cli.check_devices("gpu", -1)
-    with pytest.raises(ValueError, match="this machine has 4 GPUs. Use --trainer.devices 4"):
-        cli.check_devices("cuda", "8")
+def test_missing_gpus_are_told_before_a_hub_is_asked(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("recipes.module.load_config", pytest.fail)
+    assert main(["fit", "--trainer.accelerator=gpu", "--trainer.devices=8"]) == 2
+    assert "accelerator=gpu, but this machine has no GPU. Use --tr" in capsys.readouterr().err
 
 
 def test_a_hub_that_is_out_of_reach_is_asked_once(monkeypatch):
