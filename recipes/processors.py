@@ -6,30 +6,13 @@ from typing import Any, Final
 from transformers import AutoProcessor, CLIPImageProcessorPil, LlavaProcessor, ProcessorMixin
 
 from recipes.files import check_folder
-from recipes.tokens import byte_tokenizer, from_folder_or_hub
+from recipes.tokens import CHAT_TEMPLATE, IMAGE_TOKEN, byte_tokenizer, from_folder_or_hub
 
 TINY_IMAGE: Final = "tiny-image"
 """The name of the embedded model with images."""
-IMAGE_TOKEN: Final = "<image>"
 IMAGE_SIDE: Final = 32
 """Pixels of the side of an image of the embedded model; its patches have a quarter of that."""
 PATCH_SIDE: Final = IMAGE_SIDE // 4
-
-_CHAT_TEMPLATE: Final = (
-    "{%- for message in messages -%}"
-    "{{- '<|' + message['role'] + '|>' -}}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}"
-    "{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{{- eos_token -}}"
-    "{%- endgeneration -%}"
-    "{%- else -%}"
-    "{%- for part in message['content'] -%}"
-    "{{- '<image>' if part['type'] == 'image' else part['text'] -}}"
-    "{%- endfor -%}{{- eos_token -}}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
 
 
 def tiny_processor() -> LlavaProcessor:
@@ -49,7 +32,7 @@ def tiny_processor() -> LlavaProcessor:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # that of the class, which this strategy removes
         image_token=IMAGE_TOKEN,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -18,22 +18,31 @@ from recipes.files import check_folder
 
 ROLES: Final = ("system", "user", "assistant")
 
+IMAGE_TOKEN: Final = "<image>"
 # The end of a turn is the end-of-text token, so every answer teaches where generation stops.
-_CHAT_TEMPLATE: Final = (
+CHAT_TEMPLATE: Final = (
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
     "{{- raise_exception('The byte tokenizer knows the roles system, user and assistant, not ' "
     "+ message['role'] + '.') -}}"
     "{%- endif -%}"
+    "{%- set text -%}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    f"{{{{- '{IMAGE_TOKEN}' if part['type'] == 'image' else part['text'] -}}}}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{%- endset -%}"
     "{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}"
+    "{%- generation -%}{{- text + eos_token -}}{%- endgeneration -%}"
     "{%- else -%}"
-    "{{- message['content'] + eos_token -}}"
+    "{{- text + eos_token -}}"
     "{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+"""For contents that are texts, and for those in parts, which may be images."""
 
 
 def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
@@ -64,7 +73,7 @@ def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         additional_special_tokens=specials[3:],
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -379,35 +379,14 @@ class PackedData(SampleData):
         return split == "train" or self.options.val_source is None
 
     def _pack_to(self, file: Path, split: Split) -> None:
-        """Write the samples of a split to an Arrow file, renamed when it is complete."""
-        import datasets
-        from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
-
-        start, num_tokens, ints = time.monotonic(), 0, datasets.Value("int32")
-        features = datasets.Features(
-            {name: datasets.List(ints, length=self.seq_len) for name in self.columns}
-            | {name: datasets.List(ints) for name in self.lists}
-        )
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
-        chunk = max(1, _CHUNK_TOKENS // self.seq_len)
-        try:
-            with ArrowWriter(
-                path=str(temporary), features=features, writer_batch_size=chunk
-            ) as writer:
-                for sample in self._pack(split):
-                    writer.write(sample)
-                    num_tokens += int((sample["document_ids"] >= 0).sum())
-                num_samples, _ = writer.finalize()
-            if not num_samples:
-                raise self._nothing_in(split)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
-        name, seconds = self._sources[split].name, time.monotonic() - start
+        start, name = time.monotonic(), self._sources[split].name
+        lengths = dict.fromkeys(self.columns, self.seq_len) | dict.fromkeys(self.lists, -1)
+        num_samples, num_tokens = write_samples(file, self._pack(split), lengths)
+        if not num_samples:
+            raise self._nothing_in(split)
         print(
-            f"packed {split}: source={name}, tokens={num_tokens}, samples={num_samples}, "
-            f"seq_len={self.seq_len}, seconds={seconds:.1f}, file={file}"
+            f"packed {split}: source={name}, tokens={num_tokens}, samples={num_samples}, seq_len="
+            f"{self.seq_len}, seconds={time.monotonic() - start:.1f}, file={file}"
         )
 
     def _nothing_in(self, split: Split) -> ValueError:
@@ -459,3 +438,37 @@ class PackedData(SampleData):
         held_out = np.random.default_rng(self.seed).permutation(num_documents)[:num_val].tolist()
         chosen = held_out if split == "val" else set(range(num_documents)).difference(held_out)
         return sorted(chosen)
+
+
+def write_samples(
+    file: Path, samples: Iterable[Sample], lengths: Mapping[str, int]
+) -> tuple[int, int]:
+    """Write samples to an Arrow file, renamed when it is complete; count samples and tokens.
+
+    Args:
+        file: nothing is left of it if there are no samples.
+        samples: with integers.
+        lengths: of each key; -1 for any number of values.
+    """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
+    ints, num_tokens = datasets.Value("int32"), 0
+    features = {name: datasets.List(ints, length=length) for name, length in lengths.items()}
+    with ArrowWriter(
+        path=str(temporary),
+        features=datasets.Features(features),
+        writer_batch_size=max(1, _CHUNK_TOKENS // max(lengths.values())),
+    ) as writer:
+        try:
+            for sample in samples:
+                writer.write(sample)
+                num_tokens += int((sample["document_ids"] >= 0).sum())
+            num_samples: int = writer.finalize()[0]
+            if num_samples:
+                temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return num_samples, num_tokens
