@@ -117,7 +117,8 @@ def build_config(out: Path, *, cp_size: int, steps: int, length: int) -> dict[st
     checkpoints = str(folder / "checkpoints")
     saver["init_args"] |= {"dirpath": checkpoints, "every_n_train_steps": steps}
     recorder = {"class_path": "recipes.demo.Recorder", "init_args": {"folder": str(folder)}}
-    callbacks.insert(0, recorder)
+    bar = {"class_path": "lightning.pytorch.callbacks.TQDMProgressBar"}  # in one line
+    callbacks[:0] = [bar, recorder]
     return config
 
 

@@ -61,6 +61,7 @@ def test_the_demo_runs_from_training_to_text(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stderr.count("verified: loss") == 1
+    assert re.search(r"train_loss=\d\.\d+, tokens_per_second=\d+", done.stdout)
     found = re.search(r"Largest difference of the two loss curves: (\S+), at step", done.stdout)
     assert float(found[1]) < 1e-4
 
