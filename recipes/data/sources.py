@@ -74,19 +74,23 @@ class Source:
         try:
             return _keep_encoded(self._load(streaming=streaming, cache_dir=cache_dir))
         except errors as error:
-            if self.builder == "hub":
-                raise ValueError(
-                    f"source={self.name!r} is neither a file nor a folder, and could not be loaded "
-                    f"from the hub ({first_line(error)}). {unreachable()}Check the path or the "
-                    f"name, config_name={self.config_name!r} and split={self.split!r}; None is the "
-                    "embedded corpus."
-                ) from error
-            is_empty = isinstance(error, StopIteration) or "no data" in str(error)
-            cause = "it holds no record" if is_empty else first_line(error.__cause__ or error)
-            raise ValueError(
-                f"source={self.name!r} cannot be read as {self.builder} ({cause}). Each record "
-                "must be an object with the same columns; .jsonl has one per line."
-            ) from error
+            raise ValueError(self._explain(error)) from error
+
+    def _explain(self, error: Exception) -> str:
+        """Return a message for an error of `datasets`."""
+        if self.builder == "hub":
+            return (
+                f"source={self.name!r} is neither a file nor a folder, and could not be loaded "
+                f"from the hub ({first_line(error)}). {unreachable()}Check the path or the name, "
+                f"config_name={self.config_name!r} and split={self.split!r}; None is the embedded "
+                "corpus."
+            )
+        is_empty = isinstance(error, StopIteration) or "no data" in str(error)
+        cause = "it holds no record" if is_empty else first_line(error.__cause__ or error)
+        return (
+            f"source={self.name!r} cannot be read as {self.builder} ({cause}). Each record must be "
+            "an object with the same columns; .jsonl has one per line."
+        )
 
     def _load(self, **options: Any) -> Any:
         import datasets
