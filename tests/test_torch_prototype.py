@@ -736,7 +736,7 @@ def test_what_cannot_be_put_together_is_refused(buffers, dims, message):
 
 
 def test_load_balancers_are_refused():
-    balancer = prototype._HeadTailLoadBalancer(6, 1, "cpu")
+    balancer = prototype()._HeadTailLoadBalancer(6, 1, "cpu")
     with pytest.raises(ValueError, match=r"load_balancer=_HeadTailLoadBalancer\).*Leave it out"):
         context_parallel_unshard(None, [TABLE], [0], balancer)
 
