@@ -146,14 +146,14 @@ def user_hooks(model: nn.Module) -> list[Any]:
     return [hook for hook in [*hooks, *global_module_hooks()] if is_of_user(hook)]
 
 
-def kept_numbers(owner: Any, leave: Iterable[str] = ()) -> Iterator[tuple[str, float]]:
+def kept_numbers(owner: Any) -> Iterator[tuple[str, float]]:
     """Yield the fractions in the plain attributes of an object, with their paths: what it measures.
 
     Counts are not among them: of local tokens, for example.
     """
-    skipped, seen = frozenset(leave), set[int]()
+    seen = set[int]()
     for name, value in vars(owner).items():
-        if name not in skipped and name not in _MODULE_ATTRIBUTES:
+        if name not in _MODULE_ATTRIBUTES:
             yield from _fractions(value, name, seen)
 
 
@@ -295,9 +295,7 @@ class Reached:
 
     def _visit_object(self, x: Any, path: str) -> None:
         kind = type(x)
-        if is_table(kind):
-            self._save_table(x, path)
-        elif is_holder(kind):
+        if is_holder(kind):
             self._save_attributes(x, path)
             self._visit_classes(kind, path)
         elif is_restored_in_part(kind) and hasattr(x, "__dict__"):
@@ -809,7 +807,8 @@ _methods = weakref.WeakKeyDictionary[type, Callable[[Reached, Any, str], None]](
 def _method(kind: Any) -> Callable[[Reached, Any, str], None]:
     if kind not in _methods:
         found = (method for kinds, method in _KINDS if issubclass(kind, kinds))
-        _methods[kind] = next(found, Reached._visit_object)
+        other = Reached._save_table if is_table(kind) else Reached._visit_object
+        _methods[kind] = next(found, other)
     return _methods[kind]
 
 
