@@ -40,9 +40,7 @@ def jobs_of(name: str, turn: int, sizes: list[int]) -> dict[int, list[MediaJob]]
     kinds = [kind for kind in KINDS if kind != "packed" or media_zoo.ENTRIES[name].packs]
     if not media_zoo.takes_text(name):
         kinds.remove("text")
-    options = itertools.cycle(_OPTIONS)
-    for _ in range(turn % len(_OPTIONS)):
-        next(options)
+    options = itertools.islice(itertools.cycle(_OPTIONS), turn % len(_OPTIONS), None)
     return {
         size: [
             MediaJob(name, kind, options=(("layout", layout), ("algorithm", algorithm)))
