@@ -297,6 +297,7 @@ class _TrainerCall:
     differing: dict[str, tuple[float, float]] = field(default_factory=dict)
     """The first number that differs of each place that users keep some in, and one device's."""
     _numbers: list[dict[str, float]] = field(default_factory=list)
+    may_draw: bool = False
     _evaluates: bool = False
     _fixed: set[str] = field(default_factory=set)
     _is_fixed: bool = True
@@ -328,17 +329,9 @@ class _TrainerCall:
             "returns each row once."
         )
 
-    def draws(self, batch: Any, full: Run) -> bool:
-        """Return that what depends on a seed has been left out."""
-        del batch, full
-        return False
-
-    def evaluate(self) -> None:
-        """Run in evaluation mode."""
-        self._evaluates = True
-
-    def run(self, batch: Any, *, alone: bool) -> Run:
+    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
         """Run the step, collect its values, and undo what it changes."""
+        del seed  # it runs with two, and leaves out what depends on them
         if not alone:
             run = self._run_sharded(batch)
             self._find_differing()

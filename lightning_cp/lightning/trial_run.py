@@ -7,7 +7,7 @@ in `lightning_cp.compare`.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -20,7 +20,6 @@ from lightning_cp.compare import (
     Run,
     Value,
     Weights,
-    are_near,
     copied,
     no_dropout,
     own_gradients,
@@ -66,7 +65,10 @@ class ModuleCall:
     precision: Callable[[], torch.dtype]
     cp: ContextParallel
     skip: str = "ContextParallelStrategy(verify_steps=False)"
-    _evaluates: bool = False
+    may_draw: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.may_draw = self.is_training
 
     @property
     def is_training(self) -> bool:
@@ -77,27 +79,8 @@ class ModuleCall:
         """Return how to make a value that differs, for errors."""
         return _METRIC_FIX if value.source.startswith("updated ") else CURE
 
-    def evaluate(self) -> None:
-        """Run in evaluation mode."""
-        self._evaluates = True
-
-    def draws(self, batch: Any, full: Run) -> bool:
-        """Return whether dropout by functions, or noise, enters a training step."""
-        if not self.is_training or self._evaluates:
-            return False
-        other, precision = self.run(batch, alone=True, seed=1), self.precision()
-        is_same = full.values.keys() == other.values.keys() and all(
-            outputs.is_close(other.values[name].leaf.value, value.leaf.value, precision)
-            for name, value in full.values.items()
-        )
-        is_exact = precision not in (torch.float16, torch.bfloat16)
-        return not is_same or (is_exact and not are_near(full.gradients, other.gradients))
-
     def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
-        """Run the step, collect its values, and undo what it changes.
-
-        Random numbers are those of the step that follows, or of another seed.
-        """
+        """Run the step, collect its values, and undo what it changes."""
         module = self.module
         with (
             restored_metrics(module),
@@ -106,7 +89,7 @@ class ModuleCall:
             own_gradients(module) if self.is_training else nullcontext() as weights,
             torch.set_grad_enabled(self.is_training),
         ):
-            if self.is_training and not self._evaluates:
+            if self.may_draw:
                 no_dropout(module)
             else:
                 module.eval()

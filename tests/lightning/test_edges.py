@@ -233,3 +233,28 @@ def test_a_trial_run_of_validation_keeps_gradients_that_are_accumulated(ranks):
     for tried, plain in ranks(2).run(run_validated_amid):
         for name, expected in plain.items():
             assert torch.equal(tried[name], expected), name
+
+
+class WrongOnOne(Module):
+    """Logs a number of local tokens where a data rank has the first rows."""
+
+    def logits(self, batch):
+        is_wrong = self.trainer.global_rank < 2
+        self.log("tokens", float(batch["input_ids"].numel()) if is_wrong else 1.0)
+        return super().logits(batch)
+
+
+def run_wrong_on_one():
+    with elastic_environment():
+        trainer = build_trainer(strategy=doors.strategy(context_parallel_size=2), max_steps=1)
+        try:
+            trainer.fit(WrongOnOne(), loader(PackedRows(4), 1))
+        except ValueError as error:
+            return str(error)
+
+
+def test_what_is_wrong_on_one_data_rank_is_raised_by_all(ranks):
+    first, second, *others = ranks(4).run(run_wrong_on_one)
+    assert "logged 'tokens'" in first
+    assert "logged 'tokens'" in second
+    assert all("failed on another data rank" in text for text in others)
