@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -100,28 +101,28 @@ def worst(
 
 
 def cases(cp):
-    """Yield names, and the largest error of each."""
+    """Yield names, and what returns the largest error of each."""
     items = torch.tensor(31)
     for kind in ("plain", "left", "right", "packed"):
         batch = batch_of(kind)
         if kind in ("left", "packed"):
             batch["num_items_in_batch"] = items
-        yield kind, worst(build().train(), build().train(), batch, cp)
+        yield kind, partial(worst, build().train(), build().train(), batch, cp)
     batch = batch_of("right")
     asked = {"output_hidden_states": True}
-    yield "evaluation", evaluation(build(), build(), {**batch, **asked}, cp)
+    yield "evaluation", partial(evaluation, build(), build(), {**batch, **asked}, cp)
 
     def of_logits(output):
         return output.logits.square().mean()
 
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    yield "no labels", worst(build(), build(), {**inputs, **asked}, cp, loss=of_logits)
+    yield "no labels", partial(worst, build(), build(), {**inputs, **asked}, cp, loss=of_logits)
     call = {**inputs, "logits_to_keep": 7}
-    yield "last logits", worst(build(), build(), call, cp, loss=of_logits)
+    yield "last logits", partial(worst, build(), build(), call, cp, loss=of_logits)
     call = {**batch, "shift_labels": batch["labels"].flip(1)}
-    yield "shifted labels", worst(build().train(), build().train(), call, cp)
+    yield "shifted labels", partial(worst, build().train(), build().train(), call, cp)
     short = {"input_ids": torch.tensor([[7, 8]]), "labels": torch.tensor([[7, 8]])}
-    yield "two tokens", worst(build().train(), build().train(), short, cp)
+    yield "two tokens", partial(worst, build().train(), build().train(), short, cp)
 
     def of_hidden(output):
         return output.last_hidden_state.square().mean()
@@ -129,26 +130,26 @@ def cases(cp):
     for name, kind in (("llama", "packed"), ("gpt2", "plain")):
         call = {k: v for k, v in batch_of(kind).items() if k != "labels"}
         models = [build(name).base_model for _ in range(2)]
-        yield f"{name} without a head", worst(*models, call, cp, loss=of_hidden)
+        yield f"{name} without a head", partial(worst, *models, call, cp, loss=of_hidden)
 
     ours, stock = build("qwen3_moe").train(), build("qwen3_moe").train()
     call = {**batch, "num_items_in_batch": items, "output_router_logits": True}
-    yield "experts", worst(ours, stock, call, cp)
+    yield "experts", partial(worst, ours, stock, call, cp)
     for head in ("sequence", "token", "question"):
         name = "bert" if head == "question" else "llama"
         call = batch_of("right" if name == "llama" else "plain", head)
         if name == "llama":
             call["num_items_in_batch"] = 5
-        yield head, worst(build(name, head).train(), build(name, head).train(), call, cp)
+        yield head, partial(worst, build(name, head).train(), build(name, head).train(), call, cp)
 
     ours, stock = build().train(), build().train()
     ours.gradient_checkpointing_enable({"use_reentrant": False})
     # The mode does not reach what backward computes again: norms and the loss are in float32.
-    yield "checkpointing", worst(ours, stock, batch, cp, precision=nullcontext)
-    yield "LoRA", lora(batch, cp)
+    yield "checkpointing", partial(worst, ours, stock, batch, cp, precision=nullcontext)
+    yield "LoRA", partial(lora, batch, cp)
     ours = build().train()
-    yield "DDP", worst(ours, build().train(), batch, cp, wrapped=ddp(ours, cp))
-    yield "FSDP2", sharded(batch, cp)
+    yield "DDP", partial(worst, ours, build().train(), batch, cp, wrapped=ddp(ours, cp))
+    yield "FSDP2", partial(sharded, batch, cp)
 
 
 def evaluation(ours, stock, call, cp):
@@ -193,18 +194,25 @@ def sharded(batch, cp):
     return worst(ours, build().train(), batch, cp)
 
 
-def run_cases():
+QUICK = ("left", "packed", "evaluation", "last logits", "two tokens", "gpt2 without a head")
+QUICK += ("experts", "sequence", "question", "checkpointing", "LoRA", "DDP", "FSDP2")
+
+
+def run_cases(names):
     cp = doors.parallel(dist.group.WORLD)
-    return dict(cases(cp))
+    return {name: run() for name, run in cases(cp) if name in (names or (name,))}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_model_returns_what_the_stock_model_returns(ranks, num_ranks):
-    found = ranks(num_ranks).run(run_cases)
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [(2, QUICK), *(pytest.param(size, None, marks=pytest.mark.slow) for size in (2, 3))],
+)
+def test_a_model_returns_what_the_stock_model_returns(ranks, num_ranks, names):
+    found = ranks(num_ranks).run(run_cases, names)
     for name, error in found[0].items():
         assert error < (2e-6 if name == "checkpointing" else 1e-9), name
-    assert len(found[0]) == 19
+    assert len(found[0]) == (19 if names is None else len(names))
 
 
 def fused_cases(cp):

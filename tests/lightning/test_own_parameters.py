@@ -261,15 +261,11 @@ windows = partial(short, num_batches=4, accumulate=2)  # two of them
 # Each way of updating, accumulating and placing parameters once.
 FEW = {
     "fused": Case(optimizer="adamw fused", num_batches=2),
-    "foreach, once": windows(
-        optimizer="adamw foreach", strategy={"reduce_every_microbatch": False}
-    ),
     "manual": windows(optimizer="sgd", manual=True),
     "data": windows(optimizer="adamax", dp_size=2),
-    "copies, once": windows(strategy=COPIES_ONCE),
-    "own sharding": short(optimizer="adam", sharded=True),
+    "copies, once": windows(optimizer="adamw foreach", strategy=COPIES_ONCE),
+    "own sharding": short(optimizer="adam", sharded=True, averaging="multi", num_batches=3),
     "in host memory": short(strategy={"parameter_offload": True}),
-    "multi": short(optimizer="adam", averaging="multi", num_batches=3),
 }
 
 
@@ -280,7 +276,7 @@ def test_parameters_of_the_module_itself_train_as_on_one_device(ranks, cases):
     check(ranks(2).run(run_cases, cases), cases)
 
 
-@pytest.mark.parametrize("one_file", [False, True])
+@pytest.mark.parametrize("one_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_they_resume_on_another_number_of_ranks(ranks, tmp_path, one_file):
     path = str(tmp_path / "saved.ckpt")
     kind = {"save_distributed_checkpoint": not one_file}

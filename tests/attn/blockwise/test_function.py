@@ -47,9 +47,11 @@ def worst_error(case, cp_size):
 
 
 def grid():
-    """Return all combinations: three ranks in full, of others one kind of heads and of road."""
-    for algorithm, mask, heads, size in itertools.product(ALGORITHMS, MASKS, HEADS, (1, 2, 3, 4)):
-        is_quick = size == 3 or (algorithm, heads) == ("gather", "gqa")
+    """Return all combinations; quick are three ranks, with every two of the others together."""
+    numbered = [list(enumerate(values)) for values in (ALGORITHMS, MASKS, HEADS)]
+    for *which, size in itertools.product(*numbered, (1, 2, 3, 4)):
+        numbers, (algorithm, mask, heads) = zip(*which, strict=True)
+        is_quick = size == 3 and sum(numbers) % 2 == 0
         marks = () if is_quick else pytest.mark.slow
         name = f"{algorithm}-{mask}-{heads}-{size}"
         yield pytest.param(algorithm, mask, heads, size, marks=marks, id=name)
@@ -64,7 +66,7 @@ def test_out_and_gradients_are_those_of_one_device(algorithm, mask, heads, cp_si
 
 def swapping_meshes():
     for mesh, heads in itertools.product([(3, 1), (2, 2), (2, 1), (4, 1)], HEADS):
-        is_quick = mesh == (2, 2) or (mesh, heads) == ((3, 1), "gqa")
+        is_quick = (mesh, heads) in [((2, 2), "gqa"), ((2, 2), "mqa"), ((3, 1), "mha")]
         yield pytest.param(mesh, heads, marks=() if is_quick else pytest.mark.slow)
 
 
@@ -613,8 +615,14 @@ def test_parity_notices_a_missing_sink(monkeypatch):
     assert accumulators.add_sinks_ is attend_module.add_sinks_
 
 
-@pytest.mark.parametrize("algorithm", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
-def test_huge_tiles_are_differentiated_in_halves(algorithm, monkeypatch):
+@pytest.mark.parametrize(
+    ("algorithm", "names"),
+    [
+        ("gather", ["causal", "window"]),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in ALGORITHMS),
+    ],
+)
+def test_huge_tiles_are_differentiated_in_halves(algorithm, names, monkeypatch):
     """Only a GPU's kernels do; here those of the CPU, with less for huge."""
     cut = []
 
@@ -633,7 +641,7 @@ def test_huge_tiles_are_differentiated_in_halves(algorithm, monkeypatch):
         "chunk": Mask(chunk=100),
         "documents": Mask(causal=True, documents=torch.arange(601) // 220),
     }
-    for name, heads in [*((name, "gqa") for name in masks), ("full", "mha")]:
+    for name, heads in [*((name, "gqa") for name in names or masks), ("full", "mha")]:
         case, mask = make_case("causal", heads=heads, length=601, algorithm=algorithm), masks[name]
         case.mask = mask
         cut.clear()
