@@ -59,7 +59,10 @@ def save_folder(state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path)
         folder: on a file system that all ranks share; rank 0's path is used.
     """
     state, meta = join_shards(state, meta)
-    write_folder(partial(write_shards, state), partial(save_file, meta), from_rank_0(folder))
+    folder = from_rank_0(folder)
+    temporary = new_folder(folder)
+    write = partial(write_shards, state, temporary)
+    complete_folder(write, partial(save_file, meta), temporary, folder)
 
 
 def join_shards(
@@ -75,26 +78,38 @@ def failure_of(folder: Path) -> str:
     return f"{folder} was not saved; an existing checkpoint is unchanged."
 
 
-def write_folder(
-    write: Callable[[Path, dist.ProcessGroup | None], None],
+def new_folder(folder: Path, group: dist.ProcessGroup | None = None) -> Path:
+    """Return a new folder for what will be a checkpoint. Collective.
+
+    Args:
+        folder: the checkpoint, the same path on all ranks.
+        group: a group of all ranks; the default one if None.
+    """
+    first = rank() == 0
+    own = together(lambda: _prepare(folder) if first else folder, failure_of(folder), group=group)
+    return from_rank_0(own, group)
+
+
+def complete_folder(
+    write: Callable[[], object],
     write_meta: Callable[[Path], None],
+    temporary: Path,
     folder: Path,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint, and put it in place. Collective.
 
     Args:
-        write: writes each rank's shards to a folder, with a group of all ranks. Collective.
+        write: writes each rank's shards, or waits until they are written. Collective.
         write_meta: writes what is not sharded to a file, on rank 0.
-        folder: the same path on all ranks.
+        temporary: the folder with the shards, from `new_folder`.
+        folder: the checkpoint, the same path on all ranks.
         group: a group of all ranks; the default one if None.
     """
     first = rank() == 0
     everywhere = partial(together, failure=failure_of(folder), group=group)
-    own = everywhere(lambda: _prepare(folder) if first else folder)
-    temporary = from_rank_0(own, group)
     try:
-        everywhere(lambda: write(temporary, group))
+        everywhere(write)
         rank_sums = everywhere(lambda: sum_files(sorted(temporary.glob(f"__{rank()}_*"))))
         sums = {name: entry for part in from_all(rank_sums, group) for name, entry in part.items()}
         everywhere(lambda: _write_meta(write_meta, sums, temporary) if first else None)
@@ -157,21 +172,11 @@ def _prepare(folder: Path) -> Path:
     return temporary
 
 
-def write_shards(
-    state: Mapping[str, Any],
-    folder: Path,
-    group: dist.ProcessGroup | None = None,
-    writer_of: Callable[[Path], FileSystemWriter] = FileSystemWriter,
-) -> None:
-    """Write each rank's shards; each rank's folder may be another one. Collective."""
-    writer = writer_of(folder)
-    state = as_blocks(state)
-    if dist.is_initialized():
-        state_dict_saver.save(state, storage_writer=writer, process_group=group)
-        return
-    with warnings.catch_warnings():  # not in a thread: filters are those of the process
+def write_shards(state: Mapping[str, Any], folder: Path) -> None:
+    """Write each rank's shards. Collective."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is ")
-        state_dict_saver.save(state, storage_writer=writer)
+        state_dict_saver.save(as_blocks(state), storage_writer=FileSystemWriter(folder))
 
 
 def _write_meta(write: Callable[[Path], None], sums: Mapping[str, Any], temporary: Path) -> None:

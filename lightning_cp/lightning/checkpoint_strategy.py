@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the strategy that saves and loads checkpoints: a folder of shards, or one file."""
 
-import builtins
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies.strategy import Strategy
@@ -16,12 +14,8 @@ from typing_extensions import override
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.adapters import describe_models
-from lightning_cp.comm.collective_errors import from_all, from_rank
-from lightning_cp.comm.mesh import gloo_group
 from lightning_cp.lightning import checkpointing
 from lightning_cp.lightning.mesh_strategy import MeshStrategy
-
-T = TypeVar("T")
 
 
 class CheckpointStrategy(MeshStrategy):
@@ -29,26 +23,15 @@ class CheckpointStrategy(MeshStrategy):
 
     Args:
         async_checkpoint: whether folders are saved in the background.
-        checkpoint_staging_dir: with it, the local folder to which ranks write first.
         options: of `MeshStrategy`.
     """
 
-    def __init__(
-        self,
-        *sizes: Any,
-        async_checkpoint: bool,
-        checkpoint_staging_dir: _PATH | None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *sizes: Any, async_checkpoint: bool, **options: Any) -> None:
         super().__init__(*sizes, **options)
         is_folder = self._save_distributed_checkpoint
         checkpointing.check_async_checkpoint(async_checkpoint, is_folder=is_folder)
         self._async_checkpoint = async_checkpoint
-        staging_dir = checkpointing.check_staging_dir(
-            checkpoint_staging_dir, is_async=async_checkpoint
-        )
-        self._saver = checkpoints.BackgroundSaver(self._timeout, staging_dir)
-        self._host_group: dist.ProcessGroup | None = None
+        self._saver = checkpoints.BackgroundSaver(self._timeout)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is saved in the background is complete. Collective."""
@@ -58,41 +41,6 @@ class CheckpointStrategy(MeshStrategy):
         """Return whether folders are saved in the background."""
         by_plugin = isinstance(self.checkpoint_io, AsyncCheckpointIO)
         return self._async_checkpoint or (by_plugin and self._save_distributed_checkpoint)
-
-    def _group_of_hosts(self) -> dist.ProcessGroup | None:
-        """Return all ranks as a gloo group if checkpoints are saved in the background. Collective.
-
-        Callbacks communicate around each save. With NCCL the host would wait for all that the GPU
-        has to do, and start the next step late.
-        """
-        if not dist.is_initialized() or self.root_device.type == "cpu" or not self._is_async():
-            return None
-        self._host_group = gloo_group(self._host_group, self._timeout)
-        return self._host_group
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        group = self._group_of_hosts()
-        if group is None:
-            super().barrier(name)
-        else:
-            dist.barrier(group)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src`` on all ranks."""
-        group = self._group_of_hosts()
-        return super().broadcast(obj, src) if group is None else from_rank(src, obj, group)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decide so, or any of them."""
-        group = self._group_of_hosts()
-        if group is None:
-            return super().reduce_boolean_decision(decision, all)
-        decisions = from_all(bool(decision), group)
-        return builtins.all(decisions) if all else any(decisions)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 
 from lightning_cp import checkpoint as checkpoints
@@ -31,16 +30,6 @@ def check_async_checkpoint(is_async: bool, *, is_folder: bool) -> None:
             "file. Leave the latter out, or write files in the background with "
             "Trainer(plugins=[AsyncCheckpointIO()])."
         )
-
-
-def check_staging_dir(folder: _PATH | None, *, is_async: bool) -> Path | None:
-    """Return the path of a local folder; raise if nothing is saved in the background."""
-    if folder is not None and not is_async:
-        raise ValueError(
-            f"checkpoint_staging_dir={str(folder)!r} is where checkpoints wait to be copied in the "
-            "background, but async_checkpoint=False saves them directly. Set async_checkpoint=True."
-        )
-    return None if folder is None else Path(folder)
 
 
 def check_links(trainer: Trainer) -> None:

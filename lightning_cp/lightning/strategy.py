@@ -8,7 +8,6 @@ in which Lightning calls the hooks is in docs/lightning.md; hooks stand in that 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -123,8 +122,6 @@ class ContextParallelStrategy(CheckpointStrategy):
         check_memory: raise if the first training step cannot fit into memory, by plan.
         save_distributed_checkpoint: save a folder into which every rank writes; else one file.
         async_checkpoint: write folders in the background, while training goes on.
-        checkpoint_staging_dir: with ``async_checkpoint``, a folder on a local disk of each node, to
-            which ranks write first, instead of copying their part to host memory.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
         heartbeat_timeout: how long the process of a rank may be silent before all others end. A
@@ -169,7 +166,6 @@ class ContextParallelStrategy(CheckpointStrategy):
         check_memory: bool = True,
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
-        checkpoint_staging_dir: str | Path | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         heartbeat_timeout: timedelta = HEARTBEAT_TIMEOUT,
@@ -196,7 +192,6 @@ class ContextParallelStrategy(CheckpointStrategy):
             shard_size=shard_size if parameter_sharding == "hybrid" else None,
             save_distributed_checkpoint=save_distributed_checkpoint,
             async_checkpoint=async_checkpoint,
-            checkpoint_staging_dir=checkpoint_staging_dir,
             process_group_backend=process_group_backend,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,

@@ -1,9 +1,10 @@
 """Checkpoints that are written in the background: as they were, one at a time, killed or failed."""
 
+import errno
 import os
+import re
 import threading
 from functools import partial
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_cp import checkpoint
 from lightning_cp.checkpoint import background
 from lightning_cp.checkpoint.background import BackgroundSaver
-from lightning_cp.checkpoint.host_copies import HostCopies
+from lightning_cp.memory import arena
 from tests import doors
 from tests.checkpoint.test_checkpoint import (
     assert_same,
@@ -77,7 +78,7 @@ def run_unchanged(folder):
 def test_a_checkpoint_is_as_it_was_when_it_was_saved(ranks, tmp_path):
     for seen, threads in ranks(2).run(run_unchanged, tmp_path):
         assert seen == [False, True, True, "now"]
-        assert all(name.startswith("lightning_cp_checkpoint") for name in threads)
+        assert all(name.startswith("AsyncCheckpointExecutor") for name in threads)
     for name, steps in (("a", 2), ("b", 3)):
         model, optimizer = build("adam", seed=2)
         meta = checkpoint.load_folder(
@@ -145,25 +146,31 @@ def test_a_failure_is_raised_on_all_ranks_and_nothing_is_removed(ranks, tmp_path
     assert resume_here(folder, "adam")[0] == {"steps": 2}
 
 
-def save_with_a_failed_copy(folder):
-    """Save while the copy of the second rank fails in the thread."""
+def no_memory(*_, **__):
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def save_without_memory(folder):
+    """Save while one rank has no memory for the copy, and again."""
+    saver = BackgroundSaver()
+    model, optimizer = build("adam", seed=1, mesh="sharded")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(HostCopies, "copy", lambda *_: full_disk)
-        saver = BackgroundSaver()
-        model, optimizer = build("adam", seed=1, mesh="sharded")
-        saver.save(state_for_folder(model, optimizer), {}, folder)
-        try:
-            saver.wait()
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            saver.close()
+            patch.setattr(arena, "_map_memory", no_memory)
+        with pytest.raises(RuntimeError) as error:
+            saver.save(state_for_folder(model, optimizer), {}, folder)
+        dist.barrier()
+        left = os.listdir(folder.parent)
+    saver.save(state_for_folder(model, optimizer), {}, folder)
+    saver.close()
+    return str(error.value), left
 
 
-def test_a_copy_that_fails_in_the_background_is_raised_on_all_ranks(ranks, tmp_path):
-    for text in ranks(2).run(save_with_a_failed_copy, tmp_path / "a"):
-        assert text.startswith("Rank 1 failed: OSError: [Errno 28] No space left on device.")
+def test_a_copy_that_fails_is_raised_on_all_ranks_before_anything_is_written(ranks, tmp_path):
+    for text, left in ranks(2).run(save_without_memory, tmp_path / "a"):
+        assert re.match(r"Rank 1 failed: MemoryError: async_.* Set async_checkpoint=False\.", text)
+        assert left == []
+    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -173,86 +180,6 @@ def test_a_kill_in_the_background_leaves_the_former_checkpoint(ranks, tmp_path, 
     is_left = any(name.startswith(".a.saving") for name in os.listdir(tmp_path))
     assert is_left == (rank == 0)  # otherwise rank 0 has removed it
     assert resume_here(tmp_path / "a", "adam")[0] == {"steps": 2}
-
-
-def staged_files(staging):
-    return sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
-
-
-def save_and_die(folder, staging, rank):
-    """Save two checkpoints by a local disk; one rank is killed while it copies the second."""
-    saver = BackgroundSaver(staging_dir=staging)
-    model, optimizer = build("adam", seed=1, mesh="sharded")
-    train(model, optimizer, 2)
-    saver.save(state_for_folder(model, optimizer), {"steps": 2}, folder)
-    saver.wait()
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == rank:
-            patch.setattr(background.shutil, "copyfileobj", lambda *_: die())
-        saver.save(state_for_folder(model, optimizer), {"steps": 3}, folder)
-        saver.wait()
-
-
-def run_staged(folder, staging):
-    """Save by a local disk, with full disks at times; return what was where."""
-    seen, released = [], threading.Event()
-    copy, is_last = background.shutil.copyfileobj, dist.get_rank() == 1
-    saver = BackgroundSaver(staging_dir=staging)
-    model, optimizer = build("adam", seed=1, mesh="sharded")
-    train(model, optimizer, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        hold = lambda *args: released.wait(60) and copy(*args)  # noqa: E731
-        patch.setattr(background.shutil, "copyfileobj", hold)
-        saver.save(state_for_folder(model, optimizer), {"steps": "staged"}, folder)
-        dist.barrier()
-        seen.append(staged_files(staging))
-        train(model, optimizer, 1)
-        dist.barrier()  # no rank has finished
-        released.set()
-        saver.wait()
-    for place, name in ((FileSystemWriter, "write_data"), (background.shutil, "copyfileobj")):
-        with pytest.MonkeyPatch.context() as patch:
-            if is_last:
-                patch.setattr(place, name, lambda *_: full_disk())
-            try:
-                saver.save(state_for_folder(model, optimizer), {"steps": 3}, folder)
-                seen.append("saving")
-                saver.wait()
-            except RuntimeError as error:
-                seen.append(str(error))
-            dist.barrier()
-            seen.append(staged_files(staging))
-    saver.close()
-    return seen
-
-
-@pytest.mark.slow
-def test_a_local_disk_holds_shards_until_they_are_copied(ranks, tmp_path):
-    folder, staging = tmp_path / "shared" / "a", tmp_path / "local"
-    with pytest.raises(RankError):
-        ranks(2).run(save_and_die, folder, staging, 1)
-    assert resume_here(folder, "adam")[0] == {"steps": 2}
-    assert any(name.endswith("/__1_0.distcp") for name in staged_files(staging))
-    (next(staging.iterdir()).with_name("another job")).mkdir()
-    stale = next(path for path in staging.iterdir() if path.name.endswith("-1"))
-    stale.rename(stale.with_name(stale.name[:-1] + "7"))  # of a rank that is no longer here
-    for local, *told in ranks(2).run(run_staged, folder, staging):
-        assert [name.rpartition("/")[2] for name in local] == [
-            ".metadata",
-            "__0_0.distcp",
-            "__1_0.distcp",
-        ]
-        written, nothing, saving, copied, also_nothing = told
-        for text in (written, copied):
-            assert text.startswith("Rank 1 failed: OSError: [Errno 28] No space left on device.")
-        assert (saving, nothing, also_nothing) == ("saving", [], [])
-    assert [path.name for path in staging.iterdir()] == ["another job"]
-    assert os.listdir(folder.parent) == ["a"]
-    model, optimizer = build("adam", seed=2)
-    meta = checkpoint.load_folder(model, [optimizer], folder, strict=True, weights_only=None)
-    assert meta == {"steps": "staged"}
-    model.note = "2 steps"
-    assert_same(list(plain("adam", 2)), list(full_state(model, [optimizer])))
 
 
 class AdamModule(Module):
@@ -301,7 +228,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes_from_the_former_checkpoint(
     for resumed, left, threads in found:
         assert resumed == pytest.approx(losses[2:], abs=1e-6)
         assert "epoch=4.ckpt" in left
-        assert all(name.startswith("lightning_cp_checkpoint") for name in threads)
+        assert all(name.startswith("AsyncCheckpointExecutor") for name in threads)
 
 
 @pytest.mark.slow
@@ -309,7 +236,7 @@ def test_lightnings_plugin_saves_folders_in_the_background(ranks, tmp_path):
     found = ranks(2).run(partial(run_lightning, str(tmp_path), by_plugin=True))
     assert found[0][1] == ["epoch=4.ckpt"]  # rank 0 removes
     for _, _, threads in found:
-        assert all(name.startswith("lightning_cp_checkpoint") for name in threads)
+        assert all(name.startswith("AsyncCheckpointExecutor") for name in threads)
 
 
 def run_link(folder, **options):
@@ -328,10 +255,6 @@ def run_link(folder, **options):
 def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
     with pytest.raises(ValueError, match="save_distributed_checkpoint=False saves one file. Leave"):
         doors.strategy(async_checkpoint=True, save_distributed_checkpoint=False)
-    with pytest.raises(ValueError, match="checkpoint_staging_dir='/local' is where .*=True"):
-        doors.strategy(checkpoint_staging_dir="/local")
-    strategy = doors.strategy(async_checkpoint=True, checkpoint_staging_dir="/local")
-    assert strategy._saver._staging_dir == Path("/local")
     for message in ranks(2).run(partial(run_link, str(tmp_path), save_last="link")):
         assert "ModelCheckpoint(save_last='link') replaces its link before" in message
     named = partial(run_link, str(tmp_path), filename="best", save_top_k=-1)
