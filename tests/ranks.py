@@ -257,7 +257,15 @@ def _share_device() -> None:
     group = dist.ProcessGroupGloo
     device, build = group.create_default_device(), group.__init__
 
-    def build_on_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def build_on_device(
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        enable_reconfigure: bool = False,  # of torch 2.15
+    ) -> None:
+        assert not enable_reconfigure
         options = group._Options()  # torch has no public ones for gloo
         options._devices, options._timeout = [device], timeout
         build(self, store, rank, size, options)
