@@ -2,7 +2,8 @@
 """Classes that have other names than in files of users, configs and checkpoints, or are gone.
 
 Checkpoints are read with the present names; a config or a command that holds a former one is
-refused by the recipes, which name the present one, or what serves instead.
+refused by the recipes, which name the present one, or what serves instead. Options that are gone
+and were not set are passed over.
 """
 
 from typing import Any, Final
@@ -20,12 +21,14 @@ REMOVED: Final[dict[str, str]] = {
     "recipes.preference": _PREFERENCES,
     "lightning-cp reference": "A ref_model of TRL's DPOTrainer is sharded like the trained "
     "one, and LoRA needs none: docs/from-trainer.md.",
+    "checkpoint_staging_dir": "async_checkpoint=True copies each rank's part of a checkpoint to "
+    "host memory. Where that has no room, set async_checkpoint=False: docs/lightning.md.",
 }
-"""Classes, packages and commands that are gone, and what to use instead."""
+"""Classes, packages, commands and options that are gone, and what to use instead."""
 
 
 def explain_removed(name: str) -> str | None:
-    """Return what to use instead of a class or a command that is gone; None for others.
+    """Return what to use instead of a class, command or option that is gone; None for others.
 
     Example:
         >>> explain_removed("recipes.preference.PairData")[:59]

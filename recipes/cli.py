@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 try:  # before the imports that take seconds
-    import jsonargparse  # noqa: F401
+    import jsonargparse
 except ModuleNotFoundError as missing:
     raise ImportError(
         f"The recipes need a package that is not installed ({missing}): "
@@ -33,6 +33,7 @@ except ModuleNotFoundError as missing:
 import lightning.pytorch.callbacks
 import torch
 import transformers
+import yaml  # type: ignore[import-untyped]
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -44,7 +45,7 @@ import recipes.data  # makes short class names known to the parser
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
-from lightning_cp.renamed import RENAMED
+from lightning_cp.renamed import RENAMED, explain_removed
 from recipes.data.module import PackingOptions, SampleData
 from recipes.files import data_class
 from recipes.module import CausalLMModule
@@ -73,6 +74,7 @@ _LIBRARIES: Final = (
     "<frozen",
 )
 """Where code lies that is neither ours nor a user's."""
+_load_yaml: Final = jsonargparse.get_loader("yaml")
 _COMMANDS: Final = {
     "fit": "Train, validate at intervals, and write checkpoints.",
     "validate": "Compute the validation loss, and the retrieval accuracy of pass-key data.",
@@ -279,8 +281,22 @@ def parse_int_before_float(fn: Any) -> None:
             hints[name] = functools.reduce(operator.or_, others, int | float)
 
 
+def drop_removed(value: Any) -> Any:
+    """Return a config without options that are gone and were not set.
+
+    A config that a run has written holds all options.
+    """
+    if isinstance(value, list):
+        return [drop_removed(item) for item in value]
+    if isinstance(value, dict):
+        items = [(k, x) for k, x in value.items() if x is not None or not explain_removed(str(k))]
+        return {key: drop_removed(item) for key, item in items}
+    return value
+
+
 def _run(args: Sequence[str], prog: str) -> None:
     parse_int_before_float(Trainer.__init__)
+    jsonargparse.set_loader("yaml", lambda x: drop_removed(_load_yaml(x)), (yaml.YAMLError,))
     RecipesCLI(
         CausalLMModule,
         LightningDataModule,
@@ -365,6 +381,8 @@ def explain(message: str) -> str:
     if unknown:
         owner = key and (f"{key}." if key.startswith("model") else f"{key}.init_args.")
         name = f"{owner}{unknown[1]}"
+        if gone := explain_removed(unknown[1].rpartition(".")[2]):
+            return f"{name}: {gone}"
         return f"{name}: there is no such option. {_near(name, _options())}"
     wrong = re.search(r"Expected a dot import path string: (\S+)", message)
     if wrong:

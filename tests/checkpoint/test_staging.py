@@ -31,9 +31,9 @@ def test_a_copy_has_the_structure_and_types_of_the_state_and_does_not_change_wit
     }
     copy = HostStager().stage(state)
     weight += 1
-    for x in (x, *state["nested"][1], *(state[name] for name in ("half", "eight", "part"))):
-        x.zero_()
-    state["nested"][0].zero_()
+    for tensor in (x, state["nested"][0], *state["nested"][1], state["half"], state["part"]):
+        tensor.zero_()
+    state["eight"].view(torch.uint8).zero_()
     state["four"].view(torch.uint8).zero_()
     state["groups"][0]["lr"] = 0.2
     state["groups"][0]["seen"].add(3)
@@ -71,7 +71,9 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr(arena, "_map_memory", refuse)
     state = {"a": torch.empty(2**28)}
-    with pytest.raises(MemoryError, match=r"copies 1.00 GiB of each rank .* async_checkpoint=False"):
+    with pytest.raises(
+        MemoryError, match=r"copies 1.00 GiB of each rank .* async_checkpoint=False"
+    ):
         HostStager().stage(state)
 
 

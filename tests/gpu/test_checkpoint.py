@@ -1,14 +1,16 @@
-"""Checkpoints that are copied from a GPU while it goes on."""
+"""Checkpoints that are copied from a GPU, and written while it goes on."""
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_cp.checkpoint.host_copies import HostCopies, Room
+from lightning_cp.checkpoint import BackgroundSaver
+from lightning_cp.checkpoint.staging import HostStager
 from tests.lightning.mesh_runs import check, run_alone, run_fit
 
 pytestmark = [
@@ -17,63 +19,81 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("room", ["all", "some", "none"])
-def test_tensors_may_be_changed_while_they_are_copied(monkeypatch, room):
-    size = 2**28  # a GiB takes 20 ms
-    state = {"a": [torch.full((size,), 1.0, device="cuda") for _ in range(4)], "b": torch.ones(3)}
-    state["tied"] = state["a"][0]
-    limit = {"all": sys.maxsize, "some": 2 * 2**30 + 1, "none": 0}[room]
-    monkeypatch.setattr(Room, "take", lambda _, num_bytes: min(num_bytes, limit))
-    copies = HostCopies()
-    for value in (1.0, 2.0):
-        finish = copies.copy(state)
-        for x in (*state["a"], state["b"]):
-            x.data.add_(1)
-        copy = finish()
-        assert all(bool((x == value).all()) for x in (*copy["a"], copy["b"]))
-        assert copy["a"][0].is_pinned()
-        assert copy["tied"].data_ptr() == copy["a"][0].data_ptr()
+def sleep_and_write(x, value):
+    """Launch a kernel that takes some 0.5 s, and after it one that writes."""
+    torch.cuda._sleep(10**9)
+    x.fill_(value)
 
 
-def test_clones_leave_the_memory_of_the_largest_step():
-    """A step as large as one before finds its memory while the clones exist, save after save."""
-    state = {"a": [torch.ones(2**26, device="cuda") for _ in range(16)]}  # 4 GiB
-    used, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((used + 17 * 2**30) / total)
-    try:
-        torch.cuda.reset_peak_memory_stats()
-        copies = HostCopies()
-        for value in (1.0, 2.0, 3.0):
-            take_memory(12)
-            finish = copies.copy(state)
-            cloned = torch.cuda.memory_allocated() - used
-            take_memory(12)
-            for x in state["a"]:
-                x.add_(1)
-            assert all(bool((x == value).all()) for x in finish()["a"])
-            assert 2**30 <= cloned <= 3 * 2**30  # a half of 5 GiB at first
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
+def test_a_copy_has_what_the_gpu_still_had_to_write_and_nothing_later():
+    x = torch.zeros(2**28, device="cuda")  # a GiB
+    stager = HostStager()
+    for value in (1.0, 2.0):  # the second time, memory is pinned
+        sleep_and_write(x, value)
+        copy = stager.stage({"x": x, "tied": x})
+        x.fill_(-1)
+        assert bool((copy["x"] == value).all())
+        assert copy["x"].is_pinned()
+        assert copy["tied"].data_ptr() == copy["x"].data_ptr()
 
 
-def take_memory(num_gib):
-    memory = [torch.ones(2**28, device="cuda") for _ in range(num_gib)]
-    del memory
+def test_a_copy_comes_after_the_stream_of_the_caller():
+    side, x = torch.cuda.Stream(), torch.zeros(2**20, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        sleep_and_write(x, 1)
+        copy = HostStager().stage([x])
+    assert bool((copy[0] == 1).all())
 
 
-def test_other_copies_to_the_host_do_not_wait_for_those_of_a_state(monkeypatch):
-    monkeypatch.setattr(Room, "take", lambda _, num_bytes: num_bytes)
-    state = {"a": [torch.ones(2**28, device="cuda") for _ in range(8)]}  # 8 GiB: 160 ms
-    copies, x = HostCopies(), torch.ones(1, device="cuda")
-    copies.copy(state)()  # pins memory
-    with ThreadPoolExecutor(1) as thread:
-        saved = thread.submit(copies.copy(state))
-        num_items = 0
-        while not saved.done():
-            x.item()
-            num_items += 1
-    assert num_items > 20
+def test_odd_tensors_of_a_gpu_are_copied():
+    large = torch.arange(2.0**24, device="cuda").view(2**10, -1)
+    state = {
+        "transposed": large.t(),
+        "every other": large[:, ::2],
+        "conjugate": torch.tensor([1 + 2j], device="cuda").conj(),
+        "negative": torch.tensor([1 + 2j], device="cuda").conj().imag,
+        "eight": torch.ones(4, device="cuda").to(torch.float8_e4m3fn),
+        "four": torch.tensor([1, 2], dtype=torch.uint8, device="cuda").view(torch.uint4),
+        "number": torch.tensor(3, device="cuda"),
+        "empty": torch.empty(0, 4, device="cuda"),
+        "host": torch.ones(3),
+    }
+    exact = {name: x.cpu() for name, x in state.items() if name != "four"}
+    copy = HostStager().stage(state)
+    others = torch.zeros(2**25, device="cuda")  # would take the memory of a contiguous copy
+    for name, x in exact.items():
+        assert copy[name].dtype == x.dtype
+        found = copy[name].float() if name == "eight" else copy[name]
+        assert torch.equal(found, x.float() if name == "eight" else x), name
+    assert copy["four"].view(torch.uint8).tolist() == [1, 2]
+    assert not others.any()
+
+
+def saved_value(folder):
+    found = {"state_dict": {"x": torch.zeros(2**24)}}
+    state_dict_loader.load(found, checkpoint_id=folder, no_dist=True)
+    assert len(found["state_dict"]["x"].unique()) == 1
+    return found["state_dict"]["x"][0].item()
+
+
+def test_weights_may_be_written_as_soon_as_a_save_returns(monkeypatch, tmp_path):
+    """Each save has its own values, also one that is started while the former is written."""
+    x, saver = torch.zeros(2**24, device="cuda"), BackgroundSaver()
+    write = FileSystemWriter.write_data
+
+    def write_slowly(*args):
+        time.sleep(1)
+        return write(*args)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_slowly)
+    for value in (1.0, 2.0, 3.0):
+        sleep_and_write(x, value)
+        saver.save({"state_dict": {"x": x}}, {}, tmp_path / str(value))
+        x.fill_(-1)
+        assert not (tmp_path / str(value)).exists()
+    saver.close()
+    assert [saved_value(tmp_path / str(value)) for value in (1.0, 2.0, 3.0)] == [1, 2, 3]
 
 
 def test_a_model_may_be_changed_while_it_is_saved(nccl, tmp_path):
@@ -89,6 +109,6 @@ def test_a_model_may_be_changed_while_it_is_saved(nccl, tmp_path):
 
 def test_parameters_are_copied_as_tensors():
     model = nn.Linear(3, 3, device="cuda")
-    copy = HostCopies().copy(dict(model.named_parameters()))()
+    copy = HostStager().stage(dict(model.named_parameters()))
     assert not copy["weight"].requires_grad
     assert torch.equal(copy["weight"], model.weight.detach().cpu())

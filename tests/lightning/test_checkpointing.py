@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
@@ -304,33 +303,3 @@ def test_a_model_on_the_meta_device_is_filled_and_loaded_by_parts(ranks, tmp_pat
     for losses, finite in ranks(2).run(run_meta, None):
         assert finite
         assert 2 < losses[0] < 10
-
-
-def communicate_by_hosts():
-    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
-    strategy = doors.strategy(async_checkpoint=True)
-    strategy._group_of_hosts = lambda: group  # as on GPUs; goes with the background saver
-    strategy.barrier("here")
-    decide = strategy.reduce_boolean_decision
-    decisions = [decide(rank == 1, all=all_) for all_ in (True, False)]
-    decisions += [decide(True), decide(False, all=False)]
-    return [strategy.broadcast({"rank": rank}, src) for src in (0, 1)], decisions
-
-
-def test_with_background_saves_callbacks_communicate_by_gloo(ranks):
-    for objects, decisions in ranks(2).run(communicate_by_hosts):
-        assert objects == [{"rank": 0}, {"rank": 1}]
-        assert decisions == [False, True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("is_async", "device", "is_used"),
-    [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)],
-)
-def test_only_background_saves_from_gpus_need_gloo(monkeypatch, is_async, device, is_used):
-    strategy = doors.strategy(async_checkpoint=is_async)
-    monkeypatch.setattr(type(strategy), "root_device", torch.device(device))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "new_group", lambda **_: "gloo")
-    # Goes with the background saver; nothing on a CPU shows which group is used.
-    assert (strategy._group_of_hosts() == "gloo") is is_used
