@@ -135,6 +135,11 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
         (["fit", "--model.model", "./no"], "model='./no' is not a folder"),
         (["fit", "--model.config.hidden_sizes", "3"], "Did you mean `hidden_size`"),
         (["fit", "--trainer.strategy.layout", "zig"], "trainer.strategy.layout: must be Literal"),
+        (
+            ["fit", "--trainer.strategy.checkpoint_staging_dir", "/local"],
+            "strategy.init_args.checkpoint_staging_dir: .* is gone. async_checkpoint=True copies",
+        ),
+        (["fit", "--config", "STAGED"], "checkpoint_staging_dir is gone. async_checkpoint=True"),
         (["fit", "--trainer.precision", "64-true"], "64-true.* is not supported by ContextParal"),
         (["fit", "--trainer.strategy", "no.Klass"], "trainer: You selected an invalid strategy"),
         (["fit", "--trainer.strategy.context_parallel_size", "3"], "=3 does not divide the 1 proc"),
@@ -149,6 +154,10 @@ def test_a_mistake_is_one_line(args, message, tmp_path, ranks):
         "DATA": "data: {class_path: TextData, init_args: {seq_le: 3}}",
         "LORA": "model: {lora: {rnk: 3}}",
         "BROKEN": "model: [1",
+        "STAGED": """trainer:
+  strategy:
+    class_path: lightning_cp.ContextParallelStrategy
+    init_args: {checkpoint_staging_dir: /local}""",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
