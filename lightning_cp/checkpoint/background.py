@@ -49,7 +49,6 @@ class BackgroundSaver:
         self._stager = HostStager()
         self._thread: ThreadPoolExecutor | None = None
         self._save: Future[None] | None = None
-        self._removals: list[Future[None]] = []
 
     def save(self, state: Mapping[str, Any], meta: Mapping[str, Any], folder: Path) -> None:
         """Start to save a folder, see `save_folder`, after the former one is complete.
@@ -92,22 +91,20 @@ class BackgroundSaver:
             return
 
         def act() -> None:
-            if save.exception() is not None:
-                return
+            save.result()
             try:
                 action()
             except Exception:  # on rank 0 alone: the others would not know
                 _logger.warning("could not remove a former checkpoint", exc_info=True)
 
-        self._removals.append(self._thread.submit(act))
+        self._save = self._thread.submit(act)
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise if it has failed."""
-        futures = [x for x in (self._save, *self._removals) if x is not None]
-        wait_for(futures)  # an interrupt in here leaves them known: their memory is in use
-        self._save, self._removals = None, []
-        for future in futures:
-            future.result()
+        if save := self._save:
+            wait_for([save])  # an interrupt in here leaves it known: its memory is in use
+            self._save = None
+            save.result()
 
     def close(self) -> None:
         """Wait, and free the thread and the host memory."""
@@ -116,7 +113,8 @@ class BackgroundSaver:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._thread, self._stager = None, HostStager()
+            self._thread = None
+            self._stager.close()
 
 
 def _to_bytes(meta: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ Knows tensors and host memory; nothing of files. torch's `DefaultStager` is not 
 docs/decisions.md: its memory is shared with forked workers, and pinned for each save in torch 2.11.
 """
 
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -32,14 +33,8 @@ class HostStager(AsyncStager):
     """
 
     def __init__(self) -> None:
-        self.together: Callable[[Callable[[], Any]], Any] = lambda action: action()
+        self.together: Callable[[Callable[[], Any]], Any] = operator.call
         self._block: Block | None = None
-
-    @property
-    @override
-    def should_synchronize_after_execute(self) -> bool:
-        """Return False: `stage` has waited."""
-        return False
 
     @override
     def stage(self, state_dict: Any) -> Any:
@@ -49,6 +44,15 @@ class HostStager(AsyncStager):
         given to do, such as a step of an optimizer.
         """
         return self.together(lambda: as_blocks(self._copy(state_dict)))
+
+    @override
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` has waited."""
+
+    @override
+    def close(self) -> None:
+        """Free the memory once nothing uses the copy."""
+        self._block = None
 
     @torch.no_grad()
     def _copy(self, state: Any) -> Any:

@@ -922,8 +922,8 @@ CHECKPOINT = (
     Mutant(
         "removed-although-failed",
         "lightning_cp.checkpoint.background:BackgroundSaver.after_save",
-        "if save.exception() is not None:",
-        "if False:",
+        "save.result()",
+        "save.exception()",
         (
             "tests/checkpoint/test_background.py::"
             "test_a_failure_is_raised_on_all_ranks_and_nothing_is_removed",
