@@ -212,7 +212,8 @@ def drop_unreduced_gradients(unit: FSDPModule) -> None:
     for group in _param_groups(unit):
         group._partial_reduce_output = None
         for fsdp_param in group.fsdp_params:
-            fsdp_param.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(fsdp_param):  # from 2.15 on `full.grad` itself
+                fsdp_param.unsharded_accumulated_grad = None
             full = getattr(fsdp_param, "_unsharded_param", None)
             if full is not None:
                 full.grad = None
