@@ -54,11 +54,11 @@ class Handle:
         enabled: Enabled | None = self.model.__dict__.pop(forward.MARK, None)
         if enabled is None:
             return
-        for hook in enabled.hooks:
-            hook.remove()
         del self.model.forward
         if enabled.forward is not None:
             self.model.forward = enabled.forward
+        for hook in enabled.hooks:  # one of them may be this forward
+            hook.remove()
         names = implementations(self.model)
         _implement(self.model, {key: STOCK.get(name, name) for key, name in names.items()})
 

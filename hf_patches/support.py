@@ -47,6 +47,11 @@ class Architecture:
         """Return whether such models can be enabled."""
         return not self.refusal
 
+    @property
+    def is_replicated(self) -> bool:
+        """Return whether layers of such models run on full sequences on every rank."""
+        return "replicated" in self.mixers
+
 
 def _plain(names: str) -> Iterator[tuple[str, Architecture]]:
     return ((name, Architecture()) for name in names.split())
@@ -65,6 +70,8 @@ def _whole(layers: str) -> str:
 
 
 _NOT_SHIFTED: Final = "labels are those of the same token: the model does not shift them"
+
+_REPLICATED: Final = "at most 4,096 positions: the model runs on full sequences on every rank"
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
     [
@@ -114,20 +121,30 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
         ("hrm_text", Architecture("layers used several times")),
         *_with(
             "attention written out",
-            "codegen gpt_neox_japanese gptj openai-gpt",
-            mixers="written",
+            "codegen gpt_neox_japanese gptj megatron-bert rembert xglm",
+            mixers="keys",
         ),
-        *_with("attention written out, local windows", "gpt_neo", mixers="written"),
         *_with("attention written out, ALiBi", "bloom mpt", mixers="written"),
         *_with("attention written out, RoPE or ALiBi", "falcon", mixers="written"),
         *_with(
-            "attention written out",
-            "big_bird megatron-bert rembert roformer xglm",
-            mixers="keys",
+            "replicated",
+            "big_bird gpt_neo openai-gpt roformer",
+            caveat=_REPLICATED,
+            mixers="replicated-model",
         ),
-        (
-            "xlm",
-            Architecture("attention written out", _NOT_SHIFTED, scores="same token", mixers="keys"),
+        *_with(
+            "replicated",
+            "xlm xlnet",
+            caveat=f"{_REPLICATED}; {_NOT_SHIFTED}",
+            scores="same token",
+            mixers="replicated-model",
+        ),
+        *_with(
+            "replicated, prompt",
+            "cpmant",
+            caveat=f"{_REPLICATED}; {_NOT_SHIFTED}; one document per sequence",
+            scores="same token",
+            mixers="replicated-model",
         ),
         *_with(
             "attention written out, table of positions",
@@ -135,24 +152,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
             caveat=_NOT_SHIFTED,
             scores="same token",
             mixers="keys",
-        ),
-        (
-            "xlnet",
-            Architecture(
-                "both directions, bias by distance",
-                _NOT_SHIFTED,
-                scores="same token",
-                mixers="relative",
-            ),
-        ),
-        (
-            "cpmant",
-            Architecture(
-                "both directions, prompt, bias by distance",
-                f"{_NOT_SHIFTED}; one document per sequence",
-                scores="same token",
-                mixers="relative",
-            ),
         ),
         *_with(
             "latent attention (MLA), keys chosen by an indexer",
@@ -191,33 +190,33 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
             "state-space layers (Mamba)",
             "falcon_mamba jamba mamba zamba",
             caveat=_whole("Mamba"),
-            mixers="whole",
+            mixers="replicated",
         ),
         *_with(
             "recurrent layers, sliding window",
             "recurrent_gemma",
             caveat=_whole("recurrent"),
-            mixers="whole",
+            mixers="replicated",
         ),
-        *_with("recurrent layers", "rwkv xlstm", caveat=_whole("recurrent"), mixers="whole"),
-        *_with("convolutions of queries, keys and values, sliding window", "zaya", mixers="whole"),
+        *_with("recurrent layers", "rwkv xlstm", caveat=_whole("recurrent"), mixers="replicated"),
+        *_with("convolutions of queries, keys and values, sliding window", "zaya", mixers="halo"),
         *_with(
             "convolutions, bias by position, sliding window",
             "inkling_text",
             caveat=_whole("attention"),
-            mixers="whole",
+            mixers="replicated",
         ),
         *_with(
             "compressed keys, indexer, sliding window, sinks",
             "deepseek_v4",
             caveat=_whole("attention"),
-            mixers="whole",
+            mixers="replicated",
         ),
         *_with(
             "gated delta net, indexer, n-gram embeddings",
             "qwen4_exp qwen4_exp_text",
             caveat=_whole("linear-attention and attention"),
-            mixers="whole",
+            mixers="replicated",
         ),
         *_refused("it groups bytes into patches along the row", "blt"),
         *_refused("its loss needs the pixels of an image before the text", "git"),

@@ -9,7 +9,7 @@ L x S scores, 1 / cp_size of what the stock layer holds.
 Shapes: B batch, L local length, S sequence length.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,23 +18,42 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_patches.forward import Removable
-from hf_patches.input_checks import name_arguments
+from hf_patches.input_checks import name_arguments, parameters_of
 from hf_patches.mixers.common import (
     GatheredKeys,
     Replacement,
     StockConfig,
     additive_mask,
-    full_tokens,
     kind_of,
     step_of,
     stock_implementation,
     visible_keys,
 )
-from hf_patches.names import active
-from lightning_cp.data.sharding import shard
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import Step, StepMask, StepReference
 from lightning_cp.torch_private import outside_graphs
+
+_WRITTEN: Final = {
+    "CodeGenAttention",
+    "GPTJAttention",
+    "GPTNeoXJapaneseAttention",
+    "MegatronBertSelfAttention",
+    "MvpAttention",
+    "RemBertSelfAttention",
+    "TrOCRAttention",
+    "XGLMAttention",
+}
+"""Layers that write their scores out."""
+
+_INTERFACE: Final = {
+    "AXK2Attention",
+    "DeepseekV32Attention",
+    "DogeAttention",
+    "GlmMoeDsaAttention",
+    "HYV4Attention",
+    "MiniMaxM3VLAttention",
+}
+"""Layers that choose keys, by an indexer or by values, and then call the interface."""
 
 
 def _check_experts(model: PreTrainedModel) -> None:
@@ -51,51 +70,21 @@ def install(model: PreTrainedModel) -> Iterator[Removable]:
     _check_experts(model)
     stock = stock_implementation(model)
     for module in model.modules():
-        kind = kind_of(module, _LAYERS)
-        if kind is None or getattr(module, _LAYERS[kind].needs or "forward") is None:
-            continue
-        if _LAYERS[kind].uses_interface:
-            config = StockConfig(module, module.config)  # type: ignore[arg-type]
-            config.install()
-            yield config
-        has_bool_mask = kind in _BOOL or (_LAYERS[kind].uses_interface and stock == "sdpa")
-        layer = _Attention(module, kind, has_bool_mask=has_bool_mask)
-        layer.install()
-        yield layer
-    for module in model.modules():
-        if kind_of(module, ("XLMModel",)):
-            yield module.register_forward_pre_hook(_find_padding, with_kwargs=True)
-        if kind_of(module, ("BigBirdModel",)):
-            _check_full(module)
-            yield module.register_forward_pre_hook(_check_full_in_step)
+        kind = kind_of(module, _WRITTEN | _INTERFACE)
         if kind_of(module, ("TrOCRSinusoidalPositionalEmbedding",)):
             raise ValueError(
                 f"{type(model).__name__} computes positions from the padding of this rank's tokens "
                 "(use_learned_position_embeddings=False), which is not supported."
             )
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """What an attention layer calls its arguments, and how it differs from others.
-
-    Args:
-        hidden: the name of its hidden states.
-        mask: the name of its mask.
-        cache: the name of its cache.
-        uses_interface: whether it calls transformers' AttentionInterface by the name in its config.
-        needs: an attribute; a layer that has None there does nothing else than calling it.
-        visible: reads its mask.
-        prepare: changes its arguments after the mask and the cache are set.
-    """
-
-    hidden: str = "hidden_states"
-    mask: str = "attention_mask"
-    cache: str = "past_key_values"
-    uses_interface: bool = False
-    needs: str = ""
-    visible: "Callable[[nn.Module, Any, Step, torch.device], Tensor] | None" = None
-    prepare: Callable[[dict[str, Any]], None] | None = None
+        if kind is None or (kind == "MiniMaxM3VLAttention" and module.indexer is None):
+            continue
+        if kind in _INTERFACE:
+            config = StockConfig(module, module.config)  # type: ignore[arg-type]
+            config.install()
+            yield config
+        layer = _Attention(module, kind, has_bool_mask=kind in _INTERFACE and stock == "sdpa")
+        layer.install()
+        yield layer
 
 
 @dataclass(eq=False)
@@ -112,22 +101,21 @@ class _Attention(Replacement):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the keys of the full sequence; outside of steps, as it was."""
         arguments = name_arguments(self.module, args, kwargs)
-        step = step_of(arguments.get(_LAYERS[self.kind].mask))
+        step = step_of(arguments.get("attention_mask"))
         if step is None:
             return self.stock(*args, **kwargs)
         return self._run(arguments, step)
 
     @outside_graphs
     def _run(self, arguments: dict[str, Any], step: Step) -> Any:
-        layer = _LAYERS[self.kind]
-        hidden, mask = arguments[layer.hidden], arguments.get(layer.mask)
-        visible = (layer.visible or _visible)(self.module, mask, step, hidden.device)
-        arguments[layer.mask] = (
+        hidden = arguments["hidden_states"]
+        visible = _visible(self.module, arguments.get("attention_mask"), step, hidden.device)
+        arguments["attention_mask"] = (
             visible if self.has_bool_mask else additive_mask(visible, hidden.dtype)
         )
-        arguments[layer.cache] = GatheredKeys(step)
-        if layer.prepare is not None:
-            layer.prepare(arguments)
+        names = parameters_of(type(self.module).forward)
+        cache = "layer_past" if "layer_past" in names else "past_key_values"
+        arguments[cache] = GatheredKeys(step)
         with Unsharded():  # its keys are complete
             return self.stock(**arguments)
 
@@ -146,93 +134,3 @@ def _visible(module: nn.Module, mask: object, step: Step, device: torch.device) 
     if not isinstance(mask, StepMask):
         mask = StepMask(reference=StepReference(step))
     return visible_keys(mask, step, device)
-
-
-def _visible_in_xlm(_: nn.Module, mask: Tensor, step: Step, device: torch.device) -> Tensor:
-    """Return which keys a query sees in XLM, bool [B, 1, L, S].
-
-    Its causal masks do not hide padding, whose hidden states it sets to 0.
-
-    Args:
-        mask: [B, L, L] if causal, else [B, L] of this rank's tokens.
-        step: the step.
-        device: of the result.
-    """
-    causal = mask.dim() == 3
-    visible = visible_keys(StepMask(causal=causal, padding=False), step, device)
-    if causal:
-        return visible
-    real = full_tokens(mask.long(), step) != 0
-    return visible & real[:, None, None]
-
-
-def _turn_by_row(arguments: dict[str, Any]) -> None:
-    """Give RoFormer one table of positions per row: it has wrapped ours, [B, L, D], in two dims."""
-    table = arguments["sinusoidal_pos"]
-    arguments["sinusoidal_pos"] = table[0, 0].unsqueeze(1)
-
-
-def _drop_head_dim(arguments: dict[str, Any]) -> None:
-    """Give XLM a mask [B, L, S]."""
-    arguments["mask"] = arguments["mask"][:, 0]
-
-
-def _check_full(module: Any) -> None:
-    """Raise for a BigBird with sparse attention, whose blocks it counts in this rank's tokens."""
-    if module.attention_type != "original_full":
-        raise ValueError(
-            f"The attention_type of {type(module).__name__} is '{module.attention_type}', which is "
-            "not supported: it looks at blocks of this rank's tokens. Load the model with "
-            "attention_type='original_full'."
-        )
-
-
-def _check_full_in_step(module: Any, _: tuple[Any, ...]) -> None:
-    if active() is not None:
-        _check_full(module)
-
-
-def _find_padding(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give XLM a mask of padding: it would count the padding tokens of this rank's ids."""
-    step = active()
-    if step is None:
-        return None
-    arguments = name_arguments(module, args, kwargs)
-    ids, lengths = arguments.get("input_ids"), arguments.pop("lengths", None)
-    if arguments.get("attention_mask") is None and (ids is not None or lengths is not None):
-        layout = step.layout
-        if lengths is None:
-            lengths = full_tokens((ids != module.pad_index).long(), step).sum(1)
-        mask = torch.arange(layout.seq_len, device=lengths.device) < lengths[:, None]
-        arguments["attention_mask"] = shard(mask.long(), 1, layout=layout, rank=step.cp_rank)
-    return (), arguments
-
-
-_LAYERS: Final[Mapping[str, _Layer]] = {
-    "BigBirdSelfAttention": _Layer(),
-    "MegatronBertSelfAttention": _Layer(),
-    "MvpAttention": _Layer(),
-    "RemBertSelfAttention": _Layer(),
-    "RoFormerSelfAttention": _Layer(prepare=_turn_by_row),
-    "TrOCRAttention": _Layer(),
-    "XGLMAttention": _Layer(),
-    # XLM
-    "MultiHeadAttention": _Layer(
-        hidden="input",
-        mask="mask",
-        cache="cache",
-        visible=_visible_in_xlm,
-        prepare=_drop_head_dim,
-    ),
-    # They choose keys, by an indexer or by values, and then call the interface.
-    "AXK2Attention": _Layer(uses_interface=True),
-    "DeepseekV32Attention": _Layer(uses_interface=True),
-    "DogeAttention": _Layer(uses_interface=True),
-    "GlmMoeDsaAttention": _Layer(uses_interface=True),
-    "HYV4Attention": _Layer(uses_interface=True),
-    "MiniMaxM3VLAttention": _Layer(uses_interface=True, needs="indexer"),
-}
-
-_BOOL: Final = {"MultiHeadAttention"}

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that a model writes out, computed by our attention over the full sequence.
+"""Attention with ALiBi that a model writes out, computed by our attention over the full sequence.
 
-Some layers have one method that takes queries, keys and values, which is replaced. In those with
-ALiBi the forward method is replaced.
+It can be longer than what a dense mask allows, so that the forward method of a layer is replaced.
 
 Shapes: B batch, H heads, L local length, S sequence length, D head dim.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,17 +31,17 @@ from hf_patches.mixers.common import (
 from hf_patches.names import find_in_modules
 from hf_patches.positions import count_real
 from lightning_cp.attn.api import attention
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import Step
 
 
 def install(model: PreTrainedModel) -> Iterator[Removable]:
     """Replace the attention of a model that writes it out; yield the replacements."""
     stock_implementation(model)
     for module in model.modules():
-        kind = kind_of(module, _KINDS)
+        kind = kind_of(module, _FORWARDS)
         if kind is None:
             continue
-        method = _Method(module, kind, "_attn") if kind in _SCALES else _Forward(module, kind)
+        method = _Forward(module, kind)
         method.install()
         yield method
         if kind == "FalconAttention":
@@ -51,64 +50,11 @@ def install(model: PreTrainedModel) -> Iterator[Removable]:
             yield config
 
 
-# ---------------------------------------------------------------- one method
-
-
-@dataclass(eq=False)
-class _Method(Replacement):
-    """A method that takes queries, keys and values [B, H, L, D], and a mask."""
-
-    def call(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *others: Any
-    ) -> Any:
-        """Attend to the full sequence; return [B, H, L, D] and no weights."""
-        step, module = step_of(attention_mask), self.module
-        if step is None:
-            return self.stock(query, key, value, attention_mask, *others)
-        is_openai = self.kind == "Attention"
-        if is_openai:
-            key = key.transpose(-1, -2)
-            attention_mask = None  # of this rank's padding
-        scale = _SCALES[self.kind](module)
-        attend = partial(attention, scale=scale, dropout=_dropout(module))
-        mask = _local_window(module, attention_mask)
-        value = value.to(query.dtype)
-        out = attend_in_step(step, attend, module, query, key.to(query.dtype), value, mask, {})
-        out = out.transpose(1, 2)
-        return [out] if is_openai else (out, None)
-
-
-# Factor on the scores of each class.
-_SCALES: Final[Mapping[str, Callable[[Any], float]]] = {
-    "GPTJAttention": lambda module: 1 / module.scale_attn,
-    "CodeGenAttention": lambda module: 1 / module.scale_attn,
-    "GPTNeoSelfAttention": lambda _: 1.0,
-    "GPTNeoXJapaneseAttention": lambda module: 1 / module.norm_factor,
-    # OpenAI GPT
-    "Attention": lambda module: (module.split_size // module.n_head) ** (-0.5 * module.scale),
-}
-
-
 def _dropout(module: nn.Module) -> float:
     """Return the probability with which attention drops weights."""
     names = ("attn_dropout", "attention_dropout")
     layers = (getattr(module, name, None) for name in names)
     return max((x.p for x in layers if isinstance(x, nn.Dropout) and x.training), default=0.0)
-
-
-def _local_window(module: Any, mask: object) -> object:
-    """Return the mask of a layer, with the window of a local layer (GPT-Neo)."""
-    if getattr(module, "attention_type", "global") != "local":
-        return mask
-    if not isinstance(mask, StepMask):
-        raise ValueError(
-            f"{type(module).__name__} has a local window, and got a dense mask in a step, which "
-            "is not supported together. Leave the mask out, or use `with cp.paused():`."
-        )
-    return replace(mask, window=int(module.config.window_size))
-
-
-# ---------------------------------------------------------------- the forward method
 
 
 @dataclass(eq=False)
@@ -202,5 +148,3 @@ _FORWARDS: Final[Mapping[str, Callable[[Any, Mapping[str, Any], Step], Tensor]]]
     "FalconAttention": _falcon,
     "MptAttention": _mpt,
 }
-
-_KINDS: Final = {*_SCALES, *_FORWARDS}

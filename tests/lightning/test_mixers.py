@@ -18,6 +18,7 @@ TARGETS = {
     "nemotron_h": ["in_proj", "q_proj", "down_proj"],
     "lfm2": ["in_proj", "q_proj", "w2"],
     "deepseek_v32": ["q_a_proj", "kv_b_proj", "o_proj"],
+    "gpt_neo": ["q_proj", "out_proj", "c_fc"],
 }
 
 
@@ -92,7 +93,7 @@ def tune_alone(name, lora):
 
 
 CASES = [(name, lora, size) for name in TARGETS for lora in (False, True) for size in (2, 4)]
-QUICK = {("lfm2", False, 2)}
+QUICK = {("lfm2", False, 2), ("gpt_neo", True, 2)}
 
 
 @pytest.mark.parametrize(

@@ -1335,24 +1335,25 @@ HF = (
     ),
     Mutant(
         "near-rows-one-short",
-        "hf_patches.mixers.whole:near_source",
+        "hf_patches.mixers.replicated:near_source",
         "np.maximum(start - reach, tokens.first",
         "np.maximum(start - reach + 1, tokens.first",
         (
-            "tests/hf_patches/mixers/test_whole.py::"
+            "tests/hf_patches/mixers/test_replicated.py::"
             "test_each_real_token_is_found_after_the_tokens_that_it_sees",
         ),
         "rows begin one token too late",
     ),
     Mutant(
-        "relative-distance-off",
-        "hf_patches.mixers.relative:_attend_relative",
-        "at = (seq_len - position + keys)",
-        "at = (seq_len - position + keys + 1)",
+        "samples-show-their-padding",
+        "hf_patches.mixers.base_model:_build_samples",
+        "real[rows] & (np.arange",
+        "real[rows] | (np.arange",
         (
-            "tests/hf_patches/mixers/test_keys.py::test_padding_on_the_left_and_other_numbers_of_ranks_change_nothing",
+            "tests/hf_patches/mixers/test_base_model.py::"
+            "test_models_without_double_precision_or_a_mask_are_exact",
         ),
-        "biases of XLNet are those of the next distance",
+        "documents of replicated base models see the padding behind them",
     ),
     Mutant(
         "indexer-ignored",

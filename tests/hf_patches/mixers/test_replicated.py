@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_patches import enable
-from hf_patches.mixers import whole
+from hf_patches.mixers import replicated
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.sequence.ranges import build_token_map
 from tests.parity import zoo
@@ -30,14 +30,14 @@ def find_rows(layout, rank, *, documents, padding, reach):
     batch_size, seq_len = documents.shape
     tokens = build_token_map(layout, rank, documents=documents, padding=padding)
     if reach is None:
-        source = whole.full_source(tokens, batch_size=batch_size, seq_len=seq_len)
+        source = replicated.full_source(tokens, batch_size=batch_size, seq_len=seq_len)
         flat = np.arange(batch_size * seq_len)
     else:
-        source = whole.near_source(tokens, batch_size=batch_size, reach=reach)
+        source = replicated.near_source(tokens, batch_size=batch_size, reach=reach)
         flat = extended(tokens, batch_size, seq_len, reach)
     if not len(source.starts):
         return tokens, [], np.full((batch_size, len(tokens.positions)), -1)
-    index, _, back = whole.pack(source)
+    index, _, back = replicated.pack(source)
     values = np.append(np.concatenate([flat[group].ravel() for group in index]), -1)
     return tokens, [flat[group] for group in index], values[back].reshape(batch_size, -1)
 
@@ -92,14 +92,16 @@ def test_rows_are_at_least_half_full():
     ids = np.repeat(np.arange(7), lengths)[None]
     layout = build_layout("contiguous", seq_len=len(ids[0]), cp_size=1)
     tokens = build_token_map(layout, 0, documents=ids, padding=None)
-    index, _, _ = whole.pack(whole.full_source(tokens, batch_size=1, seq_len=len(ids[0])))
+    index, _, _ = replicated.pack(replicated.full_source(tokens, batch_size=1, seq_len=len(ids[0])))
     assert sum(group.size for group in index) < 2 * lengths.sum()
 
 
 def test_rows_have_a_length_that_the_mixer_takes():
     layout = build_layout("contiguous", seq_len=13, cp_size=1)
     tokens = build_token_map(layout, 0, documents=DOCUMENTS, padding=None)
-    index, _, _ = whole.pack(whole.full_source(tokens, batch_size=2, seq_len=13), multiple=8)
+    index, _, _ = replicated.pack(
+        replicated.full_source(tokens, batch_size=2, seq_len=13), multiple=8
+    )
     assert {group.shape[1] % 8 for group in index} == {0}
 
 
@@ -171,8 +173,10 @@ def short_step(name):
 
 
 def lost_gradients():
-    full_tokens = whole.full_tokens
-    return mock.patch.object(whole, "full_tokens", lambda x, step: full_tokens(x.detach(), step))
+    full_tokens = replicated.full_tokens
+    return mock.patch.object(
+        replicated, "full_tokens", lambda x, step: full_tokens(x.detach(), step)
+    )
 
 
 def joined_documents():
@@ -184,21 +188,21 @@ def joined_documents():
         """Join the second document, a single token, and the third, whose tokens have labels."""
         lengths = np.delete(source.lengths, 2)
         lengths[1] += source.lengths[2]
-        return whole.replace(
+        return replicated.replace(
             source,
             starts=np.delete(source.starts, 2),
             counted=np.delete(source.counted, 2),
             lengths=lengths,
         )
 
-    full_source = whole.full_source
-    return mock.patch.object(whole, "full_source", join)
+    full_source = replicated.full_source
+    return mock.patch.object(replicated, "full_source", join)
 
 
 def short_reach():
-    spec = whole.SPECS["ZayaCCAProjection"]
-    short = whole.replace(spec, reach=lambda mixer: mixer.conv_kernel_size - 1)
-    return mock.patch.dict(whole.SPECS, {"ZayaCCAProjection": short})
+    spec = replicated.SPECS["ZayaCCAProjection"]
+    short = replicated.replace(spec, reach=lambda mixer: mixer.conv_kernel_size - 1)
+    return mock.patch.dict(replicated.SPECS, {"ZayaCCAProjection": short})
 
 
 BREAKS = {
@@ -256,7 +260,9 @@ def test_enabled_models_are_copied_and_restored(cp, batch, name):
 
 def is_replaced(module):
     forward = module.__dict__.get("forward")
-    return forward is not None and isinstance(getattr(forward, "args", (None,))[0], whole.RowMixer)
+    return forward is not None and isinstance(
+        getattr(forward, "args", (None,))[0], replicated.RowMixer
+    )
 
 
 # ---------------------------------------------------------------- refusals

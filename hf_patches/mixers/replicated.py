@@ -8,7 +8,7 @@ does not see. So packed documents, left and right padding are correct, whatever 
 does with them. Norms, MLPs and the other parts of a layer stay sharded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -152,11 +152,13 @@ class Source:
     is_real: BoolArray
 
 
-def full_source(tokens: TokenMap, *, batch_size: int, seq_len: int) -> Source:
-    """Return the documents of the full batch."""
+def full_source(
+    tokens: TokenMap, *, batch_size: int, seq_len: int, kept: BoolArray | None = None
+) -> Source:
+    """Return the documents of the full batch: of tokens that are kept, by default the real ones."""
     samples = np.arange(batch_size)[:, None] * seq_len
     first = tokens.first[:, :seq_len] + samples
-    is_real = np.broadcast_to(tokens.is_real[:, :seq_len], first.shape)
+    is_real = np.broadcast_to(tokens.is_real[:, :seq_len] if kept is None else kept, first.shape)
     real = np.flatnonzero(is_real)
     counted, begins, lengths = np.unique(first.ravel()[real], return_index=True, return_counts=True)
     inside = tokens.positions < seq_len
@@ -327,19 +329,14 @@ def _once(function: Callable[..., Tensor], x: Tensor, step: Step, *args: Any) ->
 
 
 @dataclass(eq=False)
-class RowMixer(Replacement):
-    """The forward of a mixer, whose ``kind`` is its key in `SPECS`.
+class Replicated(Replacement):
+    """The forward of a module that runs unchanged on full sequences, on every rank.
 
     Args:
         override: the forward that the instance had before.
     """
 
     override: Any = None
-
-    @property
-    def spec(self) -> Spec:
-        """Return how the mixer is called."""
-        return SPECS[self.kind]
 
     def remove(self) -> None:
         """Restore the forward that the instance had, unless somebody has wrapped ours."""
@@ -351,6 +348,15 @@ class RowMixer(Replacement):
     def stock(self) -> Callable[..., Any]:
         """Return the forward that the instance had, or that of the class."""
         return super().stock if self.override is None else self.override
+
+
+class RowMixer(Replicated):
+    """The forward of a mixer, whose ``kind`` is its key in `SPECS`."""
+
+    @property
+    def spec(self) -> Spec:
+        """Return how the mixer is called."""
+        return SPECS[self.kind]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer: on rows inside a step, as the stock module outside."""
@@ -371,7 +377,8 @@ class RowMixer(Replacement):
     @outside_graphs
     def _run(self, step: Step, arguments: dict[str, Any]) -> Any:
         spec = self.spec
-        _check_arguments(self.module, spec, arguments)
+        known = {*spec.tokens, *spec.positions, *spec.masks, *spec.dropped}
+        check_arguments(self.module, known, arguments)
         reach = None if spec.reach is None else spec.reach(self.module)
         multiple = 1 if spec.multiple is None else spec.multiple(self.module)
         rows = rows_of(step, reach=reach, multiple=multiple)
@@ -432,23 +439,32 @@ class RowMixer(Replacement):
     ) -> Any:
         """Return this rank's tokens of the outputs, [B, L, ...]; zeros for padding."""
         if not isinstance(outputs[0], tuple):
-            return _select(outputs, rows, step)
+            return select(outputs, rows.back, step)
         parts = list(zip(*outputs, strict=True))
         if self.spec.all_outputs:
-            return tuple(_select(list(part), rows, step) for part in parts)
+            return tuple(select(list(part), rows.back, step) for part in parts)
         # The others are attention weights and states, which no rank holds.
-        return (_select(list(parts[0]), rows, step), *(None for _ in parts[1:]))
+        return (select(list(parts[0]), rows.back, step), *(None for _ in parts[1:]))
 
 
-def _select(outputs: list[Tensor], rows: Rows, step: Step) -> Tensor:
+def select(outputs: list[Tensor], back: Tensor, step: Step) -> Tensor:
+    """Return this rank's tokens of the outputs of all groups, [B, L, ...]; zeros for padding."""
     flat = [x.flatten(0, 1) for x in outputs]
     flat.append(flat[0].new_zeros(1, *flat[0].shape[1:]))
-    local = torch.cat(flat)[rows.back]
+    local = torch.cat(flat)[back]
     return local.view(step.batch_size, step.tensor_len, *local.shape[1:])
 
 
-def _check_arguments(module: nn.Module, spec: Spec, arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that hold a part of the tokens, or that keep a state for later calls."""
+def check_arguments(
+    module: nn.Module, known: Collection[str], arguments: Mapping[str, Any]
+) -> None:
+    """Raise for arguments that hold a part of the tokens, or that keep a state for later calls.
+
+    Args:
+        module: the module.
+        known: the names of arguments that it can be called with.
+        arguments: of the call.
+    """
     name = type(module).__name__
     for state in _STATES:
         if arguments.get(state) is not None:
@@ -457,7 +473,6 @@ def _check_arguments(module: nn.Module, spec: Spec, arguments: Mapping[str, Any]
                 "tokens only. Leave it out, with use_cache=False; run generate() under "
                 "`with cp.paused():`."
             )
-    known = {*spec.tokens, *spec.positions, *spec.masks, *spec.dropped}
     for other, x in arguments.items():
         if other not in known and _has_tensors(x):
             raise ValueError(
@@ -478,8 +493,8 @@ def _has_tensors(x: Any) -> bool:
 # ---------------------------------------------------------------- installing
 
 
-def _check_dropout(path: str, mixer: nn.Module) -> None:
-    """Raise if a mixer has dropout: ranks would drop different parts of the same sequence."""
+def check_dropout(path: str, mixer: nn.Module) -> None:
+    """Raise if a module has dropout: ranks would drop different parts of the same sequence."""
     for part in mixer.modules():
         rates = {name: x for name, x in vars(part).items() if "drop" in name}
         if isinstance(part, nn.Dropout):
@@ -498,7 +513,7 @@ def install(model: PreTrainedModel) -> Iterator[RowMixer]:
     for path, module in model.named_modules():
         kind = kind_of(module, SPECS)
         if kind is not None:
-            _check_dropout(path, module)
+            check_dropout(path, module)
             mixer = RowMixer(module, kind, override=module.__dict__.get("forward"))
             mixer.install()
             yield mixer
