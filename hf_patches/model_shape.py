@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_patches.auto import auto_class
 from hf_patches.export import read_config
+from hf_patches.support import ARCHITECTURES
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.planner.shapes import GPT_OSS_SAVED, LayerShape, ModelShape
 
@@ -56,9 +57,16 @@ def model_shape(model: PreTrainedConfig | str | Path, *, name: str | None = None
             f"The config of type '{config.model_type}' has no causal language model "
             "in transformers, nor one with media. Give that of another model."
         )
+    text: Any = config.get_text_config()
+    known = ARCHITECTURES.get(text.model_type)
+    if known is not None and known.is_replicated:
+        raise ValueError(
+            f"The memory and time of a model of type '{text.model_type}' are unknown: "
+            f"{known.caveat}, and a plan knows sharded layers only. Measure a step instead; what "
+            "such layers cost: docs/limits.md."
+        )
     with torch.device("meta"):
         built: Any = auto.from_config(config)
-    text: Any = config.get_text_config()
     found = find_blocks(built)
     reached = {id(module) for module in _text_model(built).modules()}
     blocks = [block for block in found if id(block) in reached]

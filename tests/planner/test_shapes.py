@@ -68,6 +68,22 @@ def test_a_model_without_a_causal_head_is_refused():
         model_shape(ViTConfig())
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("jamba", "its Mamba layers are computed on full sequences on every rank"),
+        ("gpt_neo", "the model runs on full sequences on every rank"),
+    ],
+)
+def test_the_cost_of_replicated_layers_is_unknown(name, what):
+    with pytest.raises(ValueError, match=f"of type '{name}' are unknown: .*{what}"):
+        model_shape(build_config(name))
+
+
+def test_layers_with_a_halo_are_known():
+    assert len(model_shape(build_config("zaya")).layers) == 2
+
+
 def test_lora_parameters_are_those_of_peft():
     peft = pytest.importorskip("peft")
     config = build_config("llama")
