@@ -97,13 +97,13 @@ def attend(
             **others,
         )
     with_options = partial(api.attend, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
-    return attend_in_step(
+    return _attend_in_step(
         step, with_options, module, query, key, value, attention_mask, others
     ), None
 
 
 @outside_graphs  # the compiler breaks the graph around attention() anyway
-def attend_in_step(
+def _attend_in_step(
     step: Step,
     with_options: Callable[..., Tensor],
     module: nn.Module,
@@ -112,30 +112,12 @@ def attend_in_step(
     value: Tensor,
     attention_mask: object,
     others: dict[str, Any],
-    bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the full sequence inside a step.
-
-    Args:
-        step: the step.
-        with_options: `attention`, with its options other than the mask and the bias.
-        module: the attention layer.
-        query: [B, H, L, D].
-        key: [B, K, L, D].
-        value: [B, K, L, Dv].
-        attention_mask: as in `attend`.
-        others: other arguments of the layer.
-        bias: [B or 1, H or 1, L or 1, S], added to the scores.
-
-    Returns:
-        [B, L, H, Dv].
-    """
+    """Attend to the full sequence inside a step, with `attention` and its options; see `attend`."""
     _check(module, query, key, others, step)
     query = temperature(module, query, step)
     with plain_functions():  # nothing below is routed
-        mask, dense = _mask(module, attention_mask, step)
-        biases = [x for x in (bias, dense) if x is not None]
-        bias = sum(biases[1:], biases[0]) if biases else None
+        mask, bias = _mask(module, attention_mask, step)
         query, key, value = as_autocast(query, key, value)
         out = with_options(query, key, value, mask=mask, bias=bias)
         return out.transpose(1, 2).contiguous()

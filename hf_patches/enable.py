@@ -7,6 +7,7 @@ the model's forward. All of it acts inside a step only, and `undo()` removes it.
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -348,8 +349,10 @@ def _probe(model: PreTrainedModel) -> str:
 
 def _check_dropout(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
-    for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout"):
-        value = getattr(config, name, 0.0)
+    parts = (config, getattr(config, "attn_config", None))  # MPT has a part for attention
+    names = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
+    for name, part in itertools.product(names, parts):
+        value = getattr(part, name, 0.0)
         if isinstance(value, float) and value > 0:
             raise ValueError(
                 f"config.{name} = {value}: attention dropout is not exact when a sequence is "

@@ -124,8 +124,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
             "codegen gpt_neox_japanese gptj megatron-bert rembert xglm",
             mixers="keys",
         ),
-        *_with("attention written out, ALiBi", "bloom mpt", mixers="written"),
-        *_with("attention written out, RoPE or ALiBi", "falcon", mixers="written"),
+        *_with("attention written out, ALiBi", "bloom mpt", mixers="keys"),
+        *_with("attention written out, RoPE or ALiBi", "falcon", mixers="keys"),
         *_with(
             "replicated",
             "big_bird gpt_neo openai-gpt roformer",

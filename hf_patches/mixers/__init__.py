@@ -11,7 +11,7 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from hf_patches.forward import Removable
-from hf_patches.mixers import base_model, block_indexer, keys, replicated, written
+from hf_patches.mixers import base_model, block_indexer, keys, replicated
 from hf_patches.mixers.conv import replace_convolutions
 from hf_patches.mixers.delta_net import replace_delta_nets, replace_kimi_delta_attention
 from hf_patches.mixers.lightning_attention import replace_lightning_attention
@@ -28,7 +28,6 @@ INSTALLERS: Final[Mapping[str, Install]] = {
     "mamba-2": replace_mamba2,
     "block-indexer": block_indexer.install,
     "keys": keys.install,
-    "written": written.install,
     "halo": replicated.install,
     "replicated": replicated.install,
     "replicated-model": base_model.install,

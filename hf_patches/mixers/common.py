@@ -164,6 +164,10 @@ class GatheredKeys:
             return both[..., : keys.shape[-1]], both[..., keys.shape[-1] :]
         return self._gather(keys), self._gather(values)
 
+    def get_seq_length(self, *_: object) -> int:
+        """Return the number of tokens before this rank's: none are kept."""
+        return 0
+
     def update_indexer(self, keys: Tensor, *_: object) -> Tensor:
         """Return an indexer's keys of all ranks, [..., S, D]."""
         return self._gather(keys)

@@ -9,7 +9,7 @@ L x S scores, 1 / cp_size of what the stock layer holds.
 Shapes: B batch, L local length, S sequence length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,19 +25,26 @@ from hf_patches.mixers.common import (
     StockConfig,
     additive_mask,
     kind_of,
+    once,
+    real_tokens,
     step_of,
     stock_implementation,
     visible_keys,
 )
+from hf_patches.names import find_in_modules
+from hf_patches.positions import count_real
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import Step, StepMask, StepReference
 from lightning_cp.torch_private import outside_graphs
 
 _WRITTEN: Final = {
+    "BloomAttention",
     "CodeGenAttention",
+    "FalconAttention",
     "GPTJAttention",
     "GPTNeoXJapaneseAttention",
     "MegatronBertSelfAttention",
+    "MptAttention",
     "MvpAttention",
     "RemBertSelfAttention",
     "TrOCRAttention",
@@ -78,7 +85,7 @@ def install(model: PreTrainedModel) -> Iterator[Removable]:
             )
         if kind is None or (kind == "MiniMaxM3VLAttention" and module.indexer is None):
             continue
-        if kind in _INTERFACE:
+        if kind in _INTERFACE or kind == "FalconAttention":
             config = StockConfig(module, module.config)  # type: ignore[arg-type]
             config.install()
             yield config
@@ -108,11 +115,18 @@ class _Attention(Replacement):
 
     @outside_graphs
     def _run(self, arguments: dict[str, Any], step: Step) -> Any:
-        hidden = arguments["hidden_states"]
-        visible = _visible(self.module, arguments.get("attention_mask"), step, hidden.device)
-        arguments["attention_mask"] = (
-            visible if self.has_bool_mask else additive_mask(visible, hidden.dtype)
-        )
+        dtype, mask = arguments["hidden_states"].dtype, arguments.get("attention_mask")
+        visible = _visible(self.module, mask, step, arguments["hidden_states"].device)
+        if self.kind == "MptAttention":
+            arguments["attention_mask"] = ~visible  # true where a key is hidden
+        elif self.has_bool_mask:
+            arguments["attention_mask"] = visible
+        elif isinstance(mask, Tensor) and mask.is_floating_point():  # the caller's, of any values
+            arguments["attention_mask"] = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+        else:
+            arguments["attention_mask"] = additive_mask(visible, dtype)
+        if arguments.get("alibi") is not None:
+            _add_alibi(self.module, arguments, step)
         names = parameters_of(type(self.module).forward)
         cache = "layer_past" if "layer_past" in names else "past_key_values"
         arguments[cache] = GatheredKeys(step)
@@ -134,3 +148,26 @@ def _visible(module: nn.Module, mask: object, step: Step, device: torch.device) 
     if not isinstance(mask, StepMask):
         mask = StepMask(reference=StepReference(step))
     return visible_keys(mask, step, device)
+
+
+def _add_alibi(module: Any, arguments: dict[str, Any], step: Step) -> None:
+    """Give a layer the bias by the position of a key, [B * H, 1, S]."""
+    mask = arguments["attention_mask"]
+    build = find_in_modules(type(module), "build_alibi_tensor")
+    key = ("alibi", build, module.num_heads, mask.dtype)
+    bias = once(step, key, lambda: _build_alibi(module, build, mask.dtype, step))
+    arguments["alibi"] = bias.flatten(0, 1)
+    if kind_of(module, ("FalconAttention",)):  # whose own code adds it to the mask too
+        arguments["attention_mask"] = mask + bias * module.inv_norm_factor
+
+
+def _build_alibi(
+    module: Any, build: Callable[..., Tensor], dtype: torch.dtype, step: Step
+) -> Tensor:
+    """Return the bias [B, H, 1, S]. Positions count the tokens of a document, without padding."""
+    device = step.position_ids.device
+    real = real_tokens(step, device)
+    every = torch.ones(1, step.layout.seq_len, dtype=torch.long, device=device)
+    table = build(every, num_heads=module.num_heads, dtype=dtype)  # [H, 1, S]
+    positions = torch.where(real, count_real(real, step) - 1, 0).expand(step.batch_size, -1)
+    return table.squeeze(1)[:, positions].transpose(0, 1).unsqueeze(2)

@@ -186,8 +186,11 @@ def test_tokens_of_no_document_are_left_out(cp):
     ]
     exact = sum(totals) / sum((labels[row, at][1:] != -100).sum() for row, at in rows)
     enable(model)
+    shapes = []
+    model.transformer.wte.register_forward_hook(lambda _, args, __: shapes.append(args[0].shape))
     found = loss_in_step(model, cp, {**batch, "labels": labels, "document_ids": ids})
     torch.testing.assert_close(found, exact)
+    assert shapes == [(3, 61)]
 
 
 def test_a_batch_without_documents_is_computed(cp):

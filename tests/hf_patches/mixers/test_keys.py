@@ -178,6 +178,21 @@ def test_outside_of_steps_models_are_the_stock_ones(cp, name, attention):
     assert cached.get_seq_length() == batch["input_ids"].shape[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("gptj", "eager"), ("xglm", "eager"), ("falcon", "eager"), ("falcon", "sdpa")],
+)
+def test_dense_masks_may_have_any_values(cp, name, attention):
+    batch, model = batch_of("plain"), zoo.build_model(name, attention=attention)
+    hidden = torch.ones(61, 61).triu(1) * torch.finfo(torch.float32).min
+    generator = torch.Generator().manual_seed(3)
+    given = {**batch, "attention_mask": hidden - torch.rand(2, 1, 61, 61, generator=generator)}
+    exact = model(**given).loss
+    assert (exact - model(**batch).loss).abs() > 1e-4
+    enable(model)
+    torch.testing.assert_close(loss_in_step(model, cp, given), exact)
+
+
 COPIED = ("falcon", "xglm", "deepseek_v32", "minimax_m3_vl_text")
 
 
@@ -234,6 +249,13 @@ def test_refused_batches_raise_on_all_ranks(ranks):
     found = ranks(2).run(compare_all, [Job("minimax_m3_vl_text", "left"), Job("xglm")])
     assert all(isinstance(first, str) and "Pad on the right" in first for first, _ in found)
     assert found[0][1].worst[1] < 1e-3
+
+
+def test_dropout_in_a_part_of_the_config_is_refused():
+    model = zoo.build_model("mpt")
+    vars(model.config.attn_config)["attn_pdrop"] = 0.1  # transformers 5.22 takes integers only
+    with pytest.raises(ValueError, match=r"attn_pdrop = 0.1: attention dropout is not exact"):
+        enable(model)
 
 
 def test_experts_that_see_other_tokens_are_refused():
