@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lightning_cp.comm.mesh import Gpu, Groups
+from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.branches import Branches
@@ -155,11 +155,6 @@ class Step:
     def position_edges(self) -> tuple[int, ...]:
         """Return where buckets of global positions begin, for losses by position."""
         return self.options.position_edges
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """Return what the GPUs of all context ranks can do."""
-        return self.groups.gpu
 
     @property
     def cp_rank(self) -> int:

@@ -9,7 +9,7 @@ from typing import Final, get_args
 
 from lightning_cp.error_report import Parser, Removed, report_error
 from lightning_cp.fsdp.sharding import Sharding
-from lightning_cp.planner.plan import CHIPS, plan_run
+from lightning_cp.planner.plan import plan_run
 from lightning_cp.planner.report import format_plan, parse_tokens
 from lightning_cp.planner.setup import Checkpointing, Offload, Precision
 from lightning_cp.planner.shapes import KNOWN, ModelShape
@@ -19,6 +19,10 @@ CLUSTERS: Final = (
     "--gpus 32`, in a checkout of the repository, compares all meshes of these GPUs and draws them"
 )
 """What to use instead of options about meshes and drawings."""
+SPEED: Final = (
+    "seconds are those of an H200, the only GPU that was measured; --gpu-memory is of any GPU"
+)
+"""What to use instead of ``--chip``."""
 
 
 def build_parser(prog: str = "lightning-cp") -> Parser:
@@ -32,9 +36,9 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
         "plan",
         help="compute memory and time of a run",
         description=(
-            "Compute memory by part, seconds per step and bytes on the wire of a training run, the "
-            "longest sequence and the fewest recomputed layers that fit, and print the config. "
-            "Needs no GPU, no weights and no network."
+            "Compute memory by part and seconds per step of a training run, the longest "
+            "sequence and the fewest recomputed layers that fit. Needs no GPU, no "
+            "weights and no network."
         ),
     )
     command.add_argument(
@@ -47,7 +51,6 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     command.add_argument("--gpus", type=int, default=8, help="of all nodes (8)")
     command.add_argument("--gpu-memory", type=float, default=141.0, help="GB of a GPU (141)")
     command.add_argument("--host-memory", type=float, default=2000.0, help="GB of a node (2000)")
-    command.add_argument("--chip", choices=tuple(CHIPS), default="h200", help="speed (h200)")
     command.add_argument(
         "--context-parallel-size", type=int, default=0, help="ranks that share a sequence (all)"
     )
@@ -76,6 +79,7 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     )
     command.add_argument("--attention-memory", type=float, help="GiB, as the strategy's option")
     command.add_argument("--gradient-wire", choices=("float32", "model"), default="float32")
+    command.add_argument("--chip", action=Removed, const=SPEED, help=argparse.SUPPRESS)
     for name in ("--mesh", "--sequences", "--plot"):
         command.add_argument(
             name, nargs="?", action=Removed, const=CLUSTERS, help=argparse.SUPPRESS
@@ -117,7 +121,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
             num_gpus=args.gpus,
             gpu_memory=args.gpu_memory,
             host_memory=args.host_memory,
-            chip=args.chip,
             cp_size=args.context_parallel_size,
             ulysses_size=args.ulysses_size,
             tp_size=args.tensor_parallel_size,

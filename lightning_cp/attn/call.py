@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attn.tiles import PlacedTile
-from lightning_cp.comm.mesh import Gpu
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.options import GradientWire
 from lightning_cp.step import Step
@@ -120,7 +119,7 @@ class CallOptions:
         kernel: ``auto`` or a name.
         memory_bytes: the memory budget; None for the default.
         gradient_wire: precision of gradients of keys and values in reduce-scatters.
-        gpu: capability shared by the GPUs of all ranks; None if unknown.
+        compiles: whether kernels can be compiled on the GPUs of all ranks, as far as is known.
         uid: the step; 0 outside a step.
         may_keep: whether activation checkpointing may keep the result.
     """
@@ -129,7 +128,7 @@ class CallOptions:
     kernel: str = "auto"
     memory_bytes: int | None = None
     gradient_wire: GradientWire = "float32"
-    gpu: Gpu | None = None
+    compiles: bool = True
     uid: int = 0
     may_keep: bool = True
 
@@ -143,7 +142,7 @@ class CallOptions:
             kernel=options.kernel,
             memory_bytes=None if memory is None else int(memory * 2**30),
             gradient_wire=options.gradient_wire,
-            gpu=step.gpu,
+            compiles=step.groups.compiles,
             uid=step.uid,
         )
 

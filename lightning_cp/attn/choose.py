@@ -29,7 +29,6 @@ from lightning_cp.attn.cost import (
 )
 from lightning_cp.attn.flex.from_mask import FlexCall, build_flex_call, longest_key_buffer
 from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES, needs_plain_torch
-from lightning_cp.attn.hardware import Chip, chip_of
 from lightning_cp.attn.plan import Plan, QueryShard, build_plan, resolve_algorithm
 from lightning_cp.attn.ulysses import UlyssesCall, build_step_swap, query_shard_of
 from lightning_cp.comm.mesh import Groups
@@ -77,20 +76,11 @@ class CallSpec:
         return ("gather", "ring") if name == "auto" else (resolve_algorithm(name),)
 
     @property
-    def chip(self) -> Chip:
-        """Return the GPU of the cost model."""
-        if self.options.gpu is not None:
-            return chip_of(self.options.gpu.capability)
-        device = self.request.device
-        is_gpu = device.type == "cuda"
-        return chip_of(torch.cuda.get_device_capability(device) if is_gpu else (0, 0))
-
-    @property
     def memory_budget(self) -> float:
         """Return the bytes that the call may allocate beyond its inputs and its output."""
         if self.options.memory_bytes is not None:
             return float(self.options.memory_bytes)
-        return default_memory_budget(self.problem, chip=self.chip, algorithms=self.algorithms)
+        return default_memory_budget(self.problem, algorithms=self.algorithms)
 
 
 def build_step_call(
@@ -142,7 +132,7 @@ def build_unsharded_call(
     if takes_flex(spec):
         return _flex_call(spec, LoneTransport())
     kernel = select_kernel("auto", spec.request)
-    return _blockwise_call(spec, LoneTransport(), kernel, ExchangeChoice("gather", 1, 1, ""))
+    return _blockwise_call(spec, LoneTransport(), kernel, ExchangeChoice("gather", 1, 1))
 
 
 def _build_spec(
@@ -190,7 +180,7 @@ def takes_flex(spec: CallSpec) -> bool:
     options = spec.options
     if options.kernel != "auto" or spec.request.device.type != "cuda":
         return options.kernel == "flex"
-    if options.gpu is not None and not options.gpu.compiles:
+    if not options.compiles:
         return False
     preferred = prefers_flex(spec, select_kernel("auto", spec.request))
     is_ring = options.algorithm == "ring"
@@ -254,12 +244,12 @@ def choose_head_groups(spec: CallSpec) -> ExchangeChoice:
     if spec.request.device.type != "cuda":
         # Two groups: the second one is sent while the first is computed.
         is_ring = spec.options.algorithm == "ring"
-        return ExchangeChoice("ring", 1, 1, "") if is_ring else ExchangeChoice("gather", 2, 2, "")
-    problem, chip, budget = spec.problem, spec.chip, spec.memory_budget
-    choice = choose_exchange(problem, memory_budget=budget, chip=chip, algorithms=spec.algorithms)
+        return ExchangeChoice("ring", 1, 1) if is_ring else ExchangeChoice("gather", 2, 2)
+    choice = choose_exchange(
+        spec.problem, memory_budget=spec.memory_budget, algorithms=spec.algorithms
+    )
     if not choice.fits and spec.query_shard.is_first:
-        every = choose_exchange(problem, memory_budget=budget, chip=chip)
-        _warn_memory(choice.algorithm, every.reason)
+        _warn_memory(choice.algorithm)
     return choice
 
 
@@ -360,12 +350,11 @@ def _log_choice(cp_size: int, algorithm: str, layout: str, kernel: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _warn_memory(algorithm: str, estimates: str) -> None:
+def _warn_memory(algorithm: str) -> None:
     _logger.warning(
-        "attention: algorithm=%s exceeds its GPU memory budget (attention_memory). Estimates of "
-        "the cost model: %s",
+        "attention: algorithm=%s exceeds its GPU memory budget. Use algorithm='auto', or raise "
+        "attention_memory.",
         algorithm,
-        estimates,
     )
 
 

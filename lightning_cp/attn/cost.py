@@ -351,7 +351,6 @@ class ExchangeChoice:
         algorithm: ``gather`` or ``ring``.
         num_groups_forward: head groups in forward.
         num_groups_backward: head groups in backward.
-        reason: estimates of all algorithms, as text.
         time: of both passes.
         fits: whether it stays within the budget.
     """
@@ -359,7 +358,6 @@ class ExchangeChoice:
     algorithm: ExchangeName
     num_groups_forward: int
     num_groups_backward: int
-    reason: str
     time: float = 0.0
     fits: bool = True
 
@@ -375,20 +373,18 @@ class _Candidate(NamedTuple):
 def default_memory_budget(
     problem: Problem,
     *,
-    chip: Chip = H200,
     links: Links | None = None,
     algorithms: Sequence[ExchangeName] = ("gather", "ring"),
 ) -> float:
     """Return the memory budget in bytes when the user sets none.
 
     Six times the bytes of the queries (a layer has more activations of that size) and at least 800
-    MiB: kernels of short sequences are slow in head groups. It is doubled, up to the chip's spare
-    memory, only if that saves nearly a tenth of the time: over several nodes a ring uses one
-    network card, a gather those of all ranks.
+    MiB: kernels of short sequences are slow in head groups. It is doubled, up to 4 GiB, only if
+    that saves nearly a tenth of the time: over several nodes a ring uses one network card, a gather
+    those of all ranks.
 
     Args:
         problem: the call.
-        chip: the GPU.
         links: between ranks.
         algorithms: those to choose among.
 
@@ -398,13 +394,11 @@ def default_memory_budget(
         6.0
     """
     budgets = [max(6 * problem.query_bytes, 800.0 * 2**20)]
-    largest = max(budgets[0], chip.spare_bytes)
+    largest = max(budgets[0], H200.spare_bytes)
     while budgets[-1] < largest:
         budgets.append(min(2 * budgets[-1], largest))
     choices = [
-        choose_exchange(
-            problem, memory_budget=budget, chip=chip, links=links, algorithms=algorithms
-        )
+        choose_exchange(problem, memory_budget=budget, links=links, algorithms=algorithms)
         for budget in budgets
     ]
     max_time = (1 + _MIN_GAIN) * choices[-1].time
@@ -419,7 +413,6 @@ def choose_exchange(
     problem: Problem,
     *,
     memory_budget: float,
-    chip: Chip = H200,
     links: Links | None = None,
     algorithms: Sequence[ExchangeName] = ("gather", "ring"),
 ) -> ExchangeChoice:
@@ -431,7 +424,6 @@ def choose_exchange(
     Args:
         problem: the call.
         memory_budget: bytes that the call may allocate beyond its inputs and its output.
-        chip: the GPU.
         links: between ranks.
         algorithms: those to choose among.
 
@@ -444,7 +436,7 @@ def choose_exchange(
     links = Links() if links is None else links
     candidates = []
     for name in algorithms:
-        estimates = _by_groups(name, problem, chip, links)
+        estimates = _by_groups(name, problem, links)
         num_forward, forward = _best([(n, x.forward) for n, x in estimates], memory_budget)
         num_backward, backward = _best([(n, x.backward) for n, x in estimates], memory_budget)
         cost = Cost(forward.time + backward.time, max(forward.memory, backward.memory))
@@ -454,7 +446,6 @@ def choose_exchange(
     return ExchangeChoice(
         chosen.algorithm,
         *chosen.groups,
-        _explain(candidates, chosen, memory_budget),
         chosen.cost.time,
         fits=chosen.cost.memory <= memory_budget,
     )
@@ -462,14 +453,12 @@ def choose_exchange(
 
 @lru_cache(maxsize=128)
 def _by_groups(
-    name: ExchangeName, problem: Problem, chip: Chip, links: Links
+    name: ExchangeName, problem: Problem, links: Links
 ) -> tuple[tuple[int, Estimate], ...]:
     """Estimate an algorithm with every number of head groups that the heads allow."""
     heads = problem.between_groups().num_kv_heads
     counts = [n for n in range(1, heads + 1) if heads % n == 0]
-    return tuple(
-        (n, estimate(name, problem, groups=(n, n), chip=chip, links=links)) for n in counts
-    )
+    return tuple((n, estimate(name, problem, groups=(n, n), links=links)) for n in counts)
 
 
 def _best(costs: list[tuple[int, Cost]], budget: float) -> tuple[int, Cost]:
@@ -486,15 +475,3 @@ def _is_near(cost: Cost, best: Cost, budget: float) -> bool:
     """Return whether a cost is the best one, or equally fast within the error of the model."""
     fits = cost.memory <= budget and cost.time <= best.time * (1 + _TIE)
     return cost == best or (fits and best.memory <= budget)
-
-
-def _explain(candidates: list[_Candidate], chosen: _Candidate, budget: float) -> str:
-    lines = []
-    for each in sorted(candidates, key=lambda each: each.algorithm != chosen.algorithm):
-        (forward, backward), cost = each.groups, each.cost
-        over = "" if cost.memory <= budget else f", over the budget of {budget / 2**30:.2f} GiB"
-        lines.append(
-            f"{each.algorithm} in {forward} and {backward} head groups: "
-            f"{1e3 * cost.time:.1f} ms, {cost.memory / 2**30:.2f} GiB{over}"
-        )
-    return "; ".join(lines)

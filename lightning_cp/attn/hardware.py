@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speeds of GPUs and of the links between ranks, for the cost model.
 
-Numbers of an H200 were measured; others are marked (docs/cost-model.md says how well they predict).
+Numbers of an H200 were measured, and stand for all GPUs (docs/cost-model.md says how well they
+predict).
 """
 
 from dataclasses import dataclass, replace
@@ -58,21 +59,6 @@ H200 = Chip(
     spare_bytes=4 * 2**30,
 )
 """cuDNN on an H200: fitted to 14 kernel times and 12 splits of a gather, all within 8%."""
-
-A100 = Chip(
-    forward=Pass(190, 180, 64, fixed_us=40, host_us=200, flops=4),
-    backward=Pass(160, 150, 256, fixed_us=40, host_us=600, flops=10),
-    num_cores=108,
-    tile=128,
-    memory_gbs=1400,
-    spare_bytes=2 * 2**30,
-)
-"""FA2 on an A100, from public numbers, not measured here: used for all older GPUs."""
-
-
-def chip_of(capability: tuple[int, int]) -> Chip:
-    """Return the model of a GPU by its compute capability: Hopper and newer, or older."""
-    return H200 if capability >= (9, 0) else A100
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,18 +237,6 @@ def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
     return values
 
 
-class Gpu(NamedTuple):
-    """What the GPUs of all context ranks can do: all ranks must choose the same kernels.
-
-    Args:
-        capability: the lowest compute capability.
-        compiles: whether kernels can be compiled on all of them.
-    """
-
-    capability: tuple[int, int]
-    compiles: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The groups of one rank, named by their purpose.
@@ -261,7 +249,8 @@ class Groups:
         context: all context ranks, for everything else: checks, loss, unshard.
         data: ranks that hold the same positions of other samples; a group of one without such an
             axis.
-        gpu: what the GPUs of the context ranks can do; None on CPUs and for one rank.
+        compiles: whether kernels can be compiled on the GPUs of all context ranks: they must choose
+            the same ones.
         tensor: ranks that hold the same tokens and share the weights of each layer.
     """
 
@@ -269,7 +258,7 @@ class Groups:
     inside: Transport
     context: Transport
     data: Transport
-    gpu: Gpu | None = None
+    compiles: bool = True
     tensor: Transport = field(default_factory=LoneTransport)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -351,7 +340,7 @@ def build_groups(
         inside = ranks[start : start + num_inside]
         between = ranks[context.rank % num_inside :: num_inside]
         attend, swap = (_new_group(part, context_group, timeout) for part in (between, inside))
-        _built[key] = Groups(attend, swap, context, data_ranks, _common_gpu(context, compiles))
+        _built[key] = Groups(attend, swap, context, data_ranks, _all_compile(context, compiles))
     return replace(_built[key], context=context, data=data_ranks, tensor=tensor_ranks)
 
 
@@ -371,15 +360,13 @@ def _new_group(
     return transport
 
 
-def _common_gpu(context: Transport, compiles: Callable[[torch.device], bool] | None) -> Gpu | None:
-    """Return what the GPUs of all ranks can do; a rank that chose another kernel would hang."""
+def _all_compile(context: Transport, compiles: Callable[[torch.device], bool] | None) -> bool:
+    """Return whether all GPUs compile kernels; a rank that chose another kernel would hang."""
     device = context.device
     if compiles is None or device.type != "cuda":
-        return None
-    capability = torch.cuda.get_device_capability(device)
-    local = torch.tensor([*capability, int(compiles(device))], dtype=torch.int64, device=device)
-    values = gather(local, context).tolist()
-    return Gpu(min((a, b) for a, b, _ in values), all(works for *_, works in values))
+        return True
+    local = torch.tensor([int(compiles(device))], dtype=torch.int64, device=device)
+    return bool(gather(local, context).all())
 
 
 def neighbours(

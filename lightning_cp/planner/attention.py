@@ -20,7 +20,7 @@ from lightning_cp.attn.cost import (
     default_memory_budget,
     estimate,
 )
-from lightning_cp.attn.hardware import FREE, Chip, Links
+from lightning_cp.attn.hardware import FREE, H200, Links
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range, union
@@ -113,26 +113,23 @@ def problem_of(layer: LayerShape, setup: Setup) -> Problem:
 
 
 @lru_cache(maxsize=512)
-def attention_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) -> AttentionCost:
+def attention_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCost:
     """Estimate the attention of a layer."""
     if not layer.num_heads:
         return AttentionCost("none", *(Passes(0, 0),) * 3, 0.0, 0.0, 1.0)
     is_narrow = layer.window is not None and layer.window < setup.seq_len
     if is_narrow or setup.documents:
-        return _flex_cost(layer, setup, chip, links)
+        return _flex_cost(layer, setup, links)
     problem = problem_of(layer, setup)
     budget = (
         setup.attention_memory * 2**30
         if setup.attention_memory is not None
-        else default_memory_budget(problem, chip=chip, links=links)
+        else default_memory_budget(problem, links=links)
     )
-    choice = choose_exchange(problem, memory_budget=budget, chip=chip, links=links)
+    choice = choose_exchange(problem, memory_budget=budget, links=links)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
-    passes = estimate(choice.algorithm, problem, groups=groups, chip=chip, links=links)
-    free = estimate(choice.algorithm, problem, groups=groups, chip=chip, links=FREE)
-    memory = passes.memory
-    if setup.attention_queries is not None:
-        memory = setup.attention_queries * problem.query_bytes
+    passes = estimate(choice.algorithm, problem, groups=groups, links=links)
+    free = estimate(choice.algorithm, problem, groups=groups, links=FREE)
     return AttentionCost(
         choice.algorithm,
         Passes(passes.forward.time, passes.backward.time),
@@ -141,7 +138,7 @@ def attention_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) ->
             max(0.0, passes.backward.time - free.backward.time),
         ),
         wire_bytes(problem, choice.algorithm),
-        memory,
+        passes.memory,
         setup.batch_size * setup.seq_len**2 / 2 / setup.context_size,
         1.0,
     )
@@ -205,7 +202,7 @@ def _size(ranges: Iterable[Range]) -> int:
     return sum(part.size for part in ranges)
 
 
-def _flex_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) -> AttentionCost:
+def _flex_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCost:
     """Estimate a window or packed documents: the keys needed are gathered, then one kernel runs."""
     problem = problem_of(layer, setup)
     size = setup.context_size
@@ -215,7 +212,7 @@ def _flex_cost(layer: LayerShape, setup: Setup, chip: Chip, links: Links) -> Att
     keys = problem.key_bytes(spread.remote)
     wire = Passes(keys, keys + keys * problem.wire_itemsize / problem.itemsize)
     times, waits = [], []
-    for speed, sent in ((chip.forward, wire.forward), (chip.backward, wire.backward)):
+    for speed, sent in ((H200.forward, wire.forward), (H200.backward, wire.backward)):
         flops = speed.flops * pairs * spread.balance * layer.num_heads * problem.mean_dim
         compute = flops / (FLEX_RATE * speed.causal_tflops * 1e12)
         exposed = links.collective(sent, size, 1) if sent else 0.0

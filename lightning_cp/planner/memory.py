@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from lightning_cp.attn.hardware import H200, Chip, Links
+from lightning_cp.attn.hardware import Links
 from lightning_cp.planner.attention import attention_cost
 from lightning_cp.planner.setup import GPUS_PER_HOST, Precision, Setup
 from lightning_cp.planner.shapes import LayerShape, ModelShape
@@ -314,9 +314,7 @@ class MemoryPlan:
         return sum(self.parts.values())
 
 
-def plan_memory(
-    model: ModelShape, setup: Setup, *, chip: Chip = H200, links: Links | None = None
-) -> MemoryPlan:
+def plan_memory(model: ModelShape, setup: Setup, *, links: Links | None = None) -> MemoryPlan:
     """Compute the memory of a rank.
 
     Moments: the loss; backward of the last layer, in its MLP and in its attention, with the
@@ -327,8 +325,7 @@ def plan_memory(
     Args:
         model: its shape.
         setup: the run.
-        chip: the GPU, on which the choice of an algorithm depends.
-        links: between ranks; likewise.
+        links: between ranks, on which the choice of an algorithm depends.
     """
     links = (Links() if links is None else links).beside(setup.tp_size)
     model = model.part(setup.tp_size)
@@ -344,7 +341,7 @@ def plan_memory(
         in_layer += states.cast
     if is_full and is_sharded:
         in_layer += states.full_gradient + states.reduced
-    one_layer = _largest(model, setup, sizes, chip, links)
+    one_layer = _largest(model, setup, sizes, links)
     num_checkpointed = setup.num_checkpointed(len(model.layers))
     head_sum = 4.0 * model.head_params if is_full else 0.0
     between = gathered * model.root_params + in_layer * model.largest_layer
@@ -514,7 +511,6 @@ def _largest(
     model: ModelShape,
     setup: Setup,
     sizes: Mapping[LayerShape, TokenBytes],
-    chip: Chip,
     links: Links,
 ) -> dict[bool, dict[str, tuple[float, float]]]:
     """Return bytes of the layer in backward and of its attention call, in MLP and attention.
@@ -522,7 +518,7 @@ def _largest(
     By whether what the layer has saved is counted elsewhere: it is not checkpointed.
     """
     tokens = setup.local_len
-    calls = {layer: attention_cost(layer, setup, chip, links).memory for layer in sizes}
+    calls = {layer: attention_cost(layer, setup, links).memory for layer in sizes}
 
     def largest(*, is_saved: bool) -> dict[str, tuple[float, float]]:
         mlps, attentions = [], []

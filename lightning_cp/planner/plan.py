@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_run`: memory and time of a run, what fits, and what was not measured."""
+"""`plan_run`: memory and time of a run, and what fits."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
-from lightning_cp.attn.hardware import A100, H200, Chip, Links
-from lightning_cp.options import check_choice
-from lightning_cp.planner.attention import MAX_LAYOUT_LEN, MAX_LAYOUT_RANKS
+from lightning_cp.attn.hardware import Links
 from lightning_cp.planner.memory import HOST_USABLE, USABLE, MemoryPlan, plan_memory
 from lightning_cp.planner.setup import Setup
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 from lightning_cp.planner.time import TimePlan, plan_time
-
-ChipName = Literal["h200", "a100"]
-CHIPS: Final[dict[ChipName, Chip]] = {"h200": H200, "a100": A100}
 
 MAX_LEN: Final = 1 << 30
 """The longest sequence that a search tries."""
@@ -59,7 +53,6 @@ class Plan:
         longest: tokens of the longest sequence that fits on these GPUs; 0 for none.
         fewest: the fewest layers that must be recomputed for the run to fit; None if it does not
             fit with all of them.
-        notes: what is extrapolated.
     """
 
     model: ModelShape
@@ -69,7 +62,6 @@ class Plan:
     time: TimePlan
     longest: int
     fewest: int | None
-    notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -96,7 +88,6 @@ def plan_run(
     num_gpus: int,
     gpu_memory: float = 141.0,
     host_memory: float = 2000.0,
-    chip: ChipName = "h200",
     links: Links | None = None,
     **options: object,
 ) -> Plan:
@@ -109,7 +100,6 @@ def plan_run(
         num_gpus: of all nodes.
         gpu_memory: of one GPU, in GB (10^9 bytes).
         host_memory: of one node, in GB.
-        chip: whose speed is assumed.
         links: between ranks; by default nodes of 8 GPUs.
         options: of `Setup`, such as ``precision`` and ``lora_rank``.
 
@@ -120,20 +110,15 @@ def plan_run(
     """
     model = find_shape(model)
     capacity = Capacity.of_gb(gpu_memory, host_memory)
-    check_choice("chip", chip, tuple(CHIPS))
     setup = Setup(seq_len=seq_len, num_gpus=num_gpus, **options)  # type: ignore[arg-type]
-    links = Links() if links is None else links
-    gpu = CHIPS[chip]
-    memory = plan_memory(model, setup, chip=gpu, links=links)
     return Plan(
         model,
         setup,
         capacity,
-        memory,
-        plan_time(model, setup, chip=gpu, links=links),
-        longest_sequence(model, setup, capacity, chip=gpu, links=links),
-        fewest_checkpointed(model, setup, capacity, chip=gpu, links=links),
-        tuple(_notes(model, setup, chip)),
+        plan_memory(model, setup, links=links),
+        plan_time(model, setup, links=links),
+        longest_sequence(model, setup, capacity, links=links),
+        fewest_checkpointed(model, setup, capacity, links=links),
     )
 
 
@@ -142,7 +127,6 @@ def longest_sequence(
     setup: Setup,
     capacity: Capacity,
     *,
-    chip: Chip = H200,
     links: Links | None = None,
 ) -> int:
     """Return the tokens of the longest sequence that fits, to a thousandth; 0 for none.
@@ -152,7 +136,7 @@ def longest_sequence(
 
     def fits(seq_len: int) -> bool:
         one = replace(setup, seq_len=seq_len)
-        return capacity.fits(plan_memory(model, one, chip=chip, links=links))
+        return capacity.fits(plan_memory(model, one, links=links))
 
     step = 2 * setup.context_size
     low, high = 0, step
@@ -170,7 +154,6 @@ def fewest_checkpointed(
     setup: Setup,
     capacity: Capacity,
     *,
-    chip: Chip = H200,
     links: Links | None = None,
 ) -> int | None:
     """Return the fewest layers that must be recomputed for a run to fit; None if it never fits."""
@@ -179,47 +162,6 @@ def fewest_checkpointed(
     numbers = range(1, len(model.layers) + 1)
     some = (replace(setup, checkpointing=kind, checkpointed_layers=n) for n in numbers)
     for one in (none, *some):
-        if capacity.fits(plan_memory(model, one, chip=chip, links=links)):
+        if capacity.fits(plan_memory(model, one, links=links)):
             return one.checkpointed_layers
     return None
-
-
-def _notes(model: ModelShape, setup: Setup, chip: ChipName) -> Iterator[str]:
-    """Say what is extrapolated: steps were measured on one H200, as one rank of 8 or alone."""
-    if setup.parameter_offload:
-        yield "parameter_offload: copies and the optimizer on the CPU by assumed speeds"
-    if setup.offload != "none" or setup.tiles:
-        yield "offload and tiles: memory by what was counted on small models"
-    if chip != "h200":
-        yield "speeds of this chip are from public numbers, not measured"
-    if setup.num_gpus > 1:
-        yield "links are modelled (400 GB/s inside a node, 45 GB/s per card between nodes)"
-    if setup.context_size != 8:
-        yield f"steps were measured as one rank of 8, not of {setup.context_size}"
-    if setup.tp_size > 1:
-        yield "tensor parallelism was not measured: sums by links, matrices as fast as whole ones"
-    if setup.num_gpus > 64:
-        yield "attention was measured on up to 64 emulated ranks"
-    if setup.seq_len > 1 << 20:
-        yield "attention was measured up to 1M tokens"
-    if any(layer.num_heads and layer.head_dim not in (64, 128) for layer in model.layers):
-        yield "time of these heads is extrapolated from heads of 128"
-    if any(layer.num_active for layer in model.layers):
-        yield "the speed of experts is that of one measured step of Qwen3-30B-A3B"
-    if any(layer.num_heads == 0 for layer in model.layers):
-        yield "layers without attention are counted as an MLP of their parameters"
-    if any(layer.window for layer in model.layers) or setup.documents:
-        yield "windows and documents: FlexAttention's rate on visible pairs"
-    if setup.documents and (
-        setup.seq_len > MAX_LAYOUT_LEN or setup.context_size > MAX_LAYOUT_RANKS
-    ):
-        yield (
-            f"balance of documents: computed on a sequence scaled to {MAX_LAYOUT_LEN:,} tokens and "
-            f"at most {MAX_LAYOUT_RANKS} ranks"
-        )
-    if model.other_params:
-        yield "blocks that text does not reach (towers): their weights, not what they compute"
-    if setup.lora_rank:
-        yield "LoRA: time without the adapters' own kernels"
-    if setup.num_gpus > 1:
-        yield "host memory counts offloaded tensors only"

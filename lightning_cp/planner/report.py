@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as text, and as the config to paste."""
+"""A plan as text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lightning_cp.planner.memory import HOST_USABLE, USABLE
 from lightning_cp.planner.plan import Plan
-from lightning_cp.planner.setup import GPUS_PER_HOST, Setup
-from lightning_cp.planner.shapes import KNOWN
-from lightning_cp.planner.time import TENSOR
+from lightning_cp.planner.setup import GPUS_PER_HOST
 
 
 def parse_tokens(text: str) -> int:
@@ -52,7 +50,7 @@ def format_tokens(number: int) -> str:
 
 def format_plan(plan: Plan) -> str:
     """Return the report of a plan, as plain text."""
-    sections = (_head(plan), _memory(plan), _time(plan), _limits(plan), _ending(plan))
+    sections = (_head(plan), _memory(plan), _time(plan), _limits(plan))
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -74,73 +72,34 @@ def _head(plan: Plan) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    names, values = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [f"{name:{names}}  {value:>{values}}" for name, value in rows]
 
 
 def _memory(plan: Plan) -> list[str]:
-    memory, capacity, tokens = plan.memory, plan.capacity, plan.setup.local_len
-    rows = [("memory of a rank", "GB", "KiB per token")]
-    by_token = {
-        "checkpoints",
-        "kept attention",
-        "saved activations",
-        "one layer",
-        "attention buffers",
-    }
-    for name, value in memory.parts.items():
-        per_token = f"{value / tokens / 1024:.1f}" if name in by_token and value else ""
-        rows.append((f"  {name}", f"{value / 1e9:.1f}", per_token))
-    rows.append((f"  peak ({memory.peak_moment})", f"{memory.peak / 1e9:.1f}", ""))
+    memory, capacity = plan.memory, plan.capacity
+    rows = [("memory of a rank", "GB")]
+    rows += [(f"  {name}", f"{value / 1e9:.1f}") for name, value in memory.parts.items()]
+    rows.append((f"  peak ({memory.peak_moment})", f"{memory.peak / 1e9:.1f}"))
     usable = USABLE * capacity.gpu / 1e9
-    rows.append((f"  usable of {capacity.gpu / 1e9:g} GB", f"{usable:.1f}", ""))
-    lines = _table(rows)
-    others = sorted(
-        (name for name in memory.moments if name != memory.peak_moment),
-        key=lambda name: -sum(memory.moments[name].values()),
-    )
-    told = (f"{name} {sum(memory.moments[name].values()) / 1e9:.1f}" for name in others)
-    lines.append(f"  other moments: {', '.join(told)} GB")
+    rows.append((f"  usable of {capacity.gpu / 1e9:g} GB", f"{usable:.1f}"))
     pinned = memory.host + memory.host_parameters
     host = f"  host memory: {pinned / 1e9:.0f} GB pinned per node of {GPUS_PER_HOST} GPUs"
-    lines.append(f"{host}, of {HOST_USABLE * capacity.host / 1e9:.0f} usable")
-    return lines
+    return [*_table(rows), f"{host}, of {HOST_USABLE * capacity.host / 1e9:.0f} usable"]
 
 
 def _time(plan: Plan) -> list[str]:
     time, setup = plan.time, plan.setup
-    rows = [("time of a step", "s", "share")]
-    for name, value in time.seconds.items():
-        if value:
-            rows.append((f"  {name}", _seconds(value), f"{100 * value / time.step:.0f}%"))
-    rows.append(("  step", _seconds(time.step), "100%"))
-    lines = _table(rows)
-    sequences = setup.data_size * setup.batch_size
-    rate = setup.seq_len * sequences / time.step
-    lines += [
-        f"  {time.flops / 1e15:.3g} PFLOP per rank, {time.attention_flops / time.flops:.0%} of "
-        f"them attention (visible pairs); {time.share_of_peak:.3f} of "
-        f"{time.peak_flops / 1e12:.0f} TFLOP/s",
-        f"  {rate:,.0f} tokens/s of all ranks; most expensive rank {time.balance:.2f} of the mean",
-        f"  attention: {', '.join(f'{name} in {n} layers' for name, n in time.algorithms.items())}",
+    rows = [("time of a step on H200s", "s")]
+    rows += [(f"  {name}", f"{value:.3f}") for name, value in time.seconds.items() if value]
+    rows.append(("  step", f"{time.step:.3f}"))
+    tokens = setup.seq_len * setup.data_size * setup.batch_size
+    return [
+        *_table(rows),
+        f"  {tokens / time.step:,.0f} tokens/s of all ranks; {time.flops / 1e15:.3g} PFLOP per "
+        f"rank, {time.share_of_peak:.3f} of {time.peak_flops / 1e12:.0f} TFLOP/s",
     ]
-    received = {n: x for n, x in time.wire.items() if n != TENSOR or setup.tp_size > 1}
-    wire = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in received.items())
-    lines.append(f"  received by a rank per step, GB: {wire}")
-    waits = {n: x for n, x in time.exposed.items() if n in received}
-    told = ", ".join(f"{name} {_seconds(value)}" for name, value in waits.items())
-    lines.append(f"  of the step, s waiting for other ranks: {told}")
-    return lines
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def _limits(plan: Plan) -> list[str]:
@@ -150,70 +109,5 @@ def _limits(plan: Plan) -> list[str]:
         f"longest sequence on {plan.setup.num_gpus} GPUs: {format_tokens(plan.longest)} "
         f"({plan.longest:,} tokens)",
         f"fewest recomputed layers that fit: {fewest} {num_layers}",
+        "docs/planning.md: how far plans were from measured steps, and what was not measured",
     ]
-
-
-def _ending(plan: Plan) -> list[str]:
-    lines = [f"extrapolated: {note}" for note in plan.notes]
-    return [*lines, "", "config to paste:", *(f"  {line}" for line in config_lines(plan))]
-
-
-def config_lines(plan: Plan) -> list[str]:
-    """Return the lines for a recipe."""
-    setup = plan.setup
-    nodes = -(-setup.num_gpus // GPUS_PER_HOST)
-    devices = setup.num_gpus // nodes
-    precision = "bf16-true" if setup.precision == "bf16-true" else "bf16-mixed"
-    known = "  # its folder, or its name on the hub" if plan.model.name in KNOWN else ""
-    lines = ["model:", f"  model: {plan.model.name}{known}"]
-    if setup.lora_rank:
-        lines += ["  lora:", f"    rank: {setup.lora_rank}", "    target_modules: all-linear"]
-    is_checkpointed = setup.checkpointing != "none" and not setup.checkpointed_layers
-    lines += [
-        f"  gradient_checkpointing: {str(is_checkpointed).lower()}",
-        "  chunked_loss: always",
-        "data:",
-        "  init_args:",
-        f"    seq_len: {setup.seq_len}",
-        f"    batch_size: {setup.batch_size}",
-        "trainer:",
-        "  accelerator: gpu",
-        f"  devices: {devices}",
-        f"  num_nodes: {nodes}",
-        f"  precision: {precision}",
-        "  strategy:",
-        "    class_path: lightning_cp.ContextParallelStrategy",
-        "    init_args:",
-        *(f"      {line}" for line in _strategy(setup)),
-    ]
-    return lines
-
-
-def _strategy(setup: Setup) -> Iterable[str]:
-    size, inside = setup.context_size, setup.ulysses_size
-    shared = f"{size}" if inside == 1 else f"[{inside}, {size // inside}]"
-    yield f"context_parallel_size: {shared}"
-    if setup.tp_size > 1:
-        yield f"tensor_parallel_size: {setup.tp_size}"
-    if setup.sharding != "full":
-        yield f"parameter_sharding: {setup.sharding}"
-    if setup.sharding == "hybrid" and setup.shard_size:
-        yield f"shard_size: {setup.shard_size}"
-    if setup.parameter_offload:
-        yield "parameter_offload: true"
-    if setup.attention_memory is not None:
-        yield f"attention_memory: {setup.attention_memory:g}"
-    if setup.gradient_wire != "float32":
-        yield f"gradient_wire: {setup.gradient_wire}"
-    if setup.checkpointed_layers:
-        yield f"activation_checkpointing: {setup.checkpointed_layers}"
-    if setup.checkpointing == "keep":
-        yield "keep_attention: all"
-    if setup.offload != "none":
-        yield "offload: all"
-    if setup.tiles:
-        yield f"tile: {-(-setup.local_len // setup.tiles)}"
-    if setup.compiled:
-        yield "compile: layers"
-    if setup.precision == "bf16-policy":
-        yield "mixed_precision: fsdp"

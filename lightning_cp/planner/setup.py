@@ -47,7 +47,6 @@ class Setup:
         lora_rank: 0 trains all weights.
         documents: lengths of packed documents, repeated until the sequence is full.
         attention_memory: GiB of one attention call, as the strategy's option.
-        attention_queries: the same as a multiple of the rank's queries; for comparisons.
         gradient_wire: precision in which gradients of keys are summed.
         chunk_logits: logits of a chunk of the loss.
         accumulates: whether gradients of earlier microbatches are in memory.
@@ -75,7 +74,6 @@ class Setup:
     lora_rank: int = 0
     documents: tuple[int, ...] = ()
     attention_memory: float | None = None
-    attention_queries: float | None = None
     gradient_wire: Literal["float32", "model"] = "float32"
     chunk_logits: int = 2**28
     accumulates: bool = True

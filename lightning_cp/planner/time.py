@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from lightning_cp.attn.hardware import A100, H200, Chip, Links
+from lightning_cp.attn.hardware import H200, Links
 from lightning_cp.planner.attention import Passes, attention_cost
 from lightning_cp.planner.memory import EXPERT_SAVED, FROZEN, STATES, StateBytes, token_bytes
 from lightning_cp.planner.setup import Setup
@@ -18,7 +18,7 @@ from lightning_cp.planner.shapes import LayerShape, ModelShape
 
 
 class Rates(NamedTuple):
-    """Speed of a chip outside of attention, in TFLOP/s.
+    """Speed outside of attention, in TFLOP/s.
 
     Args:
         peak: dense bf16, per the data sheet.
@@ -34,10 +34,8 @@ class Rates(NamedTuple):
     experts: float
 
 
-RATES: Final[Mapping[Chip, Rates]] = {
-    H200: Rates(989.0, 721.0, 404.0, 155.0),
-    A100: Rates(312.0, 227.0, 127.0, 49.0),  # the same shares of peak, not measured
-}
+RATES: Final = Rates(989.0, 721.0, 404.0, 155.0)
+"""Of an H200."""
 
 
 class ElementBytes(NamedTuple):
@@ -136,10 +134,8 @@ class TimePlan:
         return self.flops / self.step / self.peak_flops
 
 
-def plan_time(
-    model: ModelShape, setup: Setup, *, chip: Chip = H200, links: Links | None = None
-) -> TimePlan:
-    """Estimate a step.
+def plan_time(model: ModelShape, setup: Setup, *, links: Links | None = None) -> TimePlan:
+    """Estimate a step on H200s.
 
     In each layer and pass, parameters and offloaded tensors travel while the layer is computed:
     the longer of both counts. The exchanges of attention are part of attention.
@@ -147,12 +143,11 @@ def plan_time(
     Args:
         model: its shape.
         setup: the run.
-        chip: the GPU.
         links: between ranks.
     """
     all_links = Links() if links is None else links
     links, whole, model = all_links.beside(setup.tp_size), model, model.part(setup.tp_size)
-    rates, states = RATES[chip], STATES[setup.precision]
+    states = STATES[setup.precision]
     tokens = setup.local_len
     is_full = setup.lora_rank == 0
     backward_factor = 2 if is_full else 1  # frozen weights have no gradient
@@ -166,10 +161,10 @@ def plan_time(
     pairs_flops, weighted, total_pairs, algorithms = 0.0, 0.0, 0.0, dict[str, int]()
     exposed = 0.0
     for (layer, is_checkpointed), count in _counted(model, setup).items():
-        cost = attention_cost(layer, setup, chip, links)
+        cost = attention_cost(layer, setup, links)
         algorithms[cost.algorithm] = algorithms.get(cost.algorithm, 0) + count
         again = is_checkpointed and (setup.checkpointing == "full" or layer.window is not None)
-        forward = _tokenwise(layer, model.hidden, setup, chip)
+        forward = _tokenwise(layer, model.hidden, setup)
         parameters = _Traffic.gather(gather_size * layer.num_params, setup)
         reduced = _Traffic.reduce(states.reduced * layer.num_params if is_full else 0.0, setup)
         attend = Passes(*(_attention_factor(layer) * each for each in cost.time))
@@ -207,15 +202,15 @@ def plan_time(
         total_pairs += count * cost.pairs
     trained = model.num_params if is_full else model.lora_params(setup.lora_rank)
     seconds["head and loss"] = (
-        2 * (1 + backward_factor) * model.head_params * tokens / rates.head / 1e12
+        2 * (1 + backward_factor) * model.head_params * tokens / RATES.head / 1e12
     )
     item = states.weight
-    adam_gbs = HOST_ADAM_GBS if setup.parameter_offload else chip.memory_gbs
+    adam_gbs = HOST_ADAM_GBS if setup.parameter_offload else H200.memory_gbs
     seconds["optimizer"] = ADAM_BYTES * item * trained / setup.num_shards / adam_gbs / 1e9
     if setup.is_sharded:
         copied = COPIED_GATHERS * gather_size * model.num_params
         copied += (states.full_gradient + states.reduced) * model.num_params if is_full else 0
-        seconds["copies of parameters"] = copied / chip.memory_gbs / 1e9
+        seconds["copies of parameters"] = copied / H200.memory_gbs / 1e9
     root = _Traffic.gather(gather_size * model.root_params, setup)
     reduced = _Traffic.reduce(states.reduced * model.root_params if is_full else 0.0, setup)
     wire["parameters"] += sum(root)
@@ -232,7 +227,7 @@ def plan_time(
         pairs_flops,
         wire,
         weighted / total_pairs if total_pairs else 1.0,
-        rates.peak * 1e12,
+        RATES.peak * 1e12,
         algorithms,
         {
             "keys and values": exposed,
@@ -314,17 +309,17 @@ def _attention_factor(layer: LayerShape) -> float:
     return ATTENTION_IN_STEP * (LARGE_HEADS if layer.head_dim > 128 else 1.0)
 
 
-def _tokenwise(layer: LayerShape, hidden: int, setup: Setup, chip: Chip) -> float:
+def _tokenwise(layer: LayerShape, hidden: int, setup: Setup) -> float:
     """Return the seconds of one forward of everything but attention."""
-    rates, each = RATES[chip], COMPILED if setup.compiled else EAGER
-    rate = rates.experts if layer.num_active else rates.matrices
+    each = COMPILED if setup.compiled else EAGER
+    rate = RATES.experts if layer.num_active else RATES.matrices
     rotated = (layer.num_heads + layer.num_kv_heads) * layer.head_dim
     normed = layer.num_norms * hidden + layer.latent + (rotated if layer.qk_norm else 0)
     inner = max(1, layer.num_active) * layer.inner + layer.shared_inner
     norm = each.norm + (WIDE_NORM if layer.has_wide_norms and not setup.compiled else 0)
     moved = norm * normed + each.activation * inner + each.rotary * rotated
     moved += (each.residual + EXPERT_SAVED * layer.num_active) * hidden
-    per_token = 2 * layer.num_active_params / rate / 1e12 + moved / chip.memory_gbs / 1e9
+    per_token = 2 * layer.num_active_params / rate / 1e12 + moved / H200.memory_gbs / 1e9
     return setup.local_len * per_token * (TILED if setup.tiles else 1.0)
 
 

@@ -14,7 +14,6 @@ from lightning_cp.attn.call import CallOptions
 from lightning_cp.attn.choose import CallSpec, is_dense, prefers_flex, takes_flex
 from lightning_cp.attn.cost import Problem
 from lightning_cp.attn.plan import QueryShard
-from lightning_cp.comm.mesh import Gpu
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from tests.attn.cases import MASKS, say_again
@@ -148,7 +147,7 @@ def test_the_choice_is_the_same_on_all_ranks(compiler, seq_len):
 
 
 def test_both_roads_have_one_memory_budget():
-    auto = CallOptions(algorithm="auto", gpu=Gpu(compiles=True, capability=(9, 0)))
+    auto = CallOptions(algorithm="auto")
     dense, masked = (build_spec(mask, seq_len=1 << 17, options=auto) for mask in (DENSE, MASKED))
     assert dense.memory_budget == masked.memory_budget == 800 * 2**20
     limited = replace(auto, memory_bytes=2**28)

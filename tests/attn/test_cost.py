@@ -13,7 +13,7 @@ from lightning_cp.attn.cost import (
     kernel_time,
     ring_tiles,
 )
-from lightning_cp.attn.hardware import A100, FREE, H200, Links
+from lightning_cp.attn.hardware import FREE, H200, Links
 
 GiB = 2**30
 
@@ -158,7 +158,6 @@ def test_the_fastest_way_that_fits_is_chosen():
     plenty, little = (choose_exchange(one, memory_budget=n) for n in (80 * GiB, 1 * GiB))
     assert plenty.algorithm == "gather"
     assert little.algorithm == "ring"
-    assert "over the budget of 1.00" in little.reason
     assert plenty.fits
     assert little.fits
     none = choose_exchange(one, memory_budget=1)
@@ -177,7 +176,6 @@ def test_groups_are_few_where_kernels_are_small_and_as_many_as_memory_asks_for()
     )
     assert (few.algorithm, few.num_groups_forward, few.num_groups_backward) == ("gather", 1, 1)
     assert (many.algorithm, many.num_groups_backward) == ("gather", 8)
-    assert many.reason.startswith("gather in ")
     groups = (many.num_groups_forward, many.num_groups_backward)
     assert estimate("gather", long, groups=groups).memory <= 6 * long.query_bytes
 
@@ -221,12 +219,9 @@ def test_more_memory_is_taken_only_where_it_saves_a_tenth_of_the_time():
 
 
 def test_the_choice_follows_from_shapes_alone():
-    for chip in (H200, A100):
-        for one in (problem(32768, 8), problem(32768, 8, kind="full")):
-            again = replace(one)
-            assert choose_exchange(one, memory_budget=1e9, chip=chip) == choose_exchange(
-                again, memory_budget=1e9, chip=chip
-            )
+    for one in (problem(32768, 8), problem(32768, 8, kind="full")):
+        again = choose_exchange(replace(one), memory_budget=1e9)
+        assert choose_exchange(one, memory_budget=1e9) == again
 
 
 def test_a_single_key_head_is_one_group():

@@ -5,12 +5,11 @@ import re
 from dataclasses import replace
 
 import pytest
-import yaml
 
 from lightning_cp.planner import KNOWN, Setup, plan_run
 from lightning_cp.planner.memory import plan_memory
 from lightning_cp.planner.plan import Capacity, fewest_checkpointed, longest_sequence
-from lightning_cp.planner.report import config_lines, format_plan, parse_tokens
+from lightning_cp.planner.report import format_plan, parse_tokens
 from recipes.command import main
 from tests.parity.zoo import build_config
 
@@ -48,11 +47,8 @@ def test_what_never_fits_is_said():
 
 
 @pytest.mark.slow
-def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
-    plan = plan_run("llama-8b", seq_len=2**24, num_gpus=1024)
-    assert plan.fits
-    assert any("not of 1024" in note for note in plan.notes)
-    assert any("up to 1M" in note for note in plan.notes)
+def test_plans_go_to_1024_gpus():
+    assert plan_run("llama-8b", seq_len=2**24, num_gpus=1024).fits
 
 
 @pytest.mark.parametrize(
@@ -71,7 +67,6 @@ def test_plans_go_to_1024_gpus_and_say_what_is_extrapolated():
         ({"offload": "all", "checkpointing": "none"}, "there are none. Give"),
         ({"precision": "fp8"}, "fp8"),
         ({"gpu_memory": 0}, "gpu_memory=0: give GB"),
-        ({"chip": "tpu"}, "tpu"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):
@@ -88,37 +83,6 @@ def test_an_unknown_name_is_refused():
 def test_what_is_no_length_is_refused(text):
     with pytest.raises(ValueError, match="is not a number of tokens. Give an integer"):
         parse_tokens(text)
-
-
-def test_the_config_is_that_of_a_recipe():
-    plan = plan_run("llama-8b", seq_len=2**17, num_gpus=32, ulysses_size=8, lora_rank=16)
-    config = yaml.safe_load("\n".join(config_lines(plan)))
-    assert config["trainer"]["strategy"]["init_args"] == {"context_parallel_size": [8, 4]}
-    assert (config["trainer"]["devices"], config["trainer"]["num_nodes"]) == (8, 4)
-    assert config["model"]["lora"] == {"rank": 16, "target_modules": "all-linear"}
-    assert config["data"]["init_args"]["seq_len"] == 2**17
-
-
-def test_options_about_memory_are_pasted():
-    plan = plan_run(
-        "llama-8b",
-        seq_len=2**17,
-        num_gpus=8,
-        checkpointing="keep",
-        offload="all",
-        tiles=16,
-        precision="bf16-policy",
-    )
-    config = yaml.safe_load(format_plan(plan).partition("config to paste:")[2])
-    assert config["model"]["gradient_checkpointing"] is True
-    assert config["trainer"]["precision"] == "bf16-mixed"
-    assert config["trainer"]["strategy"]["init_args"] == {
-        "context_parallel_size": 8,
-        "keep_attention": "all",
-        "offload": "all",
-        "tile": 1024,
-        "mixed_precision": "fsdp",
-    }
 
 
 def test_the_command_prints_a_plan(capsys):
@@ -146,8 +110,6 @@ def test_as_few_layers_are_checkpointed_as_fit(capsys):
     for text in (
         f"checkpointing keep of {fewest} layers",
         "saved activations",
-        "gradient_checkpointing: false",
-        f"activation_checkpointing: {fewest}",
     ):
         assert text in out
     assert main([*args, "--checkpointed-layers", str(fewest - 1)]) == 1
@@ -169,21 +131,21 @@ def test_the_command_reads_a_config(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "name"),
+    ("args", "message"),
     [
-        (["--mesh", "auto"], "--mesh"),
-        (["--mesh=auto", "--seq", "4"], "--mesh"),
-        (["--sequences", "4"], "--sequences"),
-        (["--plot", "plan.png"], "--plot"),
+        (["--mesh", "auto"], "--mesh is gone: this command plans one run."),
+        (["--mesh=auto", "--seq", "4"], "--mesh is gone: this command plans one run."),
+        (["--sequences", "4"], "gone: this command plans one run. `python -m benchmarks.cluster"),
+        (["--plot", "plan.png"], "--plot is gone: this command plans one run."),
+        (["--chip", "a100"], "--chip is gone: seconds are those of an H200"),
     ],
 )
-def test_meshes_and_pictures_are_those_of_a_script(args, name, capsys):
+def test_options_that_are_gone_name_what_to_use(args, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan", *SIZES, "--model", "llama-8b", *args])
     error = capsys.readouterr().err
     assert ended.value.code == 2
-    assert f"error: {name} is gone: this command plans one run." in error
-    assert "`python -m benchmarks.cluster_plan --model PATH" in error
+    assert message in error
     assert len(error.splitlines()) == 1
 
 

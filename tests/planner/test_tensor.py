@@ -5,9 +5,7 @@ import pytest
 from lightning_cp.attn.hardware import Links
 from lightning_cp.planner import KNOWN, Setup, plan_run
 from lightning_cp.planner.memory import plan_memory, token_bytes
-from lightning_cp.planner.report import config_lines
 from lightning_cp.planner.time import plan_time
-from recipes.command import main
 
 LLAMA = KNOWN["llama-8b"]
 LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # projections and MLP, no norms
@@ -89,11 +87,3 @@ def test_ranks_of_one_tensor_index_gather_parts_of_the_parameters():
 def test_tensor_ranks_that_cannot_divide_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         plan_run(model, seq_len=8192, num_gpus=64, **options)
-
-
-def test_tensor_ranks_are_in_the_config(capsys):
-    args = ["plan", "--model", "llama-8b", "--length", "128k", "--gpus", "16", "--tensor", "2"]
-    assert main(args) == 0
-    assert "tensor_parallel_size: 2" in capsys.readouterr().out
-    plan = plan_run("llama-8b", seq_len=2**17, num_gpus=16)
-    assert not any("tensor" in line for line in config_lines(plan))

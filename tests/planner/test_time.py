@@ -10,7 +10,7 @@ from benchmarks.plan_gpu import POINTS, build_config, planned_ms, unsharded_peak
 from benchmarks.scaling import RESULTS
 from hf_patches import model_shape
 from lightning_cp.attn.cost import choose_exchange, default_memory_budget, estimate
-from lightning_cp.attn.hardware import FREE, H200, Links
+from lightning_cp.attn.hardware import FREE, Links
 from lightning_cp.attn.plan import build_plan
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
@@ -86,10 +86,10 @@ def test_steps_of_models_take_what_was_measured(point):
 def test_attention_is_that_of_the_cost_model():
     setup, links = Setup(2**17, 8), Links()
     problem = problem_of(LLAMA.layers[0], setup)
-    budget = default_memory_budget(problem, chip=H200, links=links)
-    choice = choose_exchange(problem, memory_budget=budget, chip=H200, links=links)
+    budget = default_memory_budget(problem, links=links)
+    choice = choose_exchange(problem, memory_budget=budget, links=links)
     groups = (choice.num_groups_forward, choice.num_groups_backward)
-    passes = estimate(choice.algorithm, problem, groups=groups, chip=H200, links=links)
+    passes = estimate(choice.algorithm, problem, groups=groups, links=links)
     plan = plan_time(LLAMA, setup)
     assert plan.seconds["attention"] == pytest.approx(32 * ATTENTION_IN_STEP * passes.time)
     assert plan.attention_flops == 32 * 12 * (2**17) ** 2 / 2 / 8 * 32 * 128
@@ -161,7 +161,7 @@ def test_parameters_travel_twice_and_gradients_once():
 
 def test_kept_attention_is_not_computed_again():
     full, kept = (plan_time(LLAMA, Setup(2**17, 8, checkpointing=c)) for c in ("full", "keep"))
-    cost = attention_cost(LLAMA.layers[0], Setup(2**17, 8), H200, Links())
+    cost = attention_cost(LLAMA.layers[0], Setup(2**17, 8), Links())
     assert full.step - kept.step == pytest.approx(
         32 * ATTENTION_IN_STEP * cost.time.forward, rel=0.01
     )
