@@ -23,7 +23,6 @@ from hf_patches.mixers import INSTALLERS
 from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
-from hf_patches.probe import find_mixing
 from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import (
     ARCHITECTURES,
@@ -266,19 +265,19 @@ def _check_known(model: PreTrainedModel, *, allow_unknown: bool) -> Architecture
     if known is not None and not known.is_served:
         raise ValueError(
             f"{type(model).__name__} (model type '{kind}') cannot run under context parallelism: "
-            f"{known.refusal}.{_probe(model)}"
+            f"{known.refusal}."
         )
     custom = _custom_modules(model)
     if known is not None and custom and not allow_unknown:
         raise ValueError(
             f"{type(model).__name__} has model type '{kind}', but {custom[0]} is not from "
-            f"transformers, so the type's entry in the table may not hold.{_probe(model)} {_TRIAL}"
+            f"transformers, so the type's entry in the table may not hold. {_TRIAL}"
         )
     if known is not None or allow_unknown:
         return known
     raise ValueError(
         f"{type(model).__name__} (model type '{kind}') is not among the architectures that are "
-        f"known to be exact.{_probe(model)} {_TRIAL}"
+        f"known to be exact. {_TRIAL}"
     )
 
 
@@ -330,21 +329,6 @@ def _custom_modules(model: PreTrainedModel) -> list[str]:
         if library not in LIBRARIES:
             custom.append(f"{name or 'the model itself'} ({type(module).__name__})")
     return custom
-
-
-def _probe(model: PreTrainedModel) -> str:
-    """Return a sentence on which modules mix tokens outside of attention, if a probe can tell."""
-    if any(p.is_meta for p in model.parameters()) or not model._can_set_attn_implementation():
-        return ""
-    try:
-        mixing = find_mixing(model)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-        return ""  # the model is refused anyway; this only adds to the message
-    if not mixing:
-        return " A probe found no module that mixes tokens outside of attention."
-    more = f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
-    first = mixing[0] or "the model itself"
-    return f" A probe found that tokens are mixed outside of attention in {first}{more}."
 
 
 def _check_dropout(model: PreTrainedModel) -> None:

@@ -16,8 +16,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.lightning.memory_plan import compare_memory
-
 _logger = logging.getLogger("lightning_cp")
 
 
@@ -133,16 +131,6 @@ class ContextParallelCallback(Callback):
         if sum(work):
             measurements["work_imbalance"] = max(work) * len(work) / sum(work)
         return measurements
-
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the planned and the measured peak of memory; the maximum over ranks."""
-        strategy = _strategy(trainer)
-        if strategy.memory_plan is not None:
-            device = strategy.root_device
-            peak = torch.tensor(_peak_memory(device), dtype=torch.float64, device=device)
-            measured = float(strategy.reduce(peak, reduce_op="max"))
-            _log(compare_memory(strategy.memory_plan, measured))
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

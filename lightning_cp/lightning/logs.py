@@ -7,11 +7,10 @@ arguments by name (Lightning 2.6); imports nothing from Lightning. What hooks lo
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from types import MethodType
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -88,11 +87,13 @@ def recorded_logs(
         sync: when a mean is reduced over the data axis too; None to record without logging.
     """
     log, records = module.log, list[Logged]()
-    is_method = hasattr(log, "__func__")
-    parameters = _parameters(log.__func__ if is_method else log, is_method=is_method)
+    signature = inspect.signature(log)
 
     def record(*args: Any, **kwargs: Any) -> None:
-        options = parameters.read(args, kwargs)
+        signature.bind(*args, **kwargs)  # raises as the call would
+        options = _DEFAULTS | dict(zip(_ORDER, args, strict=False)) | kwargs
+        if not options.keys() >= {"name", "value"}:
+            raise TypeError("log() takes `name` and `value` first, or by these names.")
         changes: dict[str, Any] = {}
         if isinstance(options["value"], DTensor):
             changes["value"] = options["value"] = options["value"].full_tensor()
@@ -108,7 +109,15 @@ def recorded_logs(
             elif not options["sync_dist"]:
                 ignore_sync_advice(options["name"])
         if sync is not None:
-            args, kwargs = parameters.replace(args, kwargs, changes)
+            args, kwargs = _changed(args, kwargs, changes)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"{log.__qualname__}() does not take {', '.join(changes)}, by which the mean "
+                    "over an epoch is made the mean over the tokens of all ranks. Let it take "
+                    "**kwargs, and pass them on: super().log(name, value, **kwargs)."
+                ) from error
             log(*args, **kwargs)
 
     with _replaced_log(module, record):
@@ -141,7 +150,8 @@ def noted_hook_logs(trainer: Any, cp: ContextParallel) -> list[Callable[[], None
     return undos
 
 
-# The parameters of `LightningModule.log` in their order, with defaults of those that are read here.
+# The parameters of `LightningModule.log` in their order, with defaults of those that are read here;
+# what a method of a user that overrides it does not take by name, it is assumed to pass on.
 _ORDER: Final = (
     *("name", "value", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
     *("sync_dist", "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute"),
@@ -157,75 +167,14 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-class _Parameters:
-    """The parameters of a function that replaces `LightningModule.log`, or of that method.
-
-    What a method of a user does not take by name, it is assumed to pass on.
-
-    Args:
-        function: the function.
-        is_method: whether its first argument is the module.
-    """
-
-    def __init__(self, function: Any, *, is_method: bool) -> None:
-        self._name = getattr(function, "__qualname__", "log")
-        self._signature = inspect.signature(
-            MethodType(function, object()) if is_method else function
-        )
-        kinds = {name: p.kind for name, p in self._signature.parameters.items()}
-        by_order = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        order = [name for name, kind in kinds.items() if kind in by_order]
-        if inspect.Parameter.VAR_POSITIONAL in kinds.values():
-            order += _ORDER[len(order) :]
-        # The first two are the name and the value, whatever they are called.
-        self._own = dict(zip(_ORDER[:2], order[:2], strict=False))
-        self._order = [*_ORDER[: len(self._own)], *order[2:]]
-        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
-        self._named = {name for name, kind in kinds.items() if kind is not by_order[0]}
-        self._defaults = _DEFAULTS | {
-            name: p.default
-            for name, p in self._signature.parameters.items()
-            if name in _DEFAULTS and p.default is not p.empty
-        }
-        self._valid: set[tuple[object, ...]] = set()
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by Lightning's names; raise for wrong ones."""
-        kind = (len(args), *kwargs)
-        if kind not in self._valid:  # binding arguments takes some microseconds
-            self._signature.bind(*args, **kwargs)
-            self._valid.add(kind)
-        options = self._defaults | dict(zip(self._order, args, strict=False)) | kwargs
-        for name, own in self._own.items():
-            if name not in options:
-                options[name] = options[own]
-        return options
-
-    def replace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with other values."""
-        given, named = list(args), dict(kwargs)
-        for name, value in changes.items():
-            index = self._order.index(name) if name in self._order else len(given)
-            own = self._own.get(name, name)
-            if index < len(given):
-                given[index] = value
-            elif self._takes_any or own in self._named:
-                named[own] = value
-            else:
-                raise TypeError(
-                    f"{self._name}() takes no `{name}`, by which the mean over an epoch is made "
-                    "the mean over the tokens of all ranks. Let it take **kwargs, and pass them "
-                    "on: super().log(name, value, **kwargs)."
-                )
-        return tuple(given), named
-
-
-@lru_cache(maxsize=16)
-def _parameters(function: Any, *, is_method: bool) -> _Parameters:
-    """Return the parameters of a function, read once."""
-    return _Parameters(function, is_method=is_method)
+def _changed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], changes: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with other values."""
+    positional = dict(zip(_ORDER, args, strict=False))
+    changed = tuple((positional | changes)[name] for name in positional)
+    by_name = {name: value for name, value in changes.items() if name not in positional}
+    return changed + args[len(changed) :], kwargs | by_name
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:

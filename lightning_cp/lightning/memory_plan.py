@@ -5,7 +5,7 @@ Only for one model whose shape an adapter knows, and in the precisions that the 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, Final
@@ -31,7 +31,6 @@ from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import (
-    OTHER_BYTES,
     USABLE,
     MemoryPlan,
     plan_memory,
@@ -127,7 +126,7 @@ class MemoryCheck:
             is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
             groups = (step.groups.tensor, step.groups.context, step.groups.data)
             if self._refuse and any_rank([is_too_large], *groups)[0]:
-                raise MemoryError(_refusal(model["shape"], setup, self.plan, total))
+                raise MemoryError(_refusal(self.plan, total))
 
     def _decide(self, model: Mapping[str, Any], step: Step, total: float) -> str:
         """Decide what is ``auto``, alike on all ranks; carry it out, and return it as text."""
@@ -273,54 +272,15 @@ def describe_memory(plan: MemoryPlan, total: float) -> str:
     return " ".join(["memory plan:", *texts, *(f"{n}={x / 1e9:.1f}" for n, x in parts.items())])
 
 
-def compare_memory(plan: MemoryPlan, measured: float) -> str:
-    """Return the planned and the measured peak in one line.
-
-    Example:
-        >>> compare_memory(MemoryPlan({"loss": {"weights": 21e9}}, 0), 18e9)
-        'memory plan: peak_gb=20.0 measured_gb=18.0 ratio=1.11'
-    """
-    peak = plan.peak - OTHER_BYTES  # outside of torch's allocator
-    return (
-        f"memory plan: peak_gb={peak / 1e9:.1f} measured_gb={measured / 1e9:.1f} "
-        f"ratio={peak / measured:.2f}"
-    )
-
-
-def _refusal(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float) -> str:
+def _refusal(plan: MemoryPlan, total: float) -> str:
     parts = ", ".join(f"{name} {x / 1e9:.0f}" for name, x in plan.parts.items() if x >= 5e8)
-    text = (
+    return (
         f"This training step needs {plan.peak / 1e9:.0f} GB on each rank by plan ({parts}), and "
-        f"the device has {total / 1e9:.0f} GB. "
+        f"the device has {total / 1e9:.0f} GB. Use activation_checkpointing='auto', offload='auto' "
+        "and tile='auto', which take what fits; parameter_sharding='full', parameter_offload=True, "
+        "more context ranks, shorter sequences, or LoRA. `lightning-cp plan` computes what each "
+        "saves. If the plan is wrong, go on with check_memory=False."
     )
-    fitting = (
-        f"With {', '.join(names)} it needs {needed / 1e9:.0f} GB. "
-        for names, wanted in _leaner(setup)
-        if (needed := plan_memory(shape, wanted).peak) <= USABLE * total
-    )
-    text += next(fitting, "Use more context ranks, shorter sequences, or LoRA. ")
-    return text + "If the plan is wrong, go on with check_memory=False."
-
-
-def _leaner(setup: Setup) -> Iterator[tuple[list[str], Setup]]:
-    """Yield setups that take less memory, and their options, the fastest first."""
-    names: list[str] = []
-    if setup.num_copies > 1:
-        names, setup = ["parameter_sharding='full'"], replace(setup, sharding="full")
-        yield names, setup
-    if setup.checkpointing == "none" or setup.checkpointed_layers:
-        names = [*names, "activation_checkpointing=True"]
-        kept = "full" if setup.checkpointing == "none" else setup.checkpointing
-        setup = replace(setup, checkpointing=kept, checkpointed_layers=0)
-        yield names, setup
-    if setup.offload == "none":
-        names, setup = [*names, "offload='all'"], replace(setup, offload="all")
-        yield names, setup
-    if setup.tiles == 0:
-        names, setup = [*names, "tile=True"], replace(setup, tiles=16)
-        yield names, setup
-    if setup.is_sharded and not setup.parameter_offload:
-        yield [*names, "parameter_offload=True"], replace(setup, parameter_offload=True)
 
 
 _log: Callable[[str], None] = rank_zero_only(_logger.info)

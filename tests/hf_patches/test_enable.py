@@ -20,7 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable, forward, guard
-from hf_patches.probe import find_mixing
 from lightning_cp import chunked_loss
 from tests import doors
 from tests.parity import zoo
@@ -275,16 +274,10 @@ def novel():
 
 def test_an_unknown_architecture_is_refused_until_it_is_allowed(cp, batch):
     model = novel()
-    with pytest.raises(ValueError, match=r"'novel'\) is not among .*found no module.*--allow-unk"):
+    with pytest.raises(ValueError, match=r"'novel'\) is not among .* To try it: .*--allow-unk"):
         enable(model)
     enable(model, allow_unknown=True)
     assert torch.isfinite(loss_in_step(model, cp, batch))
-
-
-def test_the_detector_finds_the_module():
-    assert find_mixing(zoo.build_model("gpt_oss")) == []
-    (first, *_) = find_mixing(zoo.build_model("lfm2"))
-    assert first.startswith("model.layers.0.conv")
 
 
 def test_other_refusals_say_what_to_do():
@@ -489,9 +482,7 @@ def test_modules_of_ones_own_make_a_known_type_unknown():
     model = zoo.build_model("llama")
     up = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Shifting(up.in_features, up.out_features, bias=False)
-    message = (
-        r"'llama', but model.layers.0.mlp.up_proj \(Shifting\) .* attention in model.layers.0.m"
-    )
+    message = r"'llama', but model.layers.0.mlp.up_proj \(Shifting\) is not from .*--allow-unknown"
     with pytest.raises(ValueError, match=message):
         enable(model)
 

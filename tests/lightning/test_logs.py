@@ -93,7 +93,6 @@ CALLS = [
     (Stage, ("a", VALUE), {"stage": "val"}, ("val/a", VALUE), {}),
     (OtherDefault, ("a", VALUE), {}, ("a", VALUE), {"on_epoch": True, "sync_dist": True}),
     (OtherNames, ("a", VALUE), {}, ("a", VALUE), {}),
-    (OtherNames, (), {"key": "a", "tensor": VALUE}, ("a", VALUE), {}),
     (Static, ("a", VALUE), {"on_step": True}, ("a", VALUE), {"on_step": True}),
     (Whole, ("a", VALUE), {}, ("a", VALUE), {"on_epoch": None, "batch_size": None}),
 ]
@@ -146,7 +145,7 @@ class Few(Base):
 
 
 def test_a_method_that_cannot_pass_the_weight_on_raises():
-    with pytest.raises(TypeError, match=r"Few.log\(\) takes no `batch_size`.*\*\*kwargs"):
+    with pytest.raises(TypeError, match=r"Few.log\(\) does not take batch_size, .*\*\*kwargs"):
         log_loss(Few(), "never")
 
 
@@ -166,3 +165,13 @@ def test_wrong_arguments_raise(args, kwargs, message):
     ):
         module.log(*args, **kwargs)
     assert records == []
+
+
+def test_a_name_under_another_name_is_refused():
+    module = OtherNames()
+    with (
+        recorded_logs(module, None, training=True, sync="never"),
+        pytest.raises(TypeError, match="takes `name` and `value` first"),
+    ):
+        module.log(key="a", tensor=VALUE)
+    assert module.calls == []

@@ -73,16 +73,15 @@ def run_all():
 
 
 @pytest.mark.ranks
-def test_a_plan_is_logged_compared_and_refused_on_all_ranks(ranks):
+def test_a_plan_is_logged_and_refused_on_all_ranks(ranks):
     first, second = ranks(2).run(run_all)
-    all_kept, (start, end) = first["fits"]
+    all_kept, (start,) = first["fits"]
     assert re.match(r"memory plan: peak_gb=1\.0 device_gb=80\.0 moment=\S+ other_buffers_gb", start)
-    assert re.match(r"memory plan: peak_gb=\S+ measured_gb=\S+ ratio=\S+", end)
     for found in (first, second):
         assert "This training step needs 1 GB on each rank by plan" in found["too large"]
         assert found["too large"].endswith("go on with check_memory=False.")
     for how in ("too large, gone on", "unknown weights"):
-        assert len(first[how][1]) == 2, how  # planned, but not refused
+        assert len(first[how][1]) == 1, how  # planned, but not refused
     for how in ("auto", "auto, offload"):
         assert first[how][0] == second[how][0] == all_kept > 0, how
     for how in ("none", "auto, offload, host is full"):
@@ -119,24 +118,15 @@ def check_memory(shape, setup, total, *, host=0.0, refuse=False):
 
 
 def test_the_refusal_names_the_options_that_help():
-    model = KNOWN["llama-8b"]
-    for setup, expected in (
-        (Setup(2**17, 8, checkpointing="none"), "With activation_checkpointing=True it needs"),
-        (
-            Setup(2**17, 8, checkpointing="keep", checkpointed_layers=4),
-            "With activation_checkpointing=True it needs 44 GB",
-        ),
-        (Setup(5 * 2**18, 8, precision="bf16-true"), "With offload='all' it needs"),
-        (Setup(3 * 2**20, 8, precision="bf16-true"), "With offload='all', tile=True it needs"),
-        (
-            Setup(2**16, 32, 2, sharding="hybrid", shard_size=2),
-            "With parameter_sharding='full' it needs",
-        ),
-        (Setup(2**24, 8), "Use more context ranks, shorter sequences, or LoRA"),
-    ):
-        with pytest.raises(MemoryError, match=expected) as error:
-            check_memory(model, setup, 80e9, refuse=True)
-        assert "the device has 80 GB" in str(error.value)
+    with pytest.raises(MemoryError, match="the device has 80 GB") as error:
+        check_memory(KNOWN["llama-8b"], Setup(2**24, 8), 80e9, refuse=True)
+    for option in ("activation_checkpointing='auto'", "offload='auto'", "tile='auto'", "LoRA"):
+        assert option in str(error.value)
+    # What is named helps: this one fits by it.
+    less = Setup(2**17, 8, checkpointing="none")
+    with pytest.raises(MemoryError):
+        check_memory(KNOWN["llama-8b"], less, 80e9, refuse=True)
+    check_memory(KNOWN["llama-8b"], replace(less, checkpointing="full"), 80e9, refuse=True)
 
 
 def test_attention_is_kept_on_the_host_where_the_device_has_no_room():
