@@ -36,12 +36,12 @@ def can_start(device: torch.device) -> bool:
     """Return whether kernels can be compiled and launched here, by trying; a failure is logged."""
     if triton is None or device.type != "cuda":
         return False
-    x = torch.ones(1, 1, 4, 16, device=device)
-    lse, sinks = torch.zeros(1, 1, 4, device=device), torch.zeros(1, device=device)
+    x, lse = torch.ones(1, 1, 4, 16, device=device), torch.zeros(1, 1, 4, device=device)
+    out = torch.empty_like(x)
     try:
         for _ in range(2):  # compiled and launched, then launched only
-            add_sinks_(x, lse.clone(), sinks)
-        works = bool(((x - 0.25).abs() < 1e-3).all())
+            merge_into(out, lse.clone(), (x, lse), (2 * x, lse))
+        works = bool(((out - 1.5).abs() < 1e-3).all())
     except Exception as error:  # noqa: BLE001  no compiler, an old GPU, no folder to write to: anything
         works = False
         _logger.warning(
@@ -91,38 +91,6 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
     _start(_sum, out.shape, (out, a, second, *strides), b is not None)
 
 
-def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Compute `accumulators.add_sinks_` in one pass."""
-    strides = (stride // 8 for stride in out.stride()[:3])
-    args = (out, lse, sinks, *strides, *lse.stride(), *sinks.stride())
-    _start(_add_sinks, out.shape, args)
-
-
-def sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return what sinks take of the gradient of each query, [B, H, L].
-
-    Args:
-        dout: [B, H, L, D], the gradient of attention with sinks.
-        out: attention, with sinks.
-        lse: its log of sums, with sinks.
-        sinks: one logit per head, in any precision.
-    """
-    taken = lse.new_empty(lse.shape)
-    args = (
-        dout,
-        out,
-        lse,
-        taken,
-        sinks,
-        *(stride // 8 for x in (dout, out) for stride in x.stride()[:3]),
-        *lse.stride(),
-        *taken.stride(),
-        *sinks.stride(),
-    )
-    _start(_sink_gradients, dout.shape, args)
-    return taken
-
-
 def _start(kernel: Any, shape: tuple[int, ...], args: tuple[Any, ...], *flags: bool) -> None:
     """Start a kernel on all tiles of [B, H, L, D].
 
@@ -146,8 +114,8 @@ def _start(kernel: Any, shape: tuple[int, ...], args: tuple[Any, ...], *flags: b
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-    def _shares(x, y):  # type: ignore[no-untyped-def]
-        """Return the shares of e^x and e^y in their sum, each by itself, and the log of the sum."""
+    def _share(x, y):  # type: ignore[no-untyped-def]
+        """Return the share of e^y in e^x + e^y, and the log of the sum."""
         never = float("-inf")
         top = tl.maximum(x, y)
         # Where neither side has seen anything: 0 - -inf instead of -inf - -inf, which is NaN.
@@ -155,7 +123,7 @@ if triton is not None:
         x, y = tl.exp(x - base), tl.exp(y - base)
         total = x + y
         some = tl.where(total > 0, total, 1.0)
-        return x / some, y / some, tl.where(top == never, never, base + tl.log(total))
+        return y / some, tl.where(top == never, never, base + tl.log(total))
 
     @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
         do_not_specialize=list(range(6, 25)), do_not_specialize_on_alignment=[3, 4, 5]
@@ -199,7 +167,7 @@ if triton is not None:
         never = float("-inf")
         x = tl.load(a_lse + batch * alse_b + head * alse_h + row * alse_l, real_row, never)
         y = tl.load(b_lse + batch * blse_b + head * blse_h + row * blse_l, real_row, never)
-        _, share, summed = _shares(x, y)
+        share, summed = _share(x, y)
         # Strides come in units of 8 numbers.
         at_a = a_out + (batch * a_b + head * a_h + row[:, None] * a_l) * 8 + column[None, :]
         at_b = b_out + (batch * b_b + head * b_h + row[:, None] * b_l) * 8 + column[None, :]
@@ -244,80 +212,3 @@ if triton is not None:
             found += tl.load(at_b, real, 0.0).to(tl.float32)
         at_out = out + (batch * out_b + head * out_h + row * out_l) * 8 + column
         tl.store(at_out, found.to(out.dtype.element_ty), real)
-
-    @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(3, 11)), do_not_specialize_on_alignment=[1, 2]
-    )
-    def _add_sinks(  # type: ignore[no-untyped-def]
-        out,
-        lse,
-        sinks,
-        out_b,
-        out_h,
-        out_l,
-        lse_b,
-        lse_h,
-        lse_l,
-        sinks_h,
-        length,
-        DIM: tl.constexpr,
-        ROWS: tl.constexpr,
-        WIDTH: tl.constexpr,
-    ):
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-        column = tl.arange(0, WIDTH)[None, :]
-        real_row = row < length
-        real = real_row[:, None] & (column < DIM)
-        row = row.to(tl.int64)
-        at_lse = lse + batch * lse_b + head * lse_h + row * lse_l
-        sink = tl.load(sinks + head * sinks_h).to(tl.float32)
-        share, _, summed = _shares(tl.load(at_lse, real_row, float("-inf")), sink)
-        at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column
-        scaled = tl.load(at_out, real, 0.0).to(tl.float32) * share[:, None]
-        tl.store(at_out, scaled.to(out.dtype.element_ty), real)
-        # All warps must have read what one of them writes.
-        tl.debug_barrier()
-        tl.store(at_lse, summed, real_row)
-
-    @triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
-        do_not_specialize=list(range(5, 19)), do_not_specialize_on_alignment=[2, 3, 4]
-    )
-    def _sink_gradients(  # type: ignore[no-untyped-def]
-        dout,
-        out,
-        lse,
-        taken,
-        sinks,
-        dout_b,
-        dout_h,
-        dout_l,
-        out_b,
-        out_h,
-        out_l,
-        lse_b,
-        lse_h,
-        lse_l,
-        taken_b,
-        taken_h,
-        taken_l,
-        sinks_h,
-        length,
-        DIM: tl.constexpr,
-        ROWS: tl.constexpr,
-        WIDTH: tl.constexpr,
-    ):
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-        column = tl.arange(0, WIDTH)[None, :]
-        real_row = row < length
-        real = real_row[:, None] & (column < DIM)
-        row = row.to(tl.int64)
-        at_dout = dout + (batch * dout_b + head * dout_h + row[:, None] * dout_l) * 8 + column
-        at_out = out + (batch * out_b + head * out_h + row[:, None] * out_l) * 8 + column
-        given = tl.load(at_dout, real, 0.0).to(tl.float32)
-        product = tl.sum(given * tl.load(at_out, real, 0.0).to(tl.float32), 1)
-        summed = tl.load(lse + batch * lse_b + head * lse_h + row * lse_l, real_row, 0.0)
-        sink = tl.load(sinks + head * sinks_h).to(tl.float32)
-        product *= tl.exp(sink - summed)
-        tl.store(taken + batch * taken_b + head * taken_h + row * taken_l, product, real_row)
