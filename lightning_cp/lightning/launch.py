@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of how a job is launched: session, precision, placement of ranks on nodes."""
+"""Checks of how a job is launched: precision, placement of ranks on nodes."""
 
 import socket
 from datetime import timedelta
@@ -44,23 +44,6 @@ def check_heartbeat_timeout(limit: timedelta) -> None:
             f"heartbeat_timeout={limit} is too short: a rank on a busy machine would be taken for "
             f"dead. Use at least {MIN_HEARTBEAT_TIMEOUT}."
         )
-
-
-def check_session(strategy: str) -> None:
-    """Raise in a notebook or an interactive session, from which processes cannot be launched."""
-    if is_interactive():
-        raise RuntimeError(
-            f"{strategy} starts one process per device, which a notebook or an interactive session "
-            "cannot do. Save the code as a script and run `python script.py`, or `torchrun "
-            "--nproc-per-node N script.py`."
-        )
-
-
-def is_interactive() -> bool:
-    """Return whether this is a notebook or an interactive session, as Lightning sees it."""
-    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-
-    return bool(_IS_INTERACTIVE)
 
 
 def warn_if_spread(sizes: Sizes, mesh: DeviceMesh, *, node_rank: int, ranks_per_node: int) -> None:

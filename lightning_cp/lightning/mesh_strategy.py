@@ -14,7 +14,6 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -38,7 +37,6 @@ from lightning_cp.lightning import interruption
 from lightning_cp.lightning.launch import (
     check_heartbeat_timeout,
     check_precision,
-    check_session,
     warn_if_spread,
 )
 from lightning_cp.options import TENSOR_AXIS, Options
@@ -176,7 +174,6 @@ class MeshStrategy(ModelParallelStrategy):
         if self._launcher is not None:  # raise before processes are started
             self._resolve_sizes(self.num_nodes * self.num_processes)
             self._resolve_shard_size(self.num_nodes * self.num_processes)
-            check_session(type(self).__name__)
 
     @override
     def setup_environment(self) -> None:
@@ -313,18 +310,3 @@ class MeshStrategy(ModelParallelStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None  # noqa: S101
         return self.lightning_module
-
-
-# Lightning checks the precision only for strategies that are passed as objects, and its error names
-# its own strategy.
-_check_by_lightning = _AcceleratorConnector._validate_precision_choice
-
-
-def _check_precision_choice(connector: _AcceleratorConnector) -> None:
-    strategy = connector._strategy_flag
-    if isinstance(strategy, MeshStrategy):
-        check_precision(connector._precision_flag, type(strategy).__name__)
-    _check_by_lightning(connector)
-
-
-_AcceleratorConnector._validate_precision_choice = _check_precision_choice  # type: ignore[assignment, method-assign]

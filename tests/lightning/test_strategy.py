@@ -12,6 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -138,9 +140,9 @@ def test_names_are_registered_whichever_is_imported_first(first):
 
 
 def test_an_interactive_session_is_refused(monkeypatch):
-    # Lightning looks for an interactive session when it is imported.
-    monkeypatch.setattr(launch, "is_interactive", lambda: True)
-    with pytest.raises(RuntimeError, match="which a notebook or an interactive session cannot do"):
+    """By Lightning, which looks for one when it is imported."""
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="Run your code as a script"):
         pl.Trainer(strategy=doors.strategy(), accelerator="cpu", devices=2, logger=False)
 
 
@@ -412,8 +414,8 @@ def test_rows_shared_between_nodes_are_warned_of_with_hosts(ranks):
             assert all(part in messages[0] for part in parts)
 
 
-def test_a_precision_that_is_refused_is_refused_by_our_name():
-    message = "16-mixed'.* is not supported by ContextParallelStrategy. Use one of 32-true, bf16"
+def test_a_precision_that_is_not_served_is_refused_before_processes_start():
+    message = "not support .*precision='16-mixed'.*. Choose a different precision among: 32-true"
     with pytest.raises(ValueError, match=message):
         pl.Trainer(
             accelerator="cpu",
