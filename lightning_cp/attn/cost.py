@@ -362,14 +362,6 @@ class ExchangeChoice:
     fits: bool = True
 
 
-class _Candidate(NamedTuple):
-    """One algorithm, with its best number of head groups in each pass."""
-
-    algorithm: ExchangeName
-    groups: tuple[int, int]
-    cost: Cost
-
-
 def default_memory_budget(
     problem: Problem,
     *,
@@ -440,15 +432,10 @@ def choose_exchange(
         num_forward, forward = _best([(n, x.forward) for n, x in estimates], memory_budget)
         num_backward, backward = _best([(n, x.backward) for n, x in estimates], memory_budget)
         cost = Cost(forward.time + backward.time, max(forward.memory, backward.memory))
-        candidates.append(_Candidate(name, (num_forward, num_backward), cost))
-    best = min((each.cost for each in candidates), key=lambda cost: _rank(cost, memory_budget))
-    chosen = next(each for each in candidates if _is_near(each.cost, best, memory_budget))
-    return ExchangeChoice(
-        chosen.algorithm,
-        *chosen.groups,
-        chosen.cost.time,
-        fits=chosen.cost.memory <= memory_budget,
-    )
+        fits = cost.memory <= memory_budget
+        candidates.append((cost, ExchangeChoice(name, num_forward, num_backward, cost.time, fits)))
+    best = min((cost for cost, _ in candidates), key=lambda cost: _rank(cost, memory_budget))
+    return next(choice for cost, choice in candidates if _is_near(cost, best, memory_budget))
 
 
 @lru_cache(maxsize=128)
