@@ -53,7 +53,6 @@ class AttentionCost:
         wire: bytes that a rank receives.
         memory: peak bytes beyond inputs and output.
         pairs: visible pairs of the mean rank, all samples.
-        balance: work of the most expensive rank over the mean.
     """
 
     algorithm: str
@@ -62,7 +61,6 @@ class AttentionCost:
     wire: Passes
     memory: float
     pairs: float
-    balance: float
 
 
 def visible_pairs(seq_len: int, window: int | None = None, documents: tuple[int, ...] = ()) -> int:
@@ -116,7 +114,7 @@ def problem_of(layer: LayerShape, setup: Setup) -> Problem:
 def attention_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCost:
     """Estimate the attention of a layer."""
     if not layer.num_heads:
-        return AttentionCost("none", *(Passes(0, 0),) * 3, 0.0, 0.0, 1.0)
+        return AttentionCost("none", *(Passes(0, 0),) * 3, 0.0, 0.0)
     is_narrow = layer.window is not None and layer.window < setup.seq_len
     if is_narrow or setup.documents:
         return _flex_cost(layer, setup, links)
@@ -140,7 +138,6 @@ def attention_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCo
         wire_bytes(problem, choice.algorithm),
         passes.memory,
         setup.batch_size * setup.seq_len**2 / 2 / setup.context_size,
-        1.0,
     )
 
 
@@ -221,6 +218,4 @@ def _flex_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCost:
     shard = problem.key_bytes(problem.local_len)
     # Backward: gradients of queries and keys, delta in float32, all keys and their float32 sums.
     memory = 2 * problem.query_bytes + shard + 3 * (shard + keys)
-    return AttentionCost(
-        "flex", Passes(*times), Passes(*waits), wire, memory, pairs, spread.balance
-    )
+    return AttentionCost("flex", Passes(*times), Passes(*waits), wire, memory, pairs)

@@ -78,7 +78,7 @@ class ModelShape:
     """A causal language model.
 
     Args:
-        name: for reports, and ``model.model`` of the config to paste.
+        name: for reports.
         hidden: width of hidden states.
         vocab: number of tokens that the head scores.
         layers: in order.

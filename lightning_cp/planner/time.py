@@ -105,22 +105,16 @@ class TimePlan:
         seconds: by part.
         flops: of a rank, forward and backward without recomputation; attention counted by visible
             pairs.
-        attention_flops: of them, attention's.
         wire: bytes that a rank receives, by purpose.
-        balance: attention work of the most expensive rank over the mean.
         peak_flops: of the chip, per second.
-        algorithms: how keys are exchanged, by number of layers.
         exposed: seconds in which a rank waits for others, by purpose; parts of ``seconds``. For
             parameters: and for host memory, if there is offload.
     """
 
     seconds: Mapping[str, float]
     flops: float
-    attention_flops: float
     wire: Mapping[str, float]
-    balance: float
     peak_flops: float
-    algorithms: Mapping[str, int]
     exposed: Mapping[str, float]
 
     @property
@@ -158,11 +152,9 @@ def plan_time(model: ModelShape, setup: Setup, *, links: Links | None = None) ->
     others = ("head and loss", "copies of parameters", "optimizer", "waiting for links")
     seconds |= dict.fromkeys((*others, TENSOR), 0.0)
     wire = dict.fromkeys(("keys and values", "their gradients", "parameters", "gradients"), 0.0)
-    pairs_flops, weighted, total_pairs, algorithms = 0.0, 0.0, 0.0, dict[str, int]()
-    exposed = 0.0
+    pairs_flops = exposed = 0.0
     for (layer, is_checkpointed), count in _counted(model, setup).items():
         cost = attention_cost(layer, setup, links)
-        algorithms[cost.algorithm] = algorithms.get(cost.algorithm, 0) + count
         again = is_checkpointed and (setup.checkpointing == "full" or layer.window is not None)
         forward = _tokenwise(layer, model.hidden, setup)
         parameters = _Traffic.gather(gather_size * layer.num_params, setup)
@@ -198,8 +190,6 @@ def plan_time(model: ModelShape, setup: Setup, *, links: Links | None = None) ->
         wire["gradients"] += count * sum(reduced)
         mean_dim = (layer.head_dim + layer.value_dim) / 2
         pairs_flops += count * 12 * cost.pairs * layer.num_heads * mean_dim
-        weighted += count * cost.balance * cost.pairs
-        total_pairs += count * cost.pairs
     trained = model.num_params if is_full else model.lora_params(setup.lora_rank)
     seconds["head and loss"] = (
         2 * (1 + backward_factor) * model.head_params * tokens / RATES.head / 1e12
@@ -224,11 +214,8 @@ def plan_time(model: ModelShape, setup: Setup, *, links: Links | None = None) ->
     return TimePlan(
         seconds,
         flops,
-        pairs_flops,
         wire,
-        weighted / total_pairs if total_pairs else 1.0,
         RATES.peak * 1e12,
-        algorithms,
         {
             "keys and values": exposed,
             "parameters": seconds["waiting for links"],
