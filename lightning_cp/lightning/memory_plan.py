@@ -34,9 +34,7 @@ from lightning_cp.planner.memory import (
     USABLE,
     MemoryPlan,
     plan_memory,
-    token_bytes,
 )
-from lightning_cp.planner.setup import GPUS_PER_HOST
 from lightning_cp.planner.shapes import ModelShape
 from lightning_cp.step import Step, UnshardedStep
 
@@ -82,7 +80,10 @@ class MemoryCheck:
         self._kept = 0.0
         self._num_layers = 0  # that may be recomputed one by one, if that is decided here
         self.plan: MemoryPlan | None = None
-        """The plan of the training step with the most tokens; None before it, or without one."""
+        """The plan of the training step with the most tokens; None before it, or without one.
+
+        Without the attention that ``keep_attention="auto"`` keeps in what it leaves free.
+        """
 
     def check(self, step: Step) -> None:
         """Plan a step. The first time collective: raises on all ranks."""
@@ -119,7 +120,6 @@ class MemoryCheck:
         self.plan = plan_memory(model["shape"], setup)
         self._kept = _room(model["shape"], setup, self.plan, total, host)
         if setup.checkpointing == "full" and self._run.options.keep_attention == "auto":
-            self.plan = _keeping(model["shape"], setup, self.plan, self._kept)
             decided += f" keep_attention_limit_gb={self._kept / 1e9:.1f}"
         if is_first:
             _log(describe_memory(self.plan, total) + decided)
@@ -222,22 +222,6 @@ def _room(shape: ModelShape, setup: Setup, plan: MemoryPlan, total: float, host:
         is_fitting = MARGIN * kept.peak <= USABLE * total
         return max(0.0, host / HOST_MARGIN - host_bytes(plan, setup)) if is_fitting else 0.0
     return max(0.0, USABLE * total - MARGIN * plan.peak)
-
-
-def _keeping(shape: ModelShape, setup: Setup, plan: MemoryPlan, limit: float) -> MemoryPlan:
-    """Return a plan with the attention that ``auto`` keeps, up to a limit."""
-    wanted = setup.local_len * sum(
-        token_bytes(layer, shape.hidden, setup).kept
-        for layer in shape.layers[: setup.num_checkpointed(len(shape.layers))]
-        if layer.window is None
-    )
-    limit, part = min(limit, wanted), "kept attention"
-    kept = plan_memory(shape, replace(setup, checkpointing="keep"))
-    moments = {
-        name: {**parts, part: min(limit, parts[part])} for name, parts in kept.moments.items()
-    }
-    moved = limit * min(GPUS_PER_HOST, setup.num_gpus) if setup.offload == "all" else 0.0
-    return MemoryPlan(moments, plan.host + moved, plan.host_parameters)
 
 
 def _host_budget(step: Step) -> float:

@@ -152,23 +152,15 @@ def test_without_a_plan_nothing_is_kept_and_without_a_device_everything():
     assert check_memory(model, setup, None, refuse=True) == (None, inf)
 
 
-def test_the_plan_contains_attention_that_is_kept():
-    model = KNOWN["gpt-oss-20b"]  # every other layer has a window
+def test_attention_is_kept_in_what_a_plan_leaves_free():
+    model = KNOWN["gpt-oss-20b"]
     setup = Setup(2**18, 8, precision="bf16-true")
     plan = plan_memory(model, setup)
-    layer = 2**15 * (2 * 64 * 64 + 4 * 64)
-    for room, expected in ((1e12, 12 * layer), (5e8, 5e8), (0.0, 0.0)):
+    for room in (1e12, 5e8, 0.0):
         total = round((room + memory_plan.MARGIN * plan.peak) / memory_plan.USABLE)
-        kept, limit = check_memory(model, setup, total)
+        found, limit = check_memory(model, setup, total)
+        assert found == plan
         assert limit == pytest.approx(room, abs=2)
-        assert kept.peak == pytest.approx(plan.peak + expected), room
-        assert kept.host == 0
-    setup = replace(setup, offload="all")
-    plan = plan_memory(model, setup)
-    kept, _ = check_memory(model, setup, 80e9, host=1e15)
-    # Three layers are on the GPU; what one of them keeps is a part of "one layer".
-    assert kept.peak == pytest.approx(plan.peak + 2 * layer)
-    assert kept.host == pytest.approx(plan.host + 8 * 12 * layer)
 
 
 def test_a_model_without_an_adapter_has_no_plan():
