@@ -115,16 +115,11 @@ class _Attention(Replacement):
 
     @outside_graphs
     def _run(self, arguments: dict[str, Any], step: Step) -> Any:
-        dtype, mask = arguments["hidden_states"].dtype, arguments.get("attention_mask")
-        visible = _visible(self.module, mask, step, arguments["hidden_states"].device)
-        if self.kind == "MptAttention":
-            arguments["attention_mask"] = ~visible  # true where a key is hidden
-        elif self.has_bool_mask:
-            arguments["attention_mask"] = visible
-        elif isinstance(mask, Tensor) and mask.is_floating_point():  # the caller's, of any values
-            arguments["attention_mask"] = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor):  # the caller's, which the layer's own code reads
+            _check_shape(self.module, mask, step)
         else:
-            arguments["attention_mask"] = additive_mask(visible, dtype)
+            arguments["attention_mask"] = self._mask(mask, step, arguments["hidden_states"])
         if arguments.get("alibi") is not None:
             _add_alibi(self.module, arguments, step)
         names = parameters_of(type(self.module).forward)
@@ -133,21 +128,24 @@ class _Attention(Replacement):
         with Unsharded():  # its keys are complete
             return self.stock(**arguments)
 
+    def _mask(self, mask: object, step: Step, hidden: Tensor) -> Tensor:
+        """Return which keys each of this rank's queries sees, as the layer's code expects it."""
+        if not isinstance(mask, StepMask):
+            mask = StepMask(reference=StepReference(step))
+        visible = visible_keys(mask, step, hidden.device)
+        if self.kind == "MptAttention":
+            return ~visible  # true where a key is hidden
+        return visible if self.has_bool_mask else additive_mask(visible, hidden.dtype)
 
-def _visible(module: nn.Module, mask: object, step: Step, device: torch.device) -> Tensor:
-    """Return which keys each of this rank's queries sees, bool [B, H or 1, L, S]."""
-    if isinstance(mask, Tensor):
-        shape = (step.tensor_len, step.layout.seq_len)
-        if mask.shape[-2:] != shape:
-            raise ValueError(
-                f"{type(module).__name__} got an attention mask of shape {tuple(mask.shape)} in "
-                f"a step whose ranks hold {shape[0]} of {shape[1]} tokens. Put the full mask into "
-                "the batch, as `attention_mask`, and cp.step(...) shards it."
-            )
-        return mask if mask.dtype == torch.bool else mask >= 0
-    if not isinstance(mask, StepMask):
-        mask = StepMask(reference=StepReference(step))
-    return visible_keys(mask, step, device)
+
+def _check_shape(module: nn.Module, mask: Tensor, step: Step) -> None:
+    shape = (step.tensor_len, step.layout.seq_len)
+    if mask.shape[-2:] != shape:
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask of shape {tuple(mask.shape)} in "
+            f"a step whose ranks hold {shape[0]} of {shape[1]} tokens. Put the full mask into "
+            "the batch, as `attention_mask`, and cp.step(...) shards it."
+        )
 
 
 def _add_alibi(module: Any, arguments: dict[str, Any], step: Step) -> None:

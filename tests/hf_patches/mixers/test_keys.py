@@ -178,15 +178,27 @@ def test_outside_of_steps_models_are_the_stock_ones(cp, name, attention):
     assert cached.get_seq_length() == batch["input_ids"].shape[1]
 
 
+HIDDEN = torch.ones(61, 61).triu(1) * torch.finfo(torch.float32).min
+NOISE = torch.rand(2, 1, 61, 61, generator=torch.Generator().manual_seed(3))
+
+
 @pytest.mark.parametrize(
-    ("name", "attention"),
-    [("gptj", "eager"), ("xglm", "eager"), ("falcon", "eager"), ("falcon", "sdpa")],
+    ("name", "attention", "mask"),
+    [
+        ("gptj", "eager", HIDDEN - NOISE),
+        ("xglm", "eager", HIDDEN - NOISE),
+        ("falcon", "eager", HIDDEN - NOISE),
+        ("falcon", "sdpa", HIDDEN - NOISE),
+        ("deepseek_v32", "sdpa", HIDDEN - NOISE),
+        ("doge", "sdpa", HIDDEN + NOISE),
+        ("mpt", "eager", torch.where(NOISE < 0.5, HIDDEN, 0)),  # hides where it is not 0
+        ("mpt", "eager", (HIDDEN < 0) & (NOISE < 0.5)),  # hides where it is true
+        ("gptj", "eager", (HIDDEN == 0) | (NOISE < 0)),  # adds 1 where it is true
+    ],
 )
-def test_dense_masks_may_have_any_values(cp, name, attention):
+def test_dense_masks_mean_what_the_stock_model_takes_them_for(cp, name, attention, mask):
     batch, model = batch_of("plain"), zoo.build_model(name, attention=attention)
-    hidden = torch.ones(61, 61).triu(1) * torch.finfo(torch.float32).min
-    generator = torch.Generator().manual_seed(3)
-    given = {**batch, "attention_mask": hidden - torch.rand(2, 1, 61, 61, generator=generator)}
+    given = {**batch, "attention_mask": mask}
     exact = model(**given).loss
     assert (exact - model(**batch).loss).abs() > 1e-4
     enable(model)
