@@ -176,6 +176,13 @@ def _mask(module: nn.Module, mask: object, step: Step) -> tuple[Mask, Tensor | N
             f"of the full sequence: [batch, 1, {tensor_len}, {seq_len}]; put the full mask into "
             "the batch, as `attention_mask`, and cp.step(...) shards it."
         )
+    if not mask.is_floating_point() and stock_name(module.config) == "eager":  # type: ignore[arg-type]
+        raise ValueError(
+            f"{type(module).__name__} got an attention mask of {mask.dtype}, but its attention is "
+            "'eager', which adds masks to the scores: it would hide no key. Give a mask of 0 for "
+            "visible keys and torch.finfo(dtype).min for others, or load the model with "
+            "attn_implementation='sdpa'."
+        )
     if mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         bias = bias.masked_fill(~mask, NEVER)

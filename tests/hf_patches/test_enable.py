@@ -241,6 +241,16 @@ def test_a_ready_mask_is_served(cp, batch, kind):
     torch.testing.assert_close(found, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_ready_masks_that_eager_attention_would_add_to_scores_are_refused(cp, batch, dtype):
+    model = zoo.build_model("llama", attention="eager")
+    length = batch["input_ids"].shape[1]
+    mask = torch.ones(length, length).tril().expand(2, 1, -1, -1).to(dtype)
+    enable(model)
+    with pytest.raises(ValueError, match=rf"mask of {dtype}, .*hide no key. Give .*'sdpa'"):
+        loss_in_step(model, cp, {**tokens(batch), "attention_mask": mask})
+
+
 # ---------------------------------------------------------------- refusals
 
 
