@@ -8,7 +8,6 @@ from typing import Any
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,6 +31,13 @@ class CheckpointStrategy(MeshStrategy):
         checkpointing.check_async_checkpoint(async_checkpoint, is_folder=is_folder)
         self._async_checkpoint = async_checkpoint
         self._saver = checkpoints.BackgroundSaver(self._timeout)
+        self._is_set_up = False
+
+    @override
+    def setup_environment(self) -> None:
+        """Connect the processes; until `teardown`, saves may go on in the background."""
+        super().setup_environment()
+        self._is_set_up = True
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is saved in the background is complete. Collective."""
@@ -67,9 +73,9 @@ class CheckpointStrategy(MeshStrategy):
         checkpoint |= describe_models(self._module())
         if self._is_async():
             checkpointing.save_folder(checkpoint, path, self._saver.save)
-            # Nothing would wait for a save after fit(); SLURM requeues after that of Lightning.
-            is_running = self._trainer().state.status == TrainerStatus.RUNNING
-            if not is_running or path.name.startswith("hpc_ckpt_"):
+            if not self._is_set_up:  # nothing else would wait, in on_fit_end() or later
+                self._saver.close()
+            elif path.name.startswith("hpc_ckpt_"):  # SLURM requeues after that of Lightning
                 self._saver.wait()
         elif self._save_distributed_checkpoint:
             checkpointing.save_folder(checkpoint, path)
@@ -94,6 +100,7 @@ class CheckpointStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         """Wait for the checkpoint that is saved in the background."""
+        self._is_set_up = False
         try:
             self._saver.close()
         finally:

@@ -239,6 +239,39 @@ def test_lightnings_plugin_saves_folders_in_the_background(ranks, tmp_path):
         assert all(name.startswith("AsyncCheckpointExecutor") for name in threads)
 
 
+class SavesAtTheEnd(pl.Callback):
+    """Saves after the strategy is torn down, and notes whether the folder exists then."""
+
+    def __init__(self, folder):
+        self.folder, self.found = folder, []
+
+    def save(self, trainer, name):
+        trainer.save_checkpoint(self.folder / name)
+        self.found.append((self.folder / name).is_dir())
+
+    def on_fit_end(self, trainer, _):
+        self.save(trainer, "end")
+
+    def teardown(self, trainer, *_, **__):
+        self.save(trainer, "teardown")
+
+
+def run_end(folder):
+    with elastic_environment():
+        saves = SavesAtTheEnd(folder)
+        trainer = build_trainer(
+            strategy=doors.strategy(async_checkpoint=True), callbacks=[saves], max_steps=1
+        )
+        trainer.fit(Module(), loader(PackedRows(2), 1))
+        saves.save(trainer, "after")
+    return saves.found
+
+
+def test_a_save_that_nothing_would_wait_for_is_complete_when_it_returns(ranks, tmp_path):
+    assert ranks(2).run(run_end, tmp_path) == [[True] * 3] * 2
+    assert sorted(os.listdir(tmp_path)) == ["after", "end", "teardown"]
+
+
 def run_link(folder, **options):
     with elastic_environment():
         trainer = build_trainer(
