@@ -35,8 +35,11 @@ def check_async_checkpoint(is_async: bool, *, is_folder: bool) -> None:
 def check_links(trainer: Trainer) -> None:
     """Raise for a callback that reads the names of checkpoints before they exist."""
     for callback in trainer.checkpoint_callbacks:
-        name = getattr(callback, "filename", None)
-        if name and "{" not in name and getattr(callback, "save_top_k", 1) not in (0, 1):
+        name = getattr(callback, "filename", None) or "{epoch}-{step}"
+        # Without a monitor, a checkpoint replaces the one before if it has the same name.
+        keeps_several = getattr(callback, "save_top_k", 1) not in (0, 1)
+        keeps_several &= getattr(callback, "monitor", None) is not None
+        if keeps_several and not _is_new_each_time(name, callback, trainer):
             raise ValueError(
                 f"ModelCheckpoint(filename={name!r}, save_top_k={callback.save_top_k}) gives a "  # type: ignore[attr-defined]
                 "checkpoint another name if the file exists, but one that is saved in the "
@@ -49,6 +52,17 @@ def check_links(trainer: Trainer) -> None:
                 "saved in the background exists: a job that is killed would have none. Use "
                 "save_last=True, or async_checkpoint=False."
             )
+
+
+def _is_new_each_time(name: str, callback: object, trainer: Trainer) -> bool:
+    """Return whether a callback saves each checkpoint under another name."""
+    within_epochs = (
+        getattr(callback, "_every_n_train_steps", 0) > 0
+        or getattr(callback, "_train_time_interval", None) is not None
+        or not isinstance(trainer.val_check_interval, float)
+        or trainer.val_check_interval < 1
+    )
+    return "{step" in name or ("{epoch" in name and not within_epochs)
 
 
 def save_folder(

@@ -278,6 +278,7 @@ def run_link(folder, **options):
             strategy=doors.strategy(async_checkpoint=True),
             callbacks=[ModelCheckpoint(folder, **options)],
             enable_checkpointing=True,
+            max_steps=1,
         )
         try:
             trainer.fit(Module(), loader(PackedRows(2), 1))
@@ -290,6 +291,18 @@ def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
         doors.strategy(async_checkpoint=True, save_distributed_checkpoint=False)
     for message in ranks(2).run(partial(run_link, str(tmp_path), save_last="link")):
         assert "ModelCheckpoint(save_last='link') replaces its link before" in message
-    named = partial(run_link, str(tmp_path), filename="best", save_top_k=-1)
-    for message in ranks(2).run(named):
-        assert "ModelCheckpoint(filename='best', save_top_k=-1) gives" in message
+    steps = {"every_n_train_steps": 1}
+    for name, more in (("best", {}), ("{epoch}", steps), ("{loss:.1f}", {})):
+        more |= {"monitor": "train_loss"}
+        named = partial(run_link, str(tmp_path), filename=name, save_top_k=-1, **more)
+        for message in ranks(2).run(named):
+            assert f"ModelCheckpoint(filename={name!r}, save_top_k=-1) gives" in message
+
+
+def test_names_that_may_not_repeat_or_replace_each_other_are_saved(ranks, tmp_path):
+    monitor = {"monitor": "train_loss"}
+    steps = {"every_n_train_steps": 1, **monitor}
+    for name, more in (("{epoch}", monitor), ("{step:03d}", steps), ("best", {})):
+        named = partial(run_link, str(tmp_path), filename=name, save_top_k=-1, **more)
+        assert ranks(2).run(named) == [None, None]
+    assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "epoch=0.ckpt", "step=001.ckpt"]
