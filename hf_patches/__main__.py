@@ -120,7 +120,7 @@ def _add_export(commands: Any) -> None:
         "--prefix", help="prefix of the model's parameter names in CKPT; inferred by default"
     )
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
-    command.add_argument("--merge", nargs=0, action=Removed, const=_MERGE, help=argparse.SUPPRESS)
+    command.add_argument("--merge", action=Removed, const=_MERGE, help=argparse.SUPPRESS)
     command.add_argument(
         "--adapter-config",
         type=Path,

@@ -16,7 +16,7 @@ import time
 import traceback
 from functools import lru_cache
 from types import TracebackType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from typing_extensions import override
 
@@ -70,6 +70,9 @@ class Parser(argparse.ArgumentParser):
 
 class Removed(argparse.Action):
     """An option that is gone: an error that says what to use instead, which is its ``const``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "nargs": "?"})  # with a value or without
 
     @override
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:

@@ -81,9 +81,7 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     command.add_argument("--gradient-wire", choices=("float32", "model"), default="float32")
     command.add_argument("--chip", action=Removed, const=SPEED, help=argparse.SUPPRESS)
     for name in ("--mesh", "--sequences", "--plot"):
-        command.add_argument(
-            name, nargs="?", action=Removed, const=CLUSTERS, help=argparse.SUPPRESS
-        )
+        command.add_argument(name, action=Removed, const=CLUSTERS, help=argparse.SUPPRESS)
     return parser
 
 

@@ -348,11 +348,12 @@ def test_adapters_that_are_exported_are_merged_by_peft(tmp_path, capsys):
     expected = logits(trained)
     path, base = write_adapted(tmp_path, trained)
     args = ["export", str(path), str(tmp_path / "out"), "--base", str(base)]
-    with pytest.raises(SystemExit, match="2"):
-        main([*args, "--merge"])
-    error = capsys.readouterr().err
-    assert "error: --merge is gone: PEFT merges what export writes: PeftModel.from_pret" in error
-    assert len(error.splitlines()) == 1
+    for merge in ("--merge", "--merge=yes"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*args, merge])
+        error = capsys.readouterr().err
+        assert "error: --merge is gone: PEFT merges what export writes: PeftModel.from_pr" in error
+        assert len(error.splitlines()) == 1
     assert main(args) == 0
     loaded = PeftModel.from_pretrained(zoo.build_model("llama"), tmp_path / "out")
     loaded.merge_and_unload().save_pretrained(tmp_path / "merged")

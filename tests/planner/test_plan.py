@@ -138,6 +138,7 @@ def test_the_command_reads_a_config(tmp_path, capsys):
         (["--sequences", "4"], "gone: this command plans one run. `python -m benchmarks.cluster"),
         (["--plot", "plan.png"], "--plot is gone: this command plans one run."),
         (["--chip", "a100"], "--chip is gone: seconds are those of an H200"),
+        (["--chip"], "--chip is gone: seconds are those of an H200"),
     ],
 )
 def test_options_that_are_gone_name_what_to_use(args, message, capsys):
