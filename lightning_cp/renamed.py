@@ -23,8 +23,13 @@ REMOVED: Final[dict[str, str]] = {
     "one, and LoRA needs none: docs/from-trainer.md.",
     "checkpoint_staging_dir": "async_checkpoint=True copies each rank's part of a checkpoint to "
     "host memory. Where that has no room, set async_checkpoint=False: docs/lightning.md.",
+    "streaming": "Samples are packed once, and mapped into memory from disk. Leave it out; for a "
+    "part of a large source set max_documents, or for the hub split='train[:1%]'.",
 }
 """Classes, packages, commands and options that are gone, and what to use instead."""
+
+UNSET: Final[dict[str, Any]] = {"checkpoint_staging_dir": None, "streaming": False}
+"""Options that are gone, and the values with which they did nothing."""
 
 
 def explain_removed(name: str) -> str | None:
@@ -40,6 +45,33 @@ def explain_removed(name: str) -> str | None:
     return None
 
 
+def drop_unset(options: Any, *, ours: bool = True) -> Any:
+    """Return options without those that are gone and were not set.
+
+    What a run has written holds all options, also those with which it did nothing.
+
+    Args:
+        options: nested dicts and lists.
+        ours: whether they are of a class of ours; classes in them that have a path tell.
+
+    Example:
+        >>> drop_unset({"class_path": "recipes.data.TextData", "init_args": {"streaming": False}})
+        {'class_path': 'recipes.data.TextData', 'init_args': {}}
+    """
+    if isinstance(options, list):
+        return [drop_unset(item, ours=ours) for item in options]
+    if not isinstance(options, dict):
+        return options
+    path = options.get("class_path", options.get("_class_path"))
+    if isinstance(path, str):  # without a package it is a class that the recipes know
+        ours = "." not in path or path.startswith(("recipes.", "lightning_cp."))
+    return {
+        name: drop_unset(value, ours=ours)
+        for name, value in options.items()
+        if not (ours and name in UNSET and value == UNSET[name])
+    }
+
+
 def update_names(checkpoint: dict[str, Any]) -> None:
     """Replace former names of classes in a checkpoint that was read.
 
@@ -47,7 +79,9 @@ def update_names(checkpoint: dict[str, Any]) -> None:
     and of a data module under the names of their classes.
     """
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        _update_paths(checkpoint.get(key))
+        if key in checkpoint:
+            checkpoint[key] = drop_unset(checkpoint[key], ours=False)
+            _update_paths(checkpoint[key])
     for states in (checkpoint, checkpoint.get("callbacks") or {}):
         for former, present in RENAMED.items():
             name, new_name = (path.rpartition(".")[2] for path in (former, present))

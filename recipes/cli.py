@@ -45,7 +45,7 @@ import recipes.data  # makes short class names known to the parser
 from lightning_cp import ContextParallelCallback, ContextParallelStrategy
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
-from lightning_cp.renamed import RENAMED, explain_removed
+from lightning_cp.renamed import RENAMED, drop_unset, explain_removed
 from recipes.data.module import PackingOptions, SampleData
 from recipes.files import data_class
 from recipes.module import CausalLMModule
@@ -281,22 +281,9 @@ def parse_int_before_float(fn: Any) -> None:
             hints[name] = functools.reduce(operator.or_, others, int | float)
 
 
-def drop_removed(value: Any) -> Any:
-    """Return a config without options that are gone and were not set.
-
-    A config that a run has written holds all options.
-    """
-    if isinstance(value, list):
-        return [drop_removed(item) for item in value]
-    if isinstance(value, dict):
-        items = [(k, x) for k, x in value.items() if x is not None or not explain_removed(str(k))]
-        return {key: drop_removed(item) for key, item in items}
-    return value
-
-
 def _run(args: Sequence[str], prog: str) -> None:
     parse_int_before_float(Trainer.__init__)
-    jsonargparse.set_loader("yaml", lambda x: drop_removed(_load_yaml(x)), (yaml.YAMLError,))
+    jsonargparse.set_loader("yaml", lambda x: drop_unset(_load_yaml(x)), (yaml.YAMLError,))
     RecipesCLI(
         CausalLMModule,
         LightningDataModule,

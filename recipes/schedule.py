@@ -81,6 +81,6 @@ def check_total(schedule: Schedule, total_steps: float) -> None:
     """Raise for a schedule that needs the number of steps where it is unknown."""
     if schedule != "constant" and not math.isfinite(total_steps):
         raise ValueError(
-            f"model.schedule={schedule} needs the number of steps, but a stream has no length. Set "
-            "trainer.max_steps, or model.schedule=constant."
+            f"model.schedule={schedule} needs the number of steps, but this run has none. Set "
+            "trainer.max_steps or trainer.max_epochs, or model.schedule=constant."
         )

@@ -8,8 +8,6 @@ yielded, so prefetched batches are neither lost nor counted.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from recipes.data.packing import IGNORED_LABEL
 
@@ -52,14 +50,12 @@ def count_pending(trainer: Trainer | None) -> int:
     """Return the number of batches that Lightning has fetched and not finished.
 
     0 between two batches. 1 inside a step, where a checkpoint is written after an exception: the
-    step will be repeated. One more if a batch is prefetched, for a loader without a length.
+    step will be repeated.
     """
     if trainer is None:
         return 0
-    loop: Any = trainer.fit_loop
-    progress = loop.epoch_loop.batch_progress.current
-    prefetched = getattr(loop._data_fetcher, "batches", [])
-    return int(progress.ready - progress.processed) + len(prefetched)
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.ready - progress.processed)
 
 
 def plan_training(
@@ -202,38 +198,6 @@ class SampleLoader(ResumableLoader):
         return self._length
 
 
-def stream_loader(
-    stream: Callable[[], Iterable[Mapping[str, Any]]],
-    batch_size: int,
-    *,
-    rank: int,
-    size: int,
-    num_workers: int = 0,
-    **options: Any,
-) -> ResumableLoader:
-    """Return a loader of a stream of samples.
-
-    Every data rank reads the full stream and keeps its samples of each global batch. It tokenizes
-    the samples of the others too; in return global batches do not depend on the number of ranks,
-    and all ranks get the same number of batches, although it is unknown. To resume, samples are
-    read again and dropped.
-
-    Args:
-        stream: starts the stream.
-        batch_size: samples per data rank.
-        rank: the data rank.
-        size: the number of data ranks.
-        num_workers: 0, or another number for one process that reads ahead.
-        options: as in `ResumableLoader`.
-    """
-
-    def batches(epoch: int, start: int) -> Iterable[Batch]:
-        part = _StreamPart(stream, batch_size, rank, size, start)
-        return _torch_loader(part, min(num_workers, 1), batch_size=None)
-
-    return ResumableLoader(batches, **options)
-
-
 def _torch_loader(data: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
     # With its own generator the loader does not change the state of torch's global one.
     return DataLoader(
@@ -259,34 +223,6 @@ class _FilledSamples(Dataset[Batch]):
         if "cell" in sample:
             sample["cell"] = torch.full_like(sample["cell"], NO_SAMPLE)
         return sample
-
-
-@dataclass
-class _StreamPart(IterableDataset[Batch]):
-    """The samples of one data rank of a stream, from a batch on."""
-
-    stream: Callable[[], Iterable[Mapping[str, Any]]]
-    batch_size: int
-    rank: int
-    size: int
-    start: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        samples = iter(self.stream())
-        global_size = self.batch_size * self.size
-        for number in count():
-            group = list(islice(samples, global_size))
-            if len(group) < global_size:
-                if not number:
-                    raise ValueError(
-                        f"The stream gave {len(group)} samples, but a global batch takes "
-                        f"{global_size}: {self.size} data ranks x batch_size={self.batch_size}. "
-                        "Use a smaller batch_size or seq_len, or more text."
-                    )
-                return
-            if number >= self.start:
-                local = group[self.rank * self.batch_size :][: self.batch_size]
-                yield default_collate([as_tensors(sample) for sample in local])
 
 
 def as_tensors(sample: Mapping[str, Any]) -> Batch:

@@ -57,7 +57,7 @@ class MediaChatData(ChatData):
         chat_template: a Jinja file to use in place of the processor's template.
         long_documents: whether a conversation that is longer than a sample is an error, or is left
             out; media are never cut.
-        options: as in `PackingOptions`, without ``tokenizer`` and ``streaming``.
+        options: as in `PackingOptions`, without ``tokenizer``.
 
     Example:
         >>> data = MediaChatData("conversations.jsonl", processor="PATH", seq_len=4096)
@@ -76,14 +76,11 @@ class MediaChatData(ChatData):
         **options: Any,
     ) -> None:
         check_choice("long_documents", long_documents, ("refuse", "skip"))
-        for name, reason in (
-            ("tokenizer", "the processor has one: processor=..."),
-            ("streaming", "a record is read again when a batch needs its media. Leave it out."),
-        ):
-            if options.get(name):
-                raise ValueError(
-                    f"{name}={options[name]!r} is not for conversations with media: {reason}"
-                )
+        if options.get("tokenizer"):
+            raise ValueError(
+                f"tokenizer={options['tokenizer']!r} is not for conversations with media: the "
+                "processor has one: processor=..."
+            )
         super().__init__(
             source,  # type: ignore[arg-type]
             messages_column=messages_column,
@@ -287,8 +284,7 @@ class MediaChatData(ChatData):
         """Map the samples into memory, and open the records of their media."""
         super().setup(stage)
         self._opened = {
-            split: self._sources[split].read(cache_dir=self.options.cache_dir)
-            for split in self._tables
+            split: self._sources[split].read(self.options.cache_dir) for split in self._tables
         }
 
     def train_dataloader(self) -> ResumableLoader:

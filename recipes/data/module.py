@@ -30,7 +30,6 @@ from recipes.data.loader import (
     find_data_rank,
     plan_evaluation,
     plan_training,
-    stream_loader,
 )
 from recipes.data.packing import COLUMNS, Document, LongDocuments, Sample, pack
 from recipes.data.sources import Source, check_column, find_source
@@ -179,10 +178,9 @@ class PackingOptions:
         val_fraction: fraction of the documents that is set aside for validation.
         val_source: validate with these documents instead.
         max_documents: read at most this number of documents.
-        streaming: tokenize while training, in the order of the source, without a copy on disk.
         config_name: the configuration of a hub source.
         split: the split of a hub source, or of a saved folder with several.
-        num_workers: processes that read ahead; at most one when streaming.
+        num_workers: processes that read ahead.
         seed: of the order of samples and of the documents set aside.
         cache_dir: folder of packed samples; by default in the cache of `datasets`.
     """
@@ -194,7 +192,6 @@ class PackingOptions:
     val_fraction: float = 0.05
     val_source: str | None = None
     max_documents: int | None = None
-    streaming: bool = False
     config_name: str | None = None
     split: str = "train"
     num_workers: int = 0
@@ -209,11 +206,6 @@ class PackingOptions:
         if self.max_documents is not None and self.max_documents < 1:
             raise ValueError(
                 f"max_documents={self.max_documents}: give at least 1, or None for all."
-            )
-        if self.streaming and self.val_fraction and self.val_source is None:
-            raise ValueError(
-                f"streaming=True cannot set val_fraction={self.val_fraction} of the documents "
-                "aside: their number is unknown. Give val_source=..., or val_fraction=0."
             )
         pack([], 1, long_documents=self.long_documents)  # raises for a wrong value
 
@@ -292,9 +284,7 @@ class PackedData(SampleData):
     # ---------------------------------------------------------------- samples on disk
 
     def prepare_data(self) -> None:
-        """Tokenize and pack what is not on disk yet; of a stream, try the first sample."""
-        if self.options.streaming and next(self._pack("train"), None) is None:
-            raise self._nothing_in("train")
+        """Tokenize and pack what is not on disk yet."""
         for split, file in self._files().items():
             if not file.exists():
                 self._pack_to(file, split)
@@ -311,7 +301,7 @@ class PackedData(SampleData):
                     "before setup(); a Trainer does so, on each node."
                 )
             self._tables[split] = datasets.Dataset.from_file(str(file)).with_format("torch")
-        if stage == "fit" and not self.options.streaming:
+        if stage == "fit":
             self._count_batches()  # now: afterwards the model is built
 
     def train_samples(self) -> Samples:
@@ -323,24 +313,8 @@ class PackedData(SampleData):
         """Return the packed samples to validate with."""
         return self._tables.get("val")
 
-    def _build_train_loader(self) -> ResumableLoader:
-        if not self.options.streaming:
-            return super()._build_train_loader()
-        rank, size = find_data_rank(self.trainer)
-        limit = None if self.trainer is None else self.trainer.limit_train_batches
-        return stream_loader(
-            partial(self._pack, "train"),
-            self.batch_size,
-            rank=rank,
-            size=size,
-            identity=self._identity(size * self.batch_size),
-            epoch_len=limit if isinstance(limit, int) else None,
-            num_pending=partial(count_pending, self.trainer),
-            num_workers=self.num_workers,
-        )
-
     def _files(self) -> dict[Split, Path]:
-        splits: list[Split] = [] if self.options.streaming else ["train"]
+        splits: list[Split] = ["train"]
         if self.val_fraction or self.options.val_source is not None:
             splits.append("val")
         import datasets
@@ -383,16 +357,12 @@ class PackedData(SampleData):
         lengths = dict.fromkeys(self.columns, self.seq_len) | dict.fromkeys(self.lists, -1)
         num_samples, num_tokens = write_samples(file, self._pack(split), lengths)
         if not num_samples:
-            raise self._nothing_in(split)
+            raise ValueError(
+                f"source={name!r} has no tokens for {split}. Check that the column is not empty."
+            )
         print(
             f"packed {split}: source={name}, tokens={num_tokens}, samples={num_samples}, seq_len="
             f"{self.seq_len}, seconds={time.monotonic() - start:.1f}, file={file}"
-        )
-
-    def _nothing_in(self, split: Split) -> ValueError:
-        return ValueError(
-            f"source={self._sources[split].name!r} has no tokens for {split}. Check that the "
-            "column is not empty."
         )
 
     def _pack(self, split: Split) -> Iterator[Sample]:
@@ -413,14 +383,11 @@ class PackedData(SampleData):
     def _records(self, split: Split) -> Iterator[tuple[int, Any]]:
         """Yield the values of the column, each with the index of its record."""
         source = self._sources[split]
-        streaming = self.options.streaming and split == "train"
-        records = source.read(streaming=streaming, cache_dir=self.options.cache_dir)
+        records = source.read(self.options.cache_dir)
         limit = self.options.max_documents if self._takes_from_source(split) else None
-        numbered: Iterator[tuple[int, Any]] = enumerate(islice(records, limit))
-        if not streaming:
-            chosen = self._chosen(split, min(len(records), limit or len(records)), source.name)
-            numbered = ((number, records[number]) for number in chosen)
-        for number, record in numbered:
+        num_documents = min(len(records), limit or len(records))
+        for number in self._chosen(split, num_documents, source.name):
+            record = records[number]
             column = self.column_of(record)
             check_column(record, column, source=source.name, option=self.column_option)
             yield number, self.value_of(record, column)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of documents: files, folders, the hub, or Python's standard library.
 
-Returns records by index or as a stream; does not know tokens.
+Returns records by index; does not know tokens.
 """
 
 import json
@@ -62,18 +62,17 @@ class Source:
         names = [self.builder, self.config_name, self.split] if has_split else []
         return json.dumps([self.name, *names, stats])
 
-    def read(self, *, streaming: bool = False, cache_dir: str | None = None) -> Any:
-        """Return the records: by index, or as a stream. Images and videos are not decoded."""
+    def read(self, cache_dir: str | None = None) -> Any:
+        """Return the records by index. Images and videos are not decoded."""
         if self.builder == PICTURES:
             return Pictures()
         if self.builder == "saved":
-            return _keep_encoded(self._read_saved(streaming=streaming))
+            return _keep_encoded(self._read_saved())
         import datasets  # type: ignore[import-untyped]
 
-        errors = (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError)
         try:
-            return _keep_encoded(self._load(streaming=streaming, cache_dir=cache_dir))
-        except errors as error:
+            return _keep_encoded(self._load(cache_dir))
+        except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
             raise ValueError(self._explain(error)) from error
 
     def _explain(self, error: Exception) -> str:
@@ -92,9 +91,10 @@ class Source:
             "an object with the same columns; .jsonl has one per line."
         )
 
-    def _load(self, **options: Any) -> Any:
+    def _load(self, cache_dir: str | None) -> Any:
         import datasets
 
+        options: dict[str, Any] = {"cache_dir": cache_dir}
         if self.builder == "hub":
             with _offline_if_unreachable(datasets.config):
                 return datasets.load_dataset(
@@ -105,7 +105,7 @@ class Source:
         files = [escape(str(file)) for file in self.files]
         return datasets.load_dataset(self.builder, data_files=files, split="train", **options)
 
-    def _read_saved(self, *, streaming: bool) -> Any:
+    def _read_saved(self) -> Any:
         import datasets
 
         records = datasets.load_from_disk(str(Path(self.name).expanduser()))
@@ -116,7 +116,7 @@ class Source:
                     f"split={self.split!r}. Name one of them: split=..."
                 )
             records = records[self.split]
-        return records.to_iterable_dataset() if streaming else records
+        return records
 
 
 @contextmanager

@@ -140,6 +140,7 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
             "strategy.init_args.checkpoint_staging_dir: .* is gone. async_checkpoint=True copies",
         ),
         (["fit", "--config", "STAGED"], "checkpoint_staging_dir is gone. async_checkpoint=True"),
+        (["fit", "--data.streaming", "true"], "data.init_args.streaming: streaming is gone. Sa"),
         (["fit", "--trainer.precision", "64-true"], "precision=.64-true.*Choose a different"),
         (["fit", "--trainer.strategy", "no.Klass"], "trainer: You selected an invalid strategy"),
         (["fit", "--trainer.strategy.context_parallel_size", "3"], "=3 does not divide the 1 proc"),

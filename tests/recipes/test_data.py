@@ -304,7 +304,6 @@ def test_sources_that_do_not_serve_are_refused_in_one_line(name, message, tmp_pa
         ({"seq_len": 1}, "seq_len=1: give a number of at least 2"),
         ({"batch_size": 0}, "batch_size=0: give a number of at least 1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: give a fraction from 0 to below 1"),
-        ({"streaming": True, "val_fraction": 0.1}, "streaming=True cannot set val_fraction=0.1"),
         ({"long_documents": "drop"}, "long_documents='drop': use one of"),
         ({"max_documents": 0}, "max_documents=0: give at least 1, or None for all"),
     ],
@@ -376,43 +375,6 @@ def test_validation_documents_are_not_trained_on(jsonl, tmp_path):
     assert val.count("<eos>") == 4
     other = prepared(small(jsonl, tmp_path, val_source=str(jsonl)))
     assert text_of(other, all_rows(other.val_samples())) == "".join(f"{t}<eos>" for t in TEXTS)
-
-
-def test_a_stream_gives_the_rows_of_the_file_to_any_number_of_data_ranks(jsonl, tmp_path):
-    rows = all_rows(prepared(small(jsonl, tmp_path)).train_samples())
-    for size, batch_size in ((1, 4), (2, 2), (4, 1)):
-        loaders = []
-        for rank in range(size):
-            options = {"batch_size": batch_size, "num_workers": 2 if size == 2 else 0}
-            data = small(jsonl, tmp_path, streaming=True, **options)
-            data.trainer = fake_trainer(rank, size)
-            prepared(data)
-            loaders.append(data.train_dataloader())
-        batches = [list(loader) for loader in loaders]
-        seen = [row for step in zip(*batches, strict=True) for b in step for row in b["input_ids"]]
-        assert len(seen) == len(rows) // 4 * 4
-        for row, expected in zip(seen, rows, strict=False):
-            assert row.tolist() == expected["input_ids"].tolist()
-
-
-def test_a_stream_without_the_column_is_refused(jsonl, tmp_path):
-    data = small(jsonl, tmp_path, streaming=True, text_column="body")
-    with pytest.raises(ValueError, match="has no column 'body'; it has text, id"):
-        data.prepare_data()  # before a model is built
-    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 3)
-    with pytest.raises(ValueError, match="blank.jsonl' has no tokens for train"):
-        small(tmp_path / "blank.jsonl", tmp_path, streaming=True).prepare_data()
-
-
-def test_a_stream_can_be_validated_with_a_source_of_its_own(jsonl, tmp_path):
-    data = prepared(small(jsonl, tmp_path, streaming=True, val_source=str(jsonl), val_fraction=0.5))
-    assert text_of(data, all_rows(data.val_samples())) == "".join(f"{t}<eos>" for t in TEXTS)
-
-
-def test_a_stream_too_short_for_a_batch_is_refused(jsonl, tmp_path):
-    data = prepared(small(jsonl, tmp_path, streaming=True, batch_size=1000))
-    with pytest.raises(ValueError, match="The stream gave .* samples, but a global batch"):
-        next(iter(data.train_dataloader()))
 
 
 # ---------------------------------------------------------------- chat
@@ -544,7 +506,7 @@ def test_a_conversation_longer_than_a_row_is_refused_by_default(tmp_path):
 def fake_trainer(data_rank, data_size):
     strategy = SimpleNamespace(data_parallel_rank=data_rank, data_parallel_size=data_size)
     progress = SimpleNamespace(current=SimpleNamespace(ready=0, processed=0))
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), _data_fetcher=None)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     return SimpleNamespace(
         strategy=strategy, limit_train_batches=1.0, overfit_batches=0, fit_loop=loop
     )
@@ -759,34 +721,6 @@ def test_short_epochs_go_on_too(tmp_path):
             resumed, datamodule=CountedData(ROWS), ckpt_path=tmp_path / f"step={step}.ckpt"
         )
         assert len(resumed.seen) == 12 - step
-        check_goes_on(resumed, alone, step)
-
-
-def test_a_stream_goes_on_too(jsonl, tmp_path):
-    def data():
-        return small(jsonl, tmp_path, streaming=True, seq_len=32)
-
-    class Stream(Watching):
-        def __init__(self):
-            super().__init__()
-            self.weights = torch.nn.Embedding(300, 1)
-
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.seen[-1] = batch["input_ids"].tolist()
-            return loss
-
-    alone = Stream()
-    trainer(max_epochs=2).fit(alone, datamodule=data())
-    length = len(alone.seen) // 2
-    assert alone.seen[:length] == alone.seen[length:]
-    callbacks = [saving(tmp_path / "saved", every_n_train_steps=1)]
-    trainer(max_epochs=2, callbacks=callbacks).fit(Stream(), datamodule=data())
-    for step in (3, length, length + 2):
-        resumed = Stream()
-        checkpoint = tmp_path / f"saved/step={step}.ckpt"
-        trainer(max_epochs=2).fit(resumed, datamodule=data(), ckpt_path=checkpoint)
-        assert len(resumed.seen) == 2 * length - step
         check_goes_on(resumed, alone, step)
 
 

@@ -300,7 +300,6 @@ def test_long_conversations_are_skipped_if_asked(folder, capsys):
     ("options", "message"),
     [
         ({"long_documents": "split"}, "long_documents='split'"),
-        ({"streaming": True}, "streaming=True is not for conversations with media: a record is"),
         ({"tokenizer": "x"}, "tokenizer='x' is not for conversations with media: the processor"),
     ],
 )

@@ -391,7 +391,7 @@ def find_no_keys(folder):
         ({"config": {"max_position_embeddings": 60}}, {}, {}, "Sequences have 61 tokens, but the"),
         ({"freeze": ["*vision*"]}, {}, {}, "no parameter name matches '\\*vision\\*'"),
         ({"lora": {"target_modules": ["w"]}}, {}, {}, "model.lora: Target modules"),
-        ({}, {"streaming": True, "val_fraction": 0}, {"max_steps": -1}, "a stream has no length"),
+        ({}, {}, {"max_steps": -1, "max_epochs": -1}, "the number of steps, but this run has none"),
     ],
 )
 def test_what_would_go_wrong_is_refused(
