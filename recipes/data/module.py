@@ -7,13 +7,10 @@
 
 import hashlib
 import json
-import time
-import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -182,7 +179,7 @@ class PackingOptions:
         split: the split of a hub source, or of a saved folder with several.
         num_workers: processes that read ahead.
         seed: of the order of samples and of the documents set aside.
-        cache_dir: folder of packed samples; by default in the cache of `datasets`.
+        cache_dir: folder of packed samples; by default the cache of `datasets`.
     """
 
     seq_len: int = 2048
@@ -213,8 +210,8 @@ class PackingOptions:
 class PackedData(SampleData):
     """Records of a source, tokenized and packed into samples once, then memory-mapped.
 
-    `prepare_data` does the work, in one process per node. The cache is a file whose name is a hash
-    of everything that the samples depend on.
+    `prepare_data` does the work, in one process per node. The samples are kept in the cache of
+    `datasets`, under a hash of everything that they depend on.
 
     Args:
         source: as in `TextData`.
@@ -285,24 +282,38 @@ class PackedData(SampleData):
 
     def prepare_data(self) -> None:
         """Tokenize and pack what is not on disk yet."""
-        for split, file in self._files().items():
-            if not file.exists():
-                self._pack_to(file, split)
+        for split in self._splits():
+            self._open(split)
 
     def setup(self, stage: str) -> None:
         """Map the samples into memory."""
-        import datasets  # type: ignore[import-untyped]  # slow to import, and not needed for pass keys
-
         super().setup(stage)
-        for split, file in self._files().items():
-            if not file.exists():
-                raise RuntimeError(
-                    f"{type(self).__name__} has not packed its samples yet. Call prepare_data() "
-                    "before setup(); a Trainer does so, on each node."
-                )
-            self._tables[split] = datasets.Dataset.from_file(str(file)).with_format("torch")
+        self._tables = {split: self._open(split).with_format("torch") for split in self._splits()}
         if stage == "fit":
             self._count_batches()  # now: afterwards the model is built
+
+    def _splits(self) -> list[Split]:
+        has_val = self.val_fraction or self.options.val_source is not None
+        return ["train", "val"] if has_val else ["train"]
+
+    def _open(self, split: Split) -> Any:
+        """Return the samples of a split from the cache of `datasets`; pack them if need be."""
+        import datasets  # type: ignore[import-untyped]  # slow to import, and not needed for pass keys
+
+        lengths = dict.fromkeys(self.columns, self.seq_len) | dict.fromkeys(self.lists, -1)
+        ints = datasets.Value("int32")
+        features = {name: datasets.List(ints, length=length) for name, length in lengths.items()}
+        try:
+            return datasets.Dataset.from_generator(
+                self._pack,
+                gen_kwargs={"split": split},
+                features=datasets.Features(features),
+                fingerprint=self._fingerprint(split),
+                cache_dir=self.options.cache_dir,
+                writer_batch_size=max(1, _CHUNK_TOKENS // self.seq_len),
+            )
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None  # it says which record is wrong
 
     def train_samples(self) -> Samples:
         """Return the packed samples to train on."""
@@ -313,23 +324,12 @@ class PackedData(SampleData):
         """Return the packed samples to validate with."""
         return self._tables.get("val")
 
-    def _files(self) -> dict[Split, Path]:
-        splits: list[Split] = ["train"]
-        if self.val_fraction or self.options.val_source is not None:
-            splits.append("val")
-        import datasets
-
-        root = (
-            Path(self.options.cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser()
-            / "packed"
-        )
-        return {split: root / f"{split}-{self._fingerprint(split)}.arrow" for split in splits}
-
     def _fingerprint(self, split: Split) -> str:
         """Return a hash of everything that the samples depend on."""
         content = {
             "format": _FORMAT,
             "kind": type(self).__name__,
+            "split": split,
             "source": self._sources[split].fingerprint(),
             "column": self.column,
             "tokenizer": self._tokenizer_text,
@@ -352,27 +352,20 @@ class PackedData(SampleData):
     def _takes_from_source(self, split: Split) -> bool:
         return split == "train" or self.options.val_source is None
 
-    def _pack_to(self, file: Path, split: Split) -> None:
-        start, name = time.monotonic(), self._sources[split].name
-        lengths = dict.fromkeys(self.columns, self.seq_len) | dict.fromkeys(self.lists, -1)
-        num_samples, num_tokens = write_samples(file, self._pack(split), lengths)
-        if not num_samples:
-            raise ValueError(
-                f"source={name!r} has no tokens for {split}. Check that the column is not empty."
-            )
-        print(
-            f"packed {split}: source={name}, tokens={num_tokens}, samples={num_samples}, seq_len="
-            f"{self.seq_len}, seconds={time.monotonic() - start:.1f}, file={file}"
-        )
-
     def _pack(self, split: Split) -> Iterator[Sample]:
         pad_id = self.tokenizer.pad_token_id
         if pad_id is None:  # nothing sees padding; any token will do
             pad_id = self.tokenizer.eos_token_id or 0
-        documents = self._documents(split)
-        return pack(
-            documents, self.seq_len, long_documents=self.options.long_documents, pad_id=pad_id
-        )
+        documents, long_documents = self._documents(split), self.options.long_documents
+        is_empty = True
+        for sample in pack(documents, self.seq_len, long_documents=long_documents, pad_id=pad_id):
+            is_empty = False
+            yield sample
+        if is_empty:
+            raise ValueError(
+                f"source={self._sources[split].name!r} has no tokens for {split}. Check that the "
+                "column is not empty."
+            )
 
     def _documents(self, split: Split) -> Iterator[Document]:
         records = self._records(split)
@@ -405,37 +398,3 @@ class PackedData(SampleData):
         held_out = np.random.default_rng(self.seed).permutation(num_documents)[:num_val].tolist()
         chosen = held_out if split == "val" else set(range(num_documents)).difference(held_out)
         return sorted(chosen)
-
-
-def write_samples(
-    file: Path, samples: Iterable[Sample], lengths: Mapping[str, int]
-) -> tuple[int, int]:
-    """Write samples to an Arrow file, renamed when it is complete; count samples and tokens.
-
-    Args:
-        file: nothing is left of it if there are no samples.
-        samples: with integers.
-        lengths: of each key; -1 for any number of values.
-    """
-    import datasets
-    from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # other nodes may pack it too
-    ints, num_tokens = datasets.Value("int32"), 0
-    features = {name: datasets.List(ints, length=length) for name, length in lengths.items()}
-    with ArrowWriter(
-        path=str(temporary),
-        features=datasets.Features(features),
-        writer_batch_size=max(1, _CHUNK_TOKENS // max(lengths.values())),
-    ) as writer:
-        try:
-            for sample in samples:
-                writer.write(sample)
-                num_tokens += int((sample["document_ids"] >= 0).sum())
-            num_samples: int = writer.finalize()[0]
-            if num_samples:
-                temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
-    return num_samples, num_tokens
