@@ -215,7 +215,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
-            "benchmarks.cluster_plan draws with matplotlib: pip install 'lightning-cp[recipes]', "
+            "benchmarks.cluster_plan draws with matplotlib: pip install matplotlib, "
             "or pass --no-plot to print the table only."
         ) from error
     workloads = list(dict.fromkeys(row.workload for row in rows))

@@ -178,7 +178,7 @@ def draw(points: Sequence[Point], links: Links, path: Path) -> None:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError(
-            "benchmarks.scaling plots with matplotlib: pip install 'lightning-cp[recipes]', or "
+            "benchmarks.scaling plots with matplotlib: pip install matplotlib, or "
             "pass --no-plot to print the table only."
         ) from error
     matplotlib.use("Agg")

@@ -320,8 +320,7 @@ class CausalLMModule(LightningModule):
             return
         self.log(name, mean, prog_bar=True, sync_dist=True)
         if self.trainer.is_global_zero:
-            picture = Path(self.trainer.default_root_dir) / f"{name}.png"
-            print(f"\n{heat_map(accuracy.cpu(), *self._grid_axes, picture)}")
+            print(f"\n{heat_map(accuracy.cpu(), *self._grid_axes)}")
 
     # ---------------------------------------------------------------- optimization
 

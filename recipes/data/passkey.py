@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass-key task: find a number in a long text. Samples, a metric and a heat map.
+"""The pass-key task: find a number in a long text. Samples, a metric and a table.
 
 Every sample is a function of its index, so nothing is stored and workers need no seed. Context
 ranks agree on whether a sample was answered.
@@ -7,12 +7,10 @@ ranks agree on whether a sample was answered.
 
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-from pandas import DataFrame, Index  # type: ignore[import-untyped]
 from torch import Tensor
 from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +19,7 @@ from lightning_cp import ContextParallel
 from recipes.data.loader import NO_SAMPLE, Batch, as_tensors
 from recipes.data.module import SampleData
 from recipes.data.packing import IGNORED_LABEL, Document, document, pack
-from recipes.report import draw, table
+from recipes.report import table
 from recipes.tokens import load_tokenizer
 
 NEEDLE: Final = " The pass key is "
@@ -284,16 +282,13 @@ class RetrievalGrid(Metric):
         return self.compute().nanmean()
 
 
-def heat_map(
-    accuracy: Tensor, lengths: list[int], depths: list[float], path: str | Path | None = None
-) -> str:
-    r"""Return a table of length x depth; also draw it as a PNG, if a path is given.
+def heat_map(accuracy: Tensor, lengths: list[int], depths: list[float]) -> str:
+    r"""Return a table of length x depth.
 
     Args:
         accuracy: [lengths, depths], from 0 to 1.
         lengths: labels of the rows.
         depths: labels of the columns.
-        path: of the picture; without matplotlib none is drawn, and the text says so.
 
     Example:
         >>> print(heat_map(torch.tensor([[1.0, 0.5]]), [128], [0.0, 1.0]))
@@ -301,16 +296,8 @@ def heat_map(
         | -------------- | ---- | ---- |
         | 128            | 1.00 | 0.50 |
     """
-    frame = DataFrame(
-        accuracy.numpy(),
-        Index([f"{length:,}" for length in lengths], name="length \\ depth"),
-        [f"{depth:.0%}" for depth in depths],
+    rows = zip(lengths, accuracy.tolist(), strict=True)
+    return table(
+        ["length \\ depth", *(f"{depth:.0%}" for depth in depths)],
+        ([f"{length:,}", *(f"{x:.2f}" for x in row)] for length, row in rows),
     )
-    text = table(frame.map("{:.2f}".format))
-    if path is None:
-        return text
-    size = (1.5 + len(depths), 1.5 + 0.6 * len(lengths))
-    options = {"title": "keys found", "xlabel": "depth of the key", "ylabel": "tokens"}
-    if draw(Path(path), (frame, {"kind": "map", **options}), size=size):
-        return f"{text}\ndrawn: {path}"
-    return f"{text}\n{path} was not drawn: pip install matplotlib."
