@@ -12,7 +12,6 @@ import logging
 import operator
 import re
 import signal
-import subprocess
 import sys
 import sysconfig
 import traceback
@@ -36,7 +35,7 @@ import transformers
 import yaml  # type: ignore[import-untyped]
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -144,6 +143,10 @@ class RecipesCLI(LightningCLI):
                 setattr(self.datamodule, name, self.datamodule.val_dataloader)
         for saver in self.trainer.checkpoint_callbacks:
             restore_last(getattr(saver, "dirpath", None))
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, SLURMEnvironment):
+            # Lightning's handler would save at once, and ranks may be in different steps.
+            signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
         is_first = _launcher(self.trainer) is not None and self.trainer.num_nodes == 1
         if is_first and isinstance(self.datamodule, SampleData):
             # Not only in `fit`: bad data is found before other processes are started.
@@ -180,61 +183,9 @@ def restore_last(folder: str | None) -> None:
             aside_of(last).rename(last)
 
 
-class Requeue(Callback):
-    """Saves and requeues a SLURM job on SIGUSR1, which SLURM sends before the time limit.
-
-    Lightning's handler saves at once, in the middle of a step: ranks that hold shards of one model
-    could save different steps, or deadlock. Here they finish the step and agree. The checkpoint is
-    ``last.ckpt``, which ``--ckpt_path last`` finds.
-    """
-
-    def __init__(self) -> None:
-        self._signalled = False
-        self._former_handler: Any = None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the handler before Lightning, which keeps an existing one."""
-        if isinstance(_environment(trainer), SLURMEnvironment):
-            self._former_handler = signal.signal(signal.SIGUSR1, self._on_signal)
-
-    def _on_signal(self, *_: object) -> None:
-        self._signalled = True
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save and stop after a step if any rank got the signal."""
-        if self._former_handler is None or (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
-        if not trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
-            return
-        saver: Any = trainer.checkpoint_callback
-        folder = Path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
-        trainer.save_checkpoint(folder / "last.ckpt")
-        if isinstance(trainer.strategy, ContextParallelStrategy):
-            trainer.strategy.wait_for_checkpoint()
-        trainer.should_stop = True
-        self._signalled = False
-        if trainer.is_global_zero:
-            job = _environment(trainer).job_id()
-            print(f"saved {folder / 'last.ckpt'}; requeueing job {job}", flush=True)
-            subprocess.run(["scontrol", "requeue", str(job)], check=True)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the former handler."""
-        if self._former_handler is not None:
-            signal.signal(signal.SIGUSR1, self._former_handler)
-            self._former_handler = None
-
-
 def _launcher(trainer: Trainer) -> Any:
     """Return what starts the other processes of this node; None if they are started already."""
     return trainer.strategy.launcher
-
-
-def _environment(trainer: Trainer) -> Any:
-    strategy: Any = trainer.strategy
-    return strategy.cluster_environment
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") -> int:
@@ -292,7 +243,6 @@ def _run(args: Sequence[str], prog: str) -> None:
         load_from_checkpoint_support=False,
         save_config_kwargs={"overwrite": True},
         seed_everything_default=0,
-        trainer_defaults={"callbacks": [Requeue()]},
         parser_kwargs={
             "exit_on_error": False,
             **{

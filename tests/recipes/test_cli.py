@@ -424,21 +424,30 @@ for rank in range(int(os.environ["SLURM_NTASKS"])):
     place = {"PROCID": rank, "LOCALID": rank % per_node, "NODEID": rank // per_node}
     env = os.environ | {f"SLURM_{key}": str(value) for key, value in place.items()}
     tasks.append(subprocess.Popen(args, env=env))
-signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+with open(__file__ + ".pid", "w") as file:
+    file.write(str(os.getpid()))
+signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.NAME) for task in tasks])
 sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def fake_slurm(folder):
-    """Make commands that do what SLURM's do, as far as our script goes; return its environment."""
+def fake_slurm(folder, name):
+    """Make commands that do what SLURM's do, as far as our script goes; return its environment.
+
+    Args:
+        folder: for the commands.
+        name: of the signal that the ranks get.
+    """
     folder.mkdir()
+    told = f'#!/usr/bin/env bash\necho "$@" >> {folder}/told\n'
     commands = {
-        "srun": f"#!{sys.executable}\n{SRUN}",
-        "scontrol": f'#!/usr/bin/env bash\necho "$@" >> {folder}/told\n',
+        "srun": f"#!{sys.executable}\n{SRUN}".replace("NAME", name),
+        "scancel": f"{told}kill -USR1 $(< {folder}/srun.pid)\n",
+        "scontrol": told,
     }
-    for name, text in commands.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    for command, text in commands.items():
+        (folder / command).write_text(text)
+        (folder / command).chmod(0o755)
     return {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
@@ -454,9 +463,10 @@ def fake_slurm(folder):
 
 
 @pytest.mark.slow
-def test_slurm_takes_the_job_back_and_it_goes_on(job, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_slurm_takes_the_job_back_and_it_goes_on(name, job, tmp_path):
     config = small_config(tmp_path, max_steps=100_000, val_check_interval=100_000)
-    environment = fake_slurm(tmp_path / "slurm")
+    environment = fake_slurm(tmp_path / "slurm", name)
     script = [str(LAUNCH / "slurm.sbatch"), str(config)]
     job.start(script, **environment)
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
@@ -468,7 +478,7 @@ def test_slurm_takes_the_job_back_and_it_goes_on(job, tmp_path):
     os.kill(job.started[0].pid, signal.SIGUSR1)
     outcome = job.wait(limit=600)
     assert outcome.codes == [0], outcome.text
-    assert (tmp_path / "slurm" / "told").read_text() == "requeue 4711\n"
+    assert (tmp_path / "slurm" / "told").read_text() == "--signal=TERM 4711\nrequeue 4711\n"
     saved = torch.load(last / "meta.pt", weights_only=True)["global_step"]
 
     job.start([*script, f"--trainer.max_steps={saved + 2}"], **environment)
