@@ -25,10 +25,21 @@ REMOVED: Final[dict[str, str]] = {
     "host memory. Where that has no room, set async_checkpoint=False: docs/lightning.md.",
     "streaming": "Samples are packed once, and mapped into memory from disk. Leave it out; for a "
     "part of a large source set max_documents, or for the hub split='train[:1%]'.",
+    "warmup_fraction": "Write it as warmup_steps: below 1 it is a fraction of all steps.",
+    "decay_embeddings": "Embeddings have weight decay, as all matrices. Set weight_decay=0, or "
+    "override configure_optimizers() in a script with a subclass of CausalLMModule.",
+    "expert_parallel_size": "Experts are sharded, as other weights. For experts that stay on their "
+    "ranks load the model in a script, with a distributed_config: docs/tensor-parallel.md.",
 }
 """Classes, packages, commands and options that are gone, and what to use instead."""
 
-UNSET: Final[dict[str, Any]] = {"checkpoint_staging_dir": None, "streaming": False}
+UNSET: Final[dict[str, Any]] = {
+    "checkpoint_staging_dir": None,
+    "streaming": False,
+    "warmup_fraction": None,
+    "decay_embeddings": True,
+    "expert_parallel_size": 1,
+}
 """Options that are gone, and the values with which they did nothing."""
 
 

@@ -5,7 +5,6 @@ Builds objects from options, and prints user errors in one line. Training is in 
 and the library.
 """
 
-import difflib
 import functools
 import inspect
 import logging
@@ -16,7 +15,7 @@ import sys
 import sysconfig
 import traceback
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -29,7 +28,6 @@ except ModuleNotFoundError as missing:
         "pip install 'lightning-cp[recipes]', or -e '.[recipes]' in a checkout."
     ) from missing
 
-import lightning.pytorch.callbacks
 import torch
 import transformers
 import yaml  # type: ignore[import-untyped]
@@ -40,15 +38,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-import recipes.data  # makes short class names known to the parser
-from lightning_cp import ContextParallelCallback, ContextParallelStrategy
+from lightning_cp import ContextParallelCallback
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.error_report import report_error
 from lightning_cp.renamed import RENAMED, drop_unset, explain_removed
-from recipes.data.module import PackingOptions, SampleData
+from recipes.data.module import SampleData
 from recipes.files import data_class
 from recipes.module import CausalLMModule
-from recipes.weights import LoraOptions
 
 HELP: Final = """\
 Train language models on long sequences that are sharded over several devices.
@@ -73,15 +69,9 @@ _LIBRARIES: Final = (
     "<frozen",
 )
 """Where code lies that is neither ours nor a user's."""
+_SAYS_NOTHING: Final = ("Does not validate", "Subtypes:", "Errors:", "Given value")
+"""Lines of jsonargparse's errors about an option that may be of several types."""
 _load_yaml: Final = jsonargparse.get_loader("yaml")
-_COMMANDS: Final = {
-    "fit": "Train, validate at intervals, and write checkpoints.",
-    "validate": "Compute the validation loss, and the retrieval accuracy of pass-key data.",
-    "test": "Compute the same on the test data, or on the validation data if there is none.",
-    "predict": "Write the most likely next token of each token.",
-}
-_DATA: Final = [name for name in recipes.data.__all__ if name.endswith("Data")]
-_CLASSES: Final = (*_DATA, *lightning.pytorch.callbacks.__all__)
 
 
 class RecipesCLI(LightningCLI):
@@ -249,9 +239,8 @@ def _run(args: Sequence[str], prog: str) -> None:
                 name: {
                     "exit_on_error": False,
                     "usage": f"{prog} {name} [--config FILE] [options]",
-                    "description": text,
                 }
-                for name, text in _COMMANDS.items()
+                for name in LightningCLI.subcommands()
             },
         },
         args=list(args),
@@ -297,58 +286,21 @@ def _is_for_user(error: Exception) -> bool:
     return is_raised and isinstance(error, ValueError | TypeError | RuntimeError)
 
 
-# ---------------------------------------------------------------- parser errors
-
-
 def explain(message: str) -> str:
-    """Return a parser error in one line, with the option that was probably meant.
+    """Return a parser error in one line; of names that are former or gone, what to write instead.
 
     Args:
         message: of jsonargparse.
 
     Example:
-        >>> explain("Subcommand 'fit' does not accept option 'model.lrr'")
-        'model.lrr: there is no such option. Did you mean model.lr?'
+        >>> explain("Subcommand 'fit' does not accept option 'data.streaming'")[:36]
+        'streaming is gone. Samples are packe'
     """
-    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
     for former, new in RENAMED.items():
         if f"class_path '{former}'" in message:
-            return f"{key}: {former} is now called {new}. Write {new}."
+            return f"{former} is now called {new}. Write {new}."
     unknown = re.search(r"(?:accept option|arguments:|Option) '?-*([\w.]+)", message)
-    if unknown:
-        owner = key and (f"{key}." if key.startswith("model") else f"{key}.init_args.")
-        name = f"{owner}{unknown[1]}"
-        if gone := explain_removed(unknown[1].rpartition(".")[2]):
-            return f"{name}: {gone}"
-        return f"{name}: there is no such option. {_near(name, _options())}"
-    wrong = re.search(r"Expected a dot import path string: (\S+)", message)
-    if wrong:
-        return f"{key}: there is no class {wrong[1]}. {_near(wrong[1], _CLASSES)}"
-    required = re.search(r"the following arguments are required: (\S+)", message)
-    if required:
-        return f"{key}.{required[1]} is missing: give --{key}.{required[1]} VALUE."
-    message = re.sub(r"<class '([\w.]+)'>|typing\.(?=Literal)", r"\1", message)
-    value = re.search(r"Expected an? (.+)\. Got value: (.*)", message)
-    if value:
-        return f"{key}: must be {value[1]}, but is {value[2]}."
-    return "; ".join(line.strip() for line in message.splitlines())
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"Did you mean {near[0]}?" if near else "See --help."
-
-
-def _options() -> Iterator[str]:
-    """Yield the options of a subcommand, and of the classes that configs name."""
-    yield from ("config", "seed_everything", "ckpt_path", "data.class_path")
-    for key, cls in (
-        ("model", CausalLMModule),
-        ("model.lora", LoraOptions),
-        ("trainer", Trainer),
-        ("trainer.strategy.init_args", ContextParallelStrategy),
-        ("monitor", ContextParallelCallback),
-        *(("data.init_args", getattr(recipes.data, name)) for name in _DATA),
-        ("data.init_args", PackingOptions),
-    ):
-        yield from (f"{key}.{name}" for name in inspect.signature(cls).parameters)
+    if unknown and (gone := explain_removed(unknown[1].rpartition(".")[2])):
+        return gone
+    lines = (line.strip() for line in message.splitlines())
+    return " ".join(line for line in lines if not line.startswith(_SAYS_NOTHING))

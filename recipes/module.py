@@ -23,7 +23,6 @@ from hf_patches import enable
 from hf_patches.auto import auto_class
 from hf_patches.forward import ChunkedLoss
 from hf_patches.support import MULTIMODAL
-from lightning_cp.comm.mesh import check_size
 from lightning_cp.options import check_choice
 from recipes.data.passkey import RetrievalGrid, heat_map, retrieval_accuracy
 from recipes.processors import TINY_IMAGE
@@ -34,11 +33,9 @@ from recipes.weights import (
     add_lora,
     cast,
     change_config,
-    check_expert_options,
     find_weights,
     freeze,
     load_config,
-    load_distributed,
     load_pretrained,
     pop_quantization,
 )
@@ -62,10 +59,9 @@ class CausalLMModule(LightningModule):
         freeze: name patterns of parameters that are not trained, such as ``*vision_tower*``.
         lr: the highest learning rate.
         weight_decay: of matrices; norms and biases have none.
-        decay_embeddings: whether embeddings have weight decay.
         betas: of AdamW.
-        warmup_steps: number of steps over which the learning rate rises.
-        warmup_fraction: the same as a fraction of all steps; give one of the two.
+        warmup_steps: number of steps over which the learning rate rises; below 1 a fraction of all
+            steps.
         schedule: how the learning rate falls after the warm-up.
         min_lr_fraction: the last learning rate, as a fraction of ``lr``.
         gradient_checkpointing: keep one activation per layer, and recompute the others.
@@ -73,9 +69,6 @@ class CausalLMModule(LightningModule):
             ``always`` in validation too, which then has no logits to measure retrieval with.
         dtype: of the weights. ``auto``: the trainer's precision; for ``bf16-mixed`` float32, and
             bfloat16 for weights that are not trained.
-        expert_parallel_size: number of ranks that share the experts of each layer, which stay where
-            they are: tokens are sent to them. A multiple of ``tensor_parallel_size``, and a divisor
-            of the number of ranks. For pretrained models: docs/tensor-parallel.md.
 
     Example:
         >>> module = CausalLMModule(lora=LoraOptions(rank=8), warmup_steps=10)
@@ -91,23 +84,19 @@ class CausalLMModule(LightningModule):
         freeze: list[str] | None = None,
         lr: float = 1e-4,
         weight_decay: float = 0.1,
-        decay_embeddings: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int | None = None,
-        warmup_fraction: float | None = None,
+        warmup_steps: float | None = None,
         schedule: Schedule = "cosine",
         min_lr_fraction: float = 0.1,
         gradient_checkpointing: bool = True,
         chunked_loss: ChunkedLoss = "auto",
         dtype: WeightDtype = "auto",
-        expert_parallel_size: int = 1,
     ) -> None:
         super().__init__()
-        check_size("model.expert_parallel_size", expert_parallel_size, or_auto=False)
         check_choice("schedule", schedule, get_args(Schedule))
         check_choice("dtype", dtype, get_args(WeightDtype))
         check_choice("chunked_loss", chunked_loss, get_args(ChunkedLoss))
-        check_warmup(warmup_steps, warmup_fraction)
+        check_warmup(warmup_steps)
         self.save_hyperparameters(ignore=["lora"])
         # A dict, not our class: checkpoints can then be read with weights_only=True.
         self._lora = LoraOptions(**lora) if isinstance(lora, Mapping) else lora
@@ -199,36 +188,15 @@ class CausalLMModule(LightningModule):
         with torch.device("meta" if has_trainer else "cpu"):
             # A copy: settings for training do not belong into the exported config.
             model = auto.from_config(copy.deepcopy(self._config))
-        is_distributed = has_trainer and self.hparams["expert_parallel_size"] > 1
-        if is_distributed:
-            model = self._load_experts(auto, model.dtype)
         model.config.use_cache = False
         if self._lora is not None:
             model = add_lora(model, self._lora)
         freeze(model, self.hparams["freeze"] or ())
-        if not is_distributed:  # else it was loaded in its dtype
-            cast(model, self.hparams["dtype"], self.trainer.precision if has_trainer else "32-true")
+        cast(model, self.hparams["dtype"], self.trainer.precision if has_trainer else "32-true")
         if self.hparams["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         enable(model, chunked_loss=self.hparams["chunked_loss"])
         self.model = model.train()
-
-    def _load_experts(self, auto: Any, dtype: torch.dtype) -> Any:
-        """Load a model whose experts are on different ranks; each rank reads its part."""
-        check_expert_options(self._loads, self._lora, dequantize=self._dequantize)
-        folder = find_weights(str(self.hparams["model"]), fetch=False)
-        self._loads = False
-        if self.hparams["dtype"] != "auto":
-            dtype = getattr(torch, self.hparams["dtype"])
-        return load_distributed(
-            auto,
-            folder,
-            copy.deepcopy(self._config),
-            num_tensor_ranks=getattr(self.trainer.strategy, "tensor_parallel_size", 1),
-            num_expert_ranks=self.hparams["expert_parallel_size"],
-            num_ranks=self.trainer.world_size,
-            dtype=dtype,
-        )
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize a module as its innermost model does. Called by the strategy.
@@ -328,9 +296,7 @@ class CausalLMModule(LightningModule):
         """Return AdamW with two groups, and a schedule that advances with each step."""
         options = self.hparams
         optimizer = torch.optim.AdamW(
-            decay_groups(
-                self.model, options["weight_decay"], embeddings=options["decay_embeddings"]
-            ),
+            decay_groups(self.model, options["weight_decay"]),
             lr=options["lr"],
             betas=tuple(options["betas"]),
         )
@@ -347,7 +313,6 @@ class CausalLMModule(LightningModule):
             step,
             self._total_steps,
             warmup_steps=options["warmup_steps"],
-            warmup_fraction=options["warmup_fraction"],
             schedule=options["schedule"],
             min_lr_fraction=options["min_lr_fraction"],
         )

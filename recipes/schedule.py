@@ -9,22 +9,17 @@ from torch import nn
 Schedule = Literal["cosine", "linear", "constant"]
 
 
-def decay_groups(
-    model: nn.Module, weight_decay: float, *, embeddings: bool = True
-) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trained parameters in two groups: matrices, with weight decay, and the rest.
 
     Args:
         model: parameters that need no gradient are left out.
         weight_decay: of the first group.
-        embeddings: whether embeddings are in it.
     """
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = parameter.ndim > 1 and not name.endswith("bias")
-            groups[decays and (embeddings or id(parameter) not in tables)].append(parameter)
+            groups[parameter.ndim > 1 and not name.endswith("bias")].append(parameter)
     return [
         {"params": params, "weight_decay": weight_decay if decays else 0.0}
         for decays, params in groups.items()
@@ -36,24 +31,23 @@ def lr_factor(
     step: int,
     total_steps: float,
     *,
-    warmup_steps: int | None = None,
-    warmup_fraction: float | None = None,
+    warmup_steps: float | None = None,
     schedule: Schedule = "cosine",
     min_lr_fraction: float = 0.0,
 ) -> float:
     """Return the factor on the learning rate at a step.
 
-    It rises over the warm-up to 1, and falls to ``min_lr_fraction`` at the end. While
-    ``total_steps`` is unknown (infinite), it does not fall.
+    It rises over the warm-up, a number of steps or a fraction below 1 of them, to 1, and falls to
+    ``min_lr_fraction`` at the end. While ``total_steps`` is unknown (infinite), it does not fall.
 
     Example:
         >>> [round(lr_factor(s, 5, warmup_steps=2, schedule="linear"), 3) for s in range(6)]
         [0.333, 0.667, 1.0, 0.667, 0.333, 0.0]
     """
     is_known = math.isfinite(total_steps)
-    if warmup_fraction is not None:
-        warmup_steps = math.ceil(warmup_fraction * total_steps) if is_known else 0
     warmup = warmup_steps or 0
+    if warmup < 1:
+        warmup = math.ceil(warmup * total_steps) if is_known else 0
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if schedule == "constant" or not is_known:
@@ -63,17 +57,12 @@ def lr_factor(
     return min_lr_fraction + (1 - min_lr_fraction) * left
 
 
-def check_warmup(steps: int | None, fraction: float | None) -> None:
-    """Raise for a warm-up that is set twice or out of range."""
-    if steps is not None and fraction is not None:
+def check_warmup(steps: float | None) -> None:
+    """Raise for a warm-up that is neither a number of steps nor a fraction."""
+    steps = steps or 0
+    if steps < 0 or (steps > 1 and steps % 1):
         raise ValueError(
-            f"model.warmup_steps={steps} and model.warmup_fraction={fraction} set the same value. "
-            "Give one of them."
-        )
-    if (steps or 0) < 0 or not 0 <= (fraction or 0.0) < 1:
-        raise ValueError(
-            f"model.warmup_steps={steps}, model.warmup_fraction={fraction}: give at least 0 steps, "
-            "or a fraction from 0 to below 1."
+            f"model.warmup_steps={steps}: give a whole number of steps, or a fraction below 1."
         )
 
 

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: one for bytes that needs no download, and others from a folder or the hub."""
 
-import socket
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
-from huggingface_hub import is_offline_mode
-from huggingface_hub.constants import ENDPOINT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -19,6 +13,8 @@ from recipes.files import check_folder
 ROLES: Final = ("system", "user", "assistant")
 
 IMAGE_TOKEN: Final = "<image>"
+OFFLINE: Final = "Without a connection only files in the cache are used: HF_HUB_OFFLINE=1."
+"""What messages about the hub say."""
 # The end of a turn is the end-of-text token, so every answer teaches where generation stops.
 CHAT_TEMPLATE: Final = (
     "{%- for message in messages -%}"
@@ -113,36 +109,13 @@ def from_folder_or_hub(
     try:
         return auto_class.from_pretrained(
             str(folder) if folder.exists() else name_or_path,
-            local_files_only=folder.exists() or not reaches_hub(),
+            local_files_only=folder.exists(),
         )
     except errors as error:
         raise ValueError(
             f"{what}={name_or_path!r} could not be loaded, neither as a folder nor from the hub "
-            f"({first_line(error)}). {unreachable()}{cure}"
+            f"({first_line(error)}). {OFFLINE} {cure}"
         ) from error
-
-
-@cache
-def reaches_hub() -> bool:
-    """Return whether the hub answers; libraries would retry for half a minute."""
-    if is_offline_mode():
-        return False
-    address = urlsplit(ENDPOINT)
-    if getproxies().get(address.scheme):  # the hub may be reachable by the proxy only
-        return True
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((str(address.hostname), port), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def unreachable() -> str:
-    """Return a sentence for a message if the hub is out of reach; else an empty string."""
-    if reaches_hub():
-        return ""
-    return f"{ENDPOINT} is out of reach, so only cached files can be used. "
 
 
 def first_line(error: BaseException) -> str:

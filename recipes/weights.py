@@ -36,11 +36,10 @@ from lightning_cp.comm.collective_errors import together
 from recipes.files import check_model
 from recipes.processors import IMAGE_SIDE, PATCH_SIDE, TINY_IMAGE, tiny_processor
 from recipes.tokens import (
+    OFFLINE,
     byte_tokenizer,
     first_line,
     from_folder_or_hub,
-    reaches_hub,
-    unreachable,
 )
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -253,12 +252,12 @@ def find_weights(model: str, *, fetch: bool) -> Path:
             model,
             allow_patterns=_FETCHED,
             ignore_patterns=_NOT_FETCHED,
-            local_files_only=not fetch or not reaches_hub(),
+            local_files_only=not fetch,
         )
     except OSError as error:
         raise ValueError(
             f"model={model!r}: the weights could not be downloaded ({first_line(error)}). "
-            f"{unreachable()}Check the connection and your access, or give a folder."
+            f"{OFFLINE} Check the connection and your access, or give a folder."
         ) from error
     return Path(fetched)
 
@@ -292,70 +291,6 @@ def load_pretrained(model: Any, folder: Path, *, dequantize: bool = False) -> No
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(plain, state, options=options)
     rank_zero_info(f"weights: source={folder}, read_by=rank 0")
-
-
-def check_expert_options(loads: bool, lora: LoraOptions | None, *, dequantize: bool) -> None:
-    """Raise for a model whose experts cannot be on different ranks."""
-    wrong = (
-        "random weights, which transformers does not distribute"
-        if not loads
-        else "adapters"
-        if lora is not None
-        else "packed weights (MXFP4)"
-        if dequantize
-        else None
-    )
-    if wrong is not None:
-        raise ValueError(
-            f"model.expert_parallel_size is for pretrained models of which all weights are "
-            f"trained, but this one has {wrong}. Leave it out: experts are then sharded."
-        )
-
-
-def load_distributed(
-    auto: Any,
-    folder: Path,
-    config: PreTrainedConfig,
-    *,
-    num_tensor_ranks: int,
-    num_expert_ranks: int,
-    num_ranks: int,
-    dtype: torch.dtype,
-) -> PreTrainedModel:
-    """Load a model that transformers distributes: each rank reads its part. Collective.
-
-    Args:
-        auto: transformers' class for the architecture.
-        folder: written by ``save_pretrained``.
-        config: of the model.
-        num_tensor_ranks: ranks that share the weights of each layer.
-        num_expert_ranks: ranks that share the experts of each layer.
-        num_ranks: all ranks.
-        dtype: of the weights.
-    """
-    try:
-        from transformers.distributed.configuration_utils import DistributedConfig
-
-        sizes = DistributedConfig(
-            fsdp_size=num_ranks // num_tensor_ranks,
-            tp_size=num_tensor_ranks,
-            ep_size=num_expert_ranks,
-        )
-    except (ImportError, TypeError):
-        raise ImportError(
-            "model.expert_parallel_size needs transformers 5.21 or newer. Upgrade it, or leave the "
-            "option out: experts are then sharded."
-        ) from None
-    except ValueError as error:
-        raise ValueError(
-            f"model.expert_parallel_size={num_expert_ranks} does not fit {num_ranks} ranks with "
-            f"tensor_parallel_size={num_tensor_ranks}: {first_line(error)}"
-        ) from error
-    model: PreTrainedModel = auto.from_pretrained(
-        folder, config=config, distributed_config=sizes, dtype=dtype
-    )
-    rank_zero_info(f"weights: source={folder}, read_by=each rank, expert={num_expert_ranks}")
-    return model
 
 
 def load_full(folder: Path, *, dequantize: bool = False, media: bool = False) -> PreTrainedModel:

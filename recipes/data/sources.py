@@ -7,8 +7,7 @@ Returns records by index; does not know tokens.
 import json
 import os
 import sysconfig
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from recipes.data.pictures import Pictures
 from recipes.files import BUILDERS, FORMATS, check_source, suffix_of
-from recipes.tokens import first_line, reaches_hub, unreachable
+from recipes.tokens import OFFLINE, first_line
 
 _SAVED: Final = ("dataset_dict.json", "dataset_info.json")
 """Files of `datasets.save_to_disk()` besides Arrow files, for several splits and for one."""
@@ -80,7 +79,7 @@ class Source:
         if self.builder == "hub":
             return (
                 f"source={self.name!r} is neither a file nor a folder, and could not be loaded "
-                f"from the hub ({first_line(error)}). {unreachable()}Check the path or the name, "
+                f"from the hub ({first_line(error)}). {OFFLINE} Check the path or the name, "
                 f"config_name={self.config_name!r} and split={self.split!r}; None is the embedded "
                 "corpus."
             )
@@ -96,10 +95,7 @@ class Source:
 
         options: dict[str, Any] = {"cache_dir": cache_dir}
         if self.builder == "hub":
-            with _offline_if_unreachable(datasets.config):
-                return datasets.load_dataset(
-                    self.name, self.config_name, split=self.split, **options
-                )
+            return datasets.load_dataset(self.name, self.config_name, split=self.split, **options)
         if self.builder == "text":  # a file is a document
             options |= {"sample_by": "document", "encoding_errors": "replace"}
         files = [escape(str(file)) for file in self.files]
@@ -117,16 +113,6 @@ class Source:
                 )
             records = records[self.split]
         return records
-
-
-@contextmanager
-def _offline_if_unreachable(config: Any) -> Iterator[None]:
-    """Use cached data if the hub is out of reach, without repeated requests."""
-    former, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, not reaches_hub()
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = former
 
 
 def _keep_encoded(records: Any) -> Any:

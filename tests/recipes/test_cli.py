@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 
 from hf_patches.__main__ import main as hf_main
 from lightning_cp.comm.transport import gather
-from recipes import cli, tokens
+from recipes import cli
 from recipes.command import run_recipes
 from tests.lightning.jobs import elastic_environment
 from tests.lightning.scripts.start import Job, free_port
@@ -110,37 +110,31 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
     [
         (["fitt"], "invalid choice: 'fitt'"),
         (["fit", "--config", "none.yaml"], "none.yaml: there is no such file .* laptop.yaml"),
-        (
-            ["fit", "--config", "MODEL"],
-            "model.lrr: there is no such option. Did you mean model.lr?",
-        ),
-        (["fit", "--config", "TOP"], "trayner.max_steps: .* Did you mean trainer.max_steps?"),
-        (["fit", "--config", "DATA"], "data.init_args.seq_le: .* mean data.init_args.seq_len?"),
-        (["fit", "--config", "LORA"], "model.lora.rnk: .* Did you mean model.lora.rank?"),
+        (["fit", "--config", "MODEL"], "does not accept option 'model.lrr'"),
+        (["fit", "--config", "TOP"], "trayner.max_steps"),
+        (["fit", "--config", "DATA"], "seq_le"),
+        (["fit", "--config", "LORA"], "rnk"),
         (["fit", "--config", "BROKEN"], "BROKEN.yaml is not valid YAML: .*line 1, column 8"),
-        (["fit", "--model.lrr", "3"], "model.lrr: .* Did you mean model.lr?"),
-        (
-            ["fit", "--figures.every_n_steps", "3"],
-            "no such option. Did you mean monitor.every_n_steps?",
-        ),
-        (["fit", "--config", "FIGURES"], "figures.every_n_steps: .* mean monitor.every_n_steps?"),
-        (["fit", "--model.lr", "fast"], "model.lr: must be float, but is fast"),
-        (["fit", "--model.schedule", "cos"], "model.schedule: must be Literal.*, but is cos"),
-        (["fit", "--data", "TextDat"], "data: there is no class TextDat. Did you mean TextData?"),
+        (["fit", "--model.lrr", "3"], "model.lrr"),
+        (["fit", "--model.lr", "fast"], "model.lr.*float.*fast"),
+        (["fit", "--model.schedule", "cos"], "model.schedule.*Literal.*cos"),
+        (["fit", "--data", "TextDat"], "data.*TextDat"),
         (["fit", "--data.source", "./no.jsonl"], "source='./no.jsonl': there is no such file"),
-        (["fit", "--data", "ChatData"], "data.source is missing: give --data.source VALUE"),
-        (["fit", "--data.seq_len", "x"], "data.seq_len: must be int, but is x"),
+        (["fit", "--data", "ChatData"], "ChatData.: the following arguments are required: source"),
+        (["fit", "--data.seq_len", "x"], "Parser key .seq_len.: Expected a .*int.*Got value: x"),
         (["fit", "--data.seq_len", "-4"], "data.*seq_len=-4: give a number of at least 2"),
         (["fit", "--model.model", "no/body"], "model='no/body' could not be loaded"),
         (["fit", "--model.model", "./no"], "model='./no' is not a folder"),
         (["fit", "--model.config.hidden_sizes", "3"], "Did you mean `hidden_size`"),
-        (["fit", "--trainer.strategy.layout", "zig"], "trainer.strategy.layout: must be Literal"),
         (
-            ["fit", "--trainer.strategy.checkpoint_staging_dir", "/local"],
-            "strategy.init_args.checkpoint_staging_dir: .* is gone. async_checkpoint=True copies",
+            ["fit", "--trainer.strategy.layout", "zig"],
+            "layout.: .*Literal.*Got value: zig",
         ),
+        (["fit", "--trainer.strategy.checkpoint_staging_dir", "/x"], "is gone. async_checkpoint=T"),
         (["fit", "--config", "STAGED"], "checkpoint_staging_dir is gone. async_checkpoint=True"),
-        (["fit", "--data.streaming", "true"], "data.init_args.streaming: streaming is gone. Sa"),
+        (["fit", "--data.streaming", "true"], "streaming is gone. Samples are packed"),
+        (["fit", "--model.expert_parallel_size", "8"], "expert_parallel_size is gone. Experts are"),
+        (["fit", "--config", "WARM"], "warmup_fraction is gone. Write it as warmup_steps: below 1"),
         (["fit", "--trainer.precision", "64-true"], "precision=.64-true.*Choose a different"),
         (["fit", "--trainer.strategy", "no.Klass"], "trainer: You selected an invalid strategy"),
         (["fit", "--trainer.strategy.context_parallel_size", "3"], "=3 does not divide the 1 proc"),
@@ -150,7 +144,7 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
 def test_a_mistake_is_one_line(args, message, tmp_path, ranks):
     files = {
         "MODEL": "model: {lrr: 3}",
-        "FIGURES": "figures: {every_n_steps: 3}",
+        "WARM": "model: {warmup_fraction: 0.1}",
         "TOP": "trayner: {max_steps: 3}",
         "DATA": "data: {class_path: TextData, init_args: {seq_le: 3}}",
         "LORA": "model: {lora: {rnk: 3}}",
@@ -522,22 +516,3 @@ def test_missing_gpus_are_told_before_a_hub_is_asked(monkeypatch, capsys):
     monkeypatch.setattr("recipes.module.load_config", pytest.fail)
     assert main(["fit", "--trainer.accelerator=gpu", "--trainer.devices=8"]) == 2
     assert "accelerator=gpu, but this machine has no GPU. Use --tr" in capsys.readouterr().err
-
-
-def test_a_hub_that_is_out_of_reach_is_asked_once(monkeypatch):
-    asked = []
-
-    def refuse(address, timeout):
-        asked.append(address)
-        raise OSError("no route")
-
-    monkeypatch.setattr(tokens, "getproxies", dict)
-    monkeypatch.setattr(tokens.socket, "create_connection", refuse)
-    tokens.reaches_hub.cache_clear()
-    try:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="is out of reach, so only cached files"):
-                tokens.load_tokenizer("no/body")
-        assert len(asked) == 1
-    finally:
-        tokens.reaches_hub.cache_clear()
