@@ -3,11 +3,10 @@
 
 They are not torch DataLoaders: Lightning replaces the sampler of those, and samples would be
 distributed twice. Inside they use one, for its workers. The next batch is counted when one is
-yielded, so prefetched batches are neither lost nor counted.
+yielded, so batches that workers read ahead are neither lost nor counted.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,57 +92,73 @@ def plan_evaluation(num_samples: int, batch_size: int, *, rank: int, size: int) 
     return [samples[start : start + batch_size] for start in range(0, per_rank, batch_size)]
 
 
-class ResumableLoader:
-    """A loader whose state is the next batch.
+class SampleLoader:
+    """A loader of samples by index, whose state is the next batch.
 
     Lightning's fit loop saves and loads the state of a loader that has one; the data modules do so
     too, since the loop loses it at the end of an epoch.
 
     Args:
-        batches: returns the batches of an epoch, from one of them on.
+        samples: by index.
+        plan: returns the indices of the samples of each batch of an epoch.
         identity: numbers that the order of batches depends on. In the middle of an epoch they must
             be those of the checkpoint.
         epoch_len: batches of an epoch; None for all.
-        num_pending: returns the number of yielded batches that are not finished.
+        num_pending: returns the number of yielded batches that are not finished, 0 or 1.
+        num_workers: processes that read ahead.
+        collate: builds a batch of samples, in the workers.
     """
 
     def __init__(
         self,
-        batches: Callable[[int, int], Iterable[Batch]],
+        samples: Samples,
+        plan: Callable[[int], Any],
         *,
         identity: Mapping[str, int] | None = None,
         epoch_len: int | None = None,
         num_pending: Callable[[], int] = lambda: 0,
+        num_workers: int = 0,
+        collate: Callable[[list[Batch]], Batch] = default_collate,
     ) -> None:
-        self._batches = batches
+        self._samples = _FilledSamples(samples)
+        self._plan = plan
+        self._length = len(plan(0))
+        self._stop = self._length if epoch_len is None else min(epoch_len, self._length)
         self._identity = dict(identity or {})
-        self._epoch_len = epoch_len
         self._num_pending = num_pending
-        self._next = (0, 0)  # epoch, batch
-        self._yielded: deque[tuple[int, int]] = deque(maxlen=8)
+        self._num_workers = num_workers
+        self._collate = collate
+        self._current = self._next = (0, 0)  # epoch, batch
         self._resumed = False
+
+    def __len__(self) -> int:
+        return self._length
 
     def __iter__(self) -> Iterator[Batch]:
         # Lightning calls iter() without iterating: the state may not change before next().
-        epoch, batch = self._next
-        if (batch and not self._resumed) or batch == self._epoch_len:
-            epoch, batch = epoch + 1, 0
-        for content in self._batches(epoch, batch):
-            self._yielded.append((epoch, batch))
-            batch += 1
+        epoch, start = self._next
+        if (start and not self._resumed) or start >= self._stop:
+            epoch, start = epoch + 1, 0
+        indices = self._plan(epoch)[start : self._stop]
+        loader = DataLoader(
+            self._samples,
+            batch_sampler=[[int(sample) for sample in batch] for batch in indices],
+            num_workers=self._num_workers,
+            collate_fn=self._collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own, so that torch's global one stays as it is
+        )
+        for number, batch in enumerate(loader, start):
+            self._current = (epoch, number)
             # Lightning does not call next() after the last batch, so the epoch ends here.
-            ended = batch == self._epoch_len
-            self._next = (epoch + 1, 0) if ended else (epoch, batch)
+            ends = number + 1 == self._stop
+            self._next = (epoch + 1, 0) if ends else (epoch, number + 1)
             self._resumed = False
-            yield content
-            if ended:
-                return
-        self._next = (epoch + 1, 0)
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and index of the first unfinished batch."""
-        pending = min(self._num_pending(), len(self._yielded))
-        epoch, batch = self._yielded[-pending] if pending else self._next
+        epoch, batch = self._current if self._num_pending() else self._next
         return {"epoch": epoch, "batch": batch, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -157,56 +172,8 @@ class ResumableLoader:
                         "other samples. Use the same value (global_batch_size is data ranks x "
                         "batch_size), or resume from a checkpoint at the end of an epoch."
                     )
-        self._next = (state["epoch"], state["batch"])
-        self._yielded.clear()
+        self._current = self._next = (state["epoch"], state["batch"])
         self._resumed = True
-
-
-class SampleLoader(ResumableLoader):
-    """Batches of samples that can be read in any order.
-
-    Args:
-        samples: by index.
-        plan: returns the indices of the samples of each batch of an epoch.
-        epoch_len: as in `ResumableLoader`.
-        num_workers: processes that read ahead.
-        collate: builds a batch of samples, in the workers.
-        options: as in `ResumableLoader`.
-    """
-
-    def __init__(
-        self,
-        samples: Samples,
-        plan: Callable[[int], Any],
-        *,
-        epoch_len: int | None = None,
-        num_workers: int = 0,
-        collate: Callable[[list[Batch]], Batch] = default_collate,
-        **options: Any,
-    ) -> None:
-        self._length = len(plan(0))
-        filled = _FilledSamples(samples)
-
-        def batches(epoch: int, start: int) -> Iterable[Batch]:
-            indices = [[int(sample) for sample in batch] for batch in plan(epoch)[start:]]
-            return _torch_loader(filled, num_workers, batch_sampler=indices, collate_fn=collate)
-
-        stop = self._length if epoch_len is None else min(epoch_len, self._length)
-        super().__init__(batches, epoch_len=stop, **options)
-
-    def __len__(self) -> int:
-        return self._length
-
-
-def _torch_loader(data: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:
-    # With its own generator the loader does not change the state of torch's global one.
-    return DataLoader(
-        data,
-        num_workers=num_workers,
-        generator=torch.Generator(),
-        pin_memory=torch.cuda.is_available(),
-        **options,
-    )
 
 
 class _FilledSamples(Dataset[Batch]):
@@ -223,8 +190,3 @@ class _FilledSamples(Dataset[Batch]):
         if "cell" in sample:
             sample["cell"] = torch.full_like(sample["cell"], NO_SAMPLE)
         return sample
-
-
-def as_tensors(sample: Mapping[str, Any]) -> Batch:
-    """Return the arrays of a sample as int64 tensors."""
-    return {key: torch.as_tensor(np.asarray(value, np.int64)) for key, value in sample.items()}

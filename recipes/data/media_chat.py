@@ -21,7 +21,7 @@ from recipes.data.chat import (
     marks_answers,
     read_template,
 )
-from recipes.data.loader import Batch, ResumableLoader, SampleLoader, find_data_rank
+from recipes.data.loader import Batch, SampleLoader, find_data_rank
 from recipes.data.media import KINDS, Conversation, read_conversation
 from recipes.data.module import Split
 from recipes.data.packing import COLUMNS, IGNORED_LABEL, Document
@@ -287,7 +287,7 @@ class MediaChatData(ChatData):
             split: self._sources[split].read(self.options.cache_dir) for split in self._tables
         }
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> SampleLoader:
         """Return the loader of this data rank."""
         self._check_kinds("train")
         return super().train_dataloader()

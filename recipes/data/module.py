@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.data.loader import (
     Batch,
-    ResumableLoader,
     SampleLoader,
     Samples,
     count_pending,
@@ -68,7 +67,7 @@ class SampleData(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
-        self._train_loader: ResumableLoader | None = None
+        self._train_loader: SampleLoader | None = None
         self._position: dict[str, int] | None = None
 
     def __str__(self) -> str:
@@ -96,7 +95,7 @@ class SampleData(LightningDataModule):
         """Reset the state of a former run."""
         self._train_loader = self._position = None
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> SampleLoader:
         """Return the loader of this data rank, the same one for every call."""
         if self._train_loader is None:
             self._train_loader = self._build_train_loader()
@@ -117,7 +116,7 @@ class SampleData(LightningDataModule):
             )
         return num_batches
 
-    def _build_train_loader(self) -> ResumableLoader:
+    def _build_train_loader(self) -> SampleLoader:
         samples, num_batches = self.train_samples(), self._count_batches()
         rank, size = find_data_rank(self.trainer)
         limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from lightning_cp import ContextParallel
-from recipes.data.loader import NO_SAMPLE, Batch, as_tensors
+from recipes.data.loader import NO_SAMPLE, Batch
 from recipes.data.module import SampleData
 from recipes.data.packing import IGNORED_LABEL, Document, document, pack
 from recipes.report import table
@@ -175,7 +175,8 @@ class PasskeySamples:
             cell, texts = NO_SAMPLE, self._texts(generator)
         pad_id = data.tokenizer.pad_token_id or 0
         (sample,) = pack(texts, data.seq_len, long_documents="refuse", pad_id=pad_id)
-        return as_tensors({**sample, "cell": cell})
+        tensors = {name: torch.as_tensor(x, dtype=torch.int64) for name, x in sample.items()}
+        return {**tensors, "cell": torch.tensor(cell)}
 
     def _texts(self, generator: np.random.Generator) -> Iterator[Document]:
         """Yield texts until none fits into the rest of a sample."""

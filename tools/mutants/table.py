@@ -1422,9 +1422,9 @@ RECIPES = (
     ),
     Mutant(
         "failed-batch-skipped",
-        "recipes.data.loader:ResumableLoader.state_dict",
-        "pending = min(self._num_pending(), len(self._yielded))",
-        "pending = 0",
+        "recipes.data.loader:SampleLoader.state_dict",
+        "self._current if self._num_pending() else self._next",
+        "self._next",
         (f"{_DATA}::test_a_batch_whose_step_failed_is_tried_again",),
         "a resumed run leaves out the batch whose step failed",
     ),
