@@ -120,7 +120,8 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["trl_sft", pytest.param("trl_dpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
 def test_an_example_of_trl_has_the_losses_of_one_process(ranks, name):
     from tests.hf_patches.trainer_jobs import run_example
 

@@ -24,6 +24,7 @@ def test_public_names_are_there():
         lightning_cp.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_engine_adapters_and_planner_load_neither_lightning_nor_transformers():
     code = (
         "import sys, torch, lightning_cp.adapters, lightning_cp.planner\n"

@@ -152,7 +152,7 @@ def compare(names):
 @pytest.mark.parametrize(
     ("cp_size", "names"),
     [
-        (2, ["gather", "ring"]),
+        (2, ["gather"]),
         *(pytest.param(size, list(OPTIONS), marks=pytest.mark.slow) for size in (2, 4)),
     ],
     ids=str,

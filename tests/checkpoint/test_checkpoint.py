@@ -427,8 +427,8 @@ def save_and_die(folder, moment, rank):
         pytest.param("write_shards", 0, 2, ".a.saving", marks=pytest.mark.slow),
         ("shards", 1, 2, None),
         pytest.param("_write_meta", 0, 2, ".a.saving", marks=pytest.mark.slow),
-        ("_put_in_place", 0, 2, ".a.saving"),
-        ("rename", 0, 2, ".a.replaced"),
+        pytest.param("_put_in_place", 0, 2, ".a.saving", marks=pytest.mark.slow),
+        pytest.param("rename", 0, 2, ".a.replaced", marks=pytest.mark.slow),
         ("remove", 0, 3, ".a.replaced"),
     ],
 )

@@ -83,7 +83,7 @@ def check_tiles(bounds, table, query, keys, size):
     assert not covered[~block].any()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(worked_out(), st.data())
 def test_bounds_are_the_mask_written_out(drawn, data):
     """What is visible, its order and end, and of any block the work, the tiles and the hull."""

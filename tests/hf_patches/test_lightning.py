@@ -105,7 +105,7 @@ MEMORY = {**KEEP, "activation_checkpointing": True, "offload": "all", "tile": 8}
 @pytest.mark.parametrize(
     ("name", "lora", "options", "num_steps"),
     [
-        ("llama", False, MEMORY, 3),
+        ("llama", False, MEMORY, 2),
         *(
             pytest.param(*run, 30, marks=pytest.mark.slow)
             for run in (

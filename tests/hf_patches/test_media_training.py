@@ -33,6 +33,7 @@ def check(ranks, cp_size, job):
         assert weights < LIMIT, name
 
 
+@pytest.mark.slow
 def test_a_few_steps_equal_those_of_one_process(ranks):
     kinds = ("packed", "text")
     check(ranks, 2, Training("llava", checkpointing=True, kinds=kinds, epochs=1, max_len=2048))

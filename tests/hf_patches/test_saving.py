@@ -115,6 +115,7 @@ COMMON, OTHERS = (
         pytest.param(2, "none", OTHERS, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_masked_language_models_train_as_on_one_device(ranks, num_ranks, sharding, kinds):
     exact = ranks(1).run(train_masked, kinds, None)[0]
     for found in ranks(num_ranks).run(train_masked, kinds, sharding):

@@ -28,9 +28,9 @@ CASES = [
     ("trainer", "flattened fsdp every_batch few", 2, 2),
     ("sft", "packed every_batch", 2, 2),
     ("accelerate", "evaluated", 2, 2),
-    ("accelerate", "", 4, 2),
     ("trainer", "stream short every_batch", 4, 2),
-    ("trainer", "own fsdp every_batch few no_predictions", 2, 2),
+    pytest.param("accelerate", "", 4, 2, marks=slow),
+    pytest.param("trainer", "own fsdp every_batch few no_predictions", 2, 2, marks=slow),
     pytest.param("trainer", "flattened fsdp", 2, 2, marks=slow),
     pytest.param("sft", "packed", 2, 2, marks=slow),
     pytest.param("dpo", "", 2, 2, marks=slow),
@@ -74,14 +74,15 @@ def test_a_run_is_that_of_fewer_processes(ranks, kind, flags, num_ranks, size):
 ORDERS = [
     # whether an evaluation or a training comes first, then each after the other
     ("freeze evaluate train unfreeze predict train", "fsdp few"),
-    pytest.param("freeze evaluate verify train unfreeze train predict train", "fsdp", marks=slow),
-    pytest.param("freeze evaluate verify train unfreeze train predict train", "", marks=slow),
-    pytest.param("predict train evaluate train", "fsdp", marks=slow),
-    pytest.param("verify train train predict train", "lora", marks=slow),
+    ("freeze evaluate verify train unfreeze train predict train", "fsdp"),
+    ("freeze evaluate verify train unfreeze train predict train", ""),
+    ("predict train evaluate train", "fsdp"),
+    ("verify train train predict train", "lora"),
 ]
 
 
 @pytest.mark.parametrize(("calls", "flags"), ORDERS)
+@pytest.mark.slow
 def test_calls_of_a_trainer_may_come_in_any_order(ranks, calls, flags):
     flags = (*flags.split(), "every_batch", "no_predictions")
     job = Job(flags=flags, calls=tuple(calls.split()), is_tried=True)

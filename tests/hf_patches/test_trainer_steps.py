@@ -292,13 +292,9 @@ def run_script(name, folder):
 
 QUICK = (
     "a hook's value in the loss",
-    "a loss times all processes",
     "gradients by their norm",
-    "a hook whose value stays",
-    "labels of all processes, times them",
     "a model called on one process",
     "a term that begins later",
-    "a prompt of the trainer",
     "numbers that a hook keeps",
 )
 
@@ -390,10 +386,10 @@ class Counts(TrainerCallback):
 
 TRACES = [
     Job(flags=("fsdp", "every_batch", "brief")),
-    Job("dpo", flags=("every_batch", "brief")),
     *(
         pytest.param(job, marks=pytest.mark.slow)
         for job in (
+            Job("dpo", flags=("every_batch", "brief")),
             Job(flags=("metrics",)),
             Job(flags=("fsdp",)),
             Job("sft", flags=("packed",)),

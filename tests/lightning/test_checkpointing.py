@@ -135,7 +135,7 @@ MESHES = {
 
 
 GRID = [(mesh, name) for mesh in MESHES for name in ("folder.ckpt", "file.ckpt")]
-QUICK = {("dp 1, cp 3", "folder.ckpt"), ("dp 2, cp 1", "file.ckpt")}
+QUICK = {("dp 1, cp 3", "folder.ckpt")}
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def run_in_training(folder):
     return problems
 
 
+@pytest.mark.slow
 def test_what_only_training_does_is_compared(ranks, tmp_path):
     """Also where it begins with the second epoch; dropout by a function is left out."""
     for found in ranks(2).run(run_in_training, tmp_path):

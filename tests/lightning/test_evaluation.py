@@ -409,6 +409,7 @@ def run_over_data():
         return found["perplexity"]
 
 
+@pytest.mark.slow
 def test_data_ranks_with_batches_of_other_kinds_take_part_in_each_trial(ranks):
     found = ranks(4).run(run_over_data)
     assert found == [found[0]] * 4

@@ -83,6 +83,7 @@ def check_nothing_is_left():
     assert not [thread for thread in threading.enumerate() if "lightning_cp" in thread.name]
 
 
+@pytest.mark.slow
 def test_different_batches_end_all_and_the_usual_causes_are_named(tmp_path, ranks):
     for rank, text in enumerate(ranks(2).run(differ, tmp_path)):
         assert f"rank 1 and rank 0 differ in their values; this is rank {rank}, with" in text
@@ -138,6 +139,7 @@ def stop_in_thread(out):
     return codes
 
 
+@pytest.mark.slow
 def test_a_sigterm_of_a_worker_of_ray_saves_a_checkpoint_and_ends_all(tmp_path, ranks):
     assert ranks(2).run(stop_in_thread, tmp_path) == [[143], [143]]
     last = torch.load(tmp_path / "checkpoints" / "last.ckpt" / "meta.pt", weights_only=True)

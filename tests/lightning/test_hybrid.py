@@ -181,6 +181,7 @@ LAYOUTS = {
     ],
 )
 @pytest.mark.parametrize("folder", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_checkpoint_of_one_sharding_resumes_in_another(ranks, tmp_path, before, after, folder):
     exact = run_alone("llama", 2, epochs=2)
     path, kind = str(tmp_path / "saved.ckpt"), {"save_distributed_checkpoint": folder}

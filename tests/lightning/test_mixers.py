@@ -93,7 +93,7 @@ def tune_alone(name, lora):
 
 
 CASES = [(name, lora, size) for name in TARGETS for lora in (False, True) for size in (2, 4)]
-QUICK = {("lfm2", False, 2), ("gpt_neo", True, 2)}
+QUICK = {("lfm2", False, 2)}
 
 
 @pytest.mark.parametrize(

@@ -263,9 +263,7 @@ FEW = {
     "fused": Case(optimizer="adamw fused", num_batches=2),
     "manual": windows(optimizer="sgd", manual=True),
     "data": windows(optimizer="adamax", dp_size=2),
-    "copies, once": windows(optimizer="adamw foreach", strategy=COPIES_ONCE),
     "own sharding": short(optimizer="adam", sharded=True, averaging="multi", num_batches=3),
-    "in host memory": short(strategy={"parameter_offload": True}),
 }
 
 

@@ -210,7 +210,6 @@ def refusals(kinds, dp_size):
     ("dp_size", "kinds"),
     [
         (1, list(EXPECTED)),
-        (2, ["local"]),
         pytest.param(2, ["local", "local, later"], marks=pytest.mark.slow),
     ],
 )

@@ -80,7 +80,7 @@ def run_local_mean(manual, loss):
         return {n: full(p.detach()) for n, p in module.model.named_parameters()}, module.losses
 
 
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_local_mean_is_weighed_by_its_labels(ranks, manual):
     model, rows = build_model(torch.float32), PackedRows(8)
     losses = []

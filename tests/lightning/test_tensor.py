@@ -83,6 +83,7 @@ LAYOUTS = {
         pytest.param("full", "tensor", False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_another_number_of_tensor_ranks(
     ranks, tmp_path, before, after, folder
 ):

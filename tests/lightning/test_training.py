@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-FEW = ("one rank", "the same over data", "balanced")
+FEW = ("the same over data", "balanced")
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,7 @@ WIDER = [pytest.param(*x, marks=pytest.mark.slow) for x in [(3, "full"), (2, "no
 
 
 @pytest.mark.parametrize(("num_ranks", "sharding"), GRID + WIDER)
+@pytest.mark.slow
 def test_tied_weights_and_parts_train_as_on_one_device(ranks, num_ranks, sharding):
     check(ranks, PARAMETERS, num_ranks, sharding)
 

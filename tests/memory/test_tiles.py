@@ -727,6 +727,7 @@ def kib_per_token(tile_tokens, keep_attention="none"):
     return (found.peak - held - rotary) * (4096 / width) / 1024
 
 
+@pytest.mark.slow
 def test_recomputing_a_layer_takes_less_memory(monkeypatch):
     """The numbers of docs/memory.md."""
     monkeypatch.setattr(tiles, "MIN_TOKENS", 130)
@@ -846,6 +847,7 @@ def compare_on_ranks(cases):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_fsdp2_gathers_as_often_as_without_tiles(cases, ranks):
     for results in ranks(2).run(compare_on_ranks, cases):
         for case, worst, plain, count, (tiled, _) in results:

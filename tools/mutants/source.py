@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from tools.mutants.table import MUTANTS, RETIRED, Mutant
@@ -28,16 +29,27 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> str:
         raise MisplacedError(f"there is no {file_of(mutant)}")
     text = file.read_text()
     lines = text.splitlines(keepends=True)
-    start, stop = _find(ast.parse(text), mutant.where.partition(":")[2])
+    start, stop = _find(_parse(text), mutant.where.partition(":")[2])
     source = "".join(lines[start:stop])
     if source.count(mutant.old) != 1:
         raise MisplacedError(
             f"its snippet occurs {source.count(mutant.old)} times in {mutant.where}"
         )
-    changed = "".join([*lines[:start], source.replace(mutant.old, mutant.new), *lines[stop:]])
-    if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)):
+    changed = source.replace(mutant.old, mutant.new)
+    if _dump(changed) == _dump(source):
         raise MisplacedError("it changes nothing")
-    return changed
+    return "".join([*lines[:start], changed, *lines[stop:]])
+
+
+@cache
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _dump(definition: str) -> str:
+    """Return the tree of a definition, indented or not."""
+    is_indented = definition[:1].isspace()
+    return ast.dump(ast.parse(f"if True:\n{definition}" if is_indented else definition))
 
 
 def _find(tree: ast.AST, name: str) -> tuple[int, int]:

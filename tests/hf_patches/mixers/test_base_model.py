@@ -69,6 +69,7 @@ def test_layers_may_be_recomputed_in_backward(ranks, reentrant):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_trainer_is_exact(ranks):
     jobs = spread(("xlnet", "gpt_neo"), ("packed", "left"), trained_by="trainer")
     check(ranks, 2, list(jobs))
