@@ -206,7 +206,7 @@ EXPECTED = {
 
 NUM_CHECKPOINTED = {"nothing": 0, "some layers": 5, "no device": 0}  # others: all 8
 
-QUICK = ("kept on the host, tiles",)
+QUICK = ("nothing", "some layers", "kept on the host, tiles")
 
 
 @pytest.mark.ranks
