@@ -192,6 +192,7 @@ def train_jobs(jobs):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_plans_divide_heads_and_tokens_of_one_module(ranks):
     """By a plan alone and inside a step; any three of four choices."""
     choices = itertools.product((16, 13), LAYOUTS, (False, True), (False, True))

@@ -43,6 +43,7 @@ def run_refused():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_sharded_classes_give_the_loss_and_gradients_of_full_logits(ranks):
     pool = ranks(4)
     for num_classes in (61, 5, 2):  # 5 and 2: the last rank, or the last two, have none

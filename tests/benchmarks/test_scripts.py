@@ -23,6 +23,7 @@ def measured(tmp_path_factory):
     return folder / "attention_gpu.jsonl"
 
 
+@pytest.mark.slow
 def test_every_case_runs_and_is_written_down(measured):
     lines = [json.loads(line) for line in measured.read_text().splitlines()]
     assert [line["what"] for line in lines] == ["attention"] * len(attention_gpu.CASES)
@@ -117,6 +118,7 @@ def test_the_model_says_what_was_measured():
             assert one.linked == pytest.approx(one.linked_measured, rel=0.16), one
 
 
+@pytest.mark.slow
 def test_lengths_run(tmp_path):
     from benchmarks import lengths_gpu
 
@@ -151,6 +153,7 @@ def test_training_runs(tmp_path):
     assert all(line["ms"] > 0 and line["loss"] > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_layers_of_hybrids_send_as_much_for_any_length(tmp_path):
     from benchmarks import mixers_gpu
 
@@ -210,6 +213,7 @@ def test_the_cost_of_whole_rows_is_printed(capsys):
         assert re.search(rf"\| 1 \| {way} \| [\d.]+ \| [\d.]+ of ", said), said
 
 
+@pytest.mark.slow
 def test_a_rank_computes_a_part_of_a_video(tmp_path):
     from benchmarks import vision_gpu
 

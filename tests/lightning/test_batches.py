@@ -280,6 +280,7 @@ def run_one_long():
         return module.seen
 
 
+@pytest.mark.slow
 def test_data_ranks_have_as_many_trial_runs_where_one_batch_is_too_long(ranks):
     for seen in ranks(4).run(run_one_long):
         assert all(x == x for x in seen)

@@ -230,6 +230,7 @@ def run_validated_amid():
     return found
 
 
+@pytest.mark.slow
 def test_a_trial_run_of_validation_keeps_gradients_that_are_accumulated(ranks):
     for tried, plain in ranks(2).run(run_validated_amid):
         for name, expected in plain.items():

@@ -248,6 +248,7 @@ def run_verified(kind, options):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [Float32, pytest.param(SharedByUser, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_copies_are_verified_and_may_be_made_by_the_user(ranks, kind):
     for losses, shape in ranks(4).run(run_verified, kind, hybrid(2)):
         assert shape == (2, 2)

@@ -101,6 +101,7 @@ def trained(ranks, tmp_path_factory):
     return ranks(2).run(fit_and_load, str(tmp_path_factory.mktemp("full")), "full")
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_job_load_whole_weights(trained):
     for _, scores, best_score, weights, found, hyper in trained:
         assert scores[0] == pytest.approx(best_score, abs=1e-6)

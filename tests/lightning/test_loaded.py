@@ -83,6 +83,7 @@ def run_refused(folder, sizes, options, cls=LlamaForCausalLM, accumulate=1):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_distributed_models_that_are_not_exact_are_refused(ranks, moe, tmp_path):
     torch.manual_seed(0)
     tied = str(tmp_path)

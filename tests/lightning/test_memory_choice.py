@@ -252,6 +252,7 @@ def fit_longer():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_longer_batch_recomputes_more_layers_and_changes_no_result(ranks):
     for exact, auto in ranks(2).run(fit_longer):
         assert exact["num_checkpointed"] == [0] * 3

@@ -275,6 +275,7 @@ def test_parameters_of_the_module_itself_train_as_on_one_device(ranks, cases):
 
 
 @pytest.mark.parametrize("one_file", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_they_resume_on_another_number_of_ranks(ranks, tmp_path, one_file):
     path = str(tmp_path / "saved.ckpt")
     kind = {"save_distributed_checkpoint": not one_file}

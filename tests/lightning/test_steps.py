@@ -199,6 +199,7 @@ class NoDocuments(PackedRows):
         return {k: v for k, v in super().__getitem__(index).items() if k != "document_ids"}
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_of_stock_attention_is_exact(ranks):
     exact = ranks(1).run(run_sdpa, None)[0]
     for grads in ranks(2).run(run_sdpa, False):

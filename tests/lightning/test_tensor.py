@@ -279,6 +279,7 @@ def no_plan():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_models_that_cannot_be_shared_are_refused(ranks):
     pool = ranks(4)
     for kind, size, message in (
@@ -334,6 +335,7 @@ def run_dropping():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_tensor_ranks_drop_the_same_hidden_states(ranks):
     first, *others = ranks(4).run(run_dropping)
     for other in others:

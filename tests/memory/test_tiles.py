@@ -858,6 +858,7 @@ def test_fsdp2_gathers_as_often_as_without_tiles(cases, ranks):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_fsdp2_units_inside_a_module_leave_it_alone(ranks):
     case = {"name": "llama", "units": "inside", "checkpointing": False, "tile": 3}
     for _, _, (tiled, left) in ranks(2).run(partial(step_on_ranks, **case)):

@@ -205,6 +205,7 @@ def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, ways):
         *(pytest.param(size, tuple(CALLERS), marks=pytest.mark.slow) for size in (2, 3)),
     ],
 )
+@pytest.mark.slow
 def test_calls_are_exact_whichever_way_they_come(ranks, cp_size, outside):
     """And with backward after the step, where they are in ``outside``."""
     case = make_flex_case("document", "relative")

@@ -144,6 +144,7 @@ def train(batch, layout, recompute, num_steps):
         *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, False), (3, False), (3, True))),
     ],
 )
+@pytest.mark.slow
 def test_a_hybrid_trains_as_on_one_rank(ranks, cp_size, recompute):
     shape = {"length": 37, "documents": ((9, 1, 27), (37,)), "padding": ((35, 36), (30, 34, 36))}
     batch = batch_of(Case(cp_size=cp_size, **shape))

@@ -421,6 +421,7 @@ def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
 @pytest.mark.parametrize(
     "added", [pytest.param({}, marks=pytest.mark.slow), {"bias": SLOPES}], ids=["plain", "slopes"]
 )
+@pytest.mark.slow
 def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     """Ranks in turn, with the keys that a stage would bring; groups of one key head."""
     case = make_case("documents+window", length=520, layout="zigzag", softcap=2.0, **added)

@@ -121,6 +121,7 @@ def train(name, base, path):
     "name",
     ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "lfm2")],
 )
+@pytest.mark.slow
 def test_validation_predictions_and_export_are_those_of_the_trained_model(ranks, tmp_path, name):
     base, path = tmp_path / "base", tmp_path / "last.ckpt"
     zoo.build_config(name).save_pretrained(base)
