@@ -47,7 +47,7 @@ def compare(name, batch, *, attention="sdpa"):
     with Double():
         stock(**batch).loss.backward()
     for layout in LAYOUTS:
-        model, cp = double(name), build_cp(layout=layout)
+        model, cp = double(name, attention=attention), build_cp(layout=layout)
         enable(model)
         with cp.step(batch) as local, Double():
             loss = model(**local).loss
