@@ -179,7 +179,7 @@ def check(ranks, size, names):
 
 
 def test_tuples_and_parts_of_a_batch_train_as_on_one_device(ranks):
-    check(ranks, 2, ["tuple", "together", "apart"])
+    check(ranks, 2, ["tuple", "apart"])
 
 
 @pytest.mark.slow

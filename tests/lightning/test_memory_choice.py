@@ -206,14 +206,11 @@ EXPECTED = {
 
 NUM_CHECKPOINTED = {"nothing": 0, "some layers": 5, "no device": 0}  # others: all 8
 
-QUICK = ("nothing", "some layers", "kept on the host, tiles")
-
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(tuple(EXPECTED), marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks, names):
+@pytest.mark.slow
+def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks):
+    names = tuple(EXPECTED)
     found = ranks(2).run(run_all, ("reference", "too large", "no plan", *names))
     exact = found[0]["reference"]
     result_bytes = LENGTH // 2 * (32 + 4) * 4  # output and log-sum-exp of a layer
