@@ -225,6 +225,8 @@ def _serve(
         world_size=world_size,
         timeout=timedelta(seconds=TIME_LIMIT / 2),
     )
+    if backend == "gloo":  # a job that ends its process would cut the others off amid connecting
+        dist.barrier()
     while True:
         try:
             job = pipe.recv_bytes()

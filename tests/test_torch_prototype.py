@@ -454,6 +454,7 @@ def steps_shared(jobs):
     ("cp_size", "is_whole"),
     [(2, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (2, 3))],
 )
+@pytest.mark.slow
 def test_token_means_of_a_model_are_exact(ranks, cp_size, is_whole):
     jobs = list(itertools.product([24, 21, 2], [False, True], [False, True]))
     if not is_whole:

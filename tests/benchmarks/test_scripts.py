@@ -77,6 +77,7 @@ def test_a_peer_that_cannot_run_says_why(capsys):
     assert "cuda" in told.lower()
 
 
+@pytest.mark.slow
 def test_the_model_is_told_without_a_picture(measured, capsys):
     points = scaling.read_points([measured], linked=True)
     assert {point.algorithm for point in points} == {"gather", "ring"}

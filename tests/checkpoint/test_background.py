@@ -299,6 +299,7 @@ def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
             assert f"ModelCheckpoint(filename={name!r}, save_top_k=-1) gives" in message
 
 
+@pytest.mark.slow
 def test_names_that_may_not_repeat_or_replace_each_other_are_saved(ranks, tmp_path):
     monitor = {"monitor": "train_loss"}
     steps = {"every_n_train_steps": 1, **monitor}

@@ -142,6 +142,7 @@ QUICK = {("dp 1, cp 3", "folder.ckpt")}
     ("mesh", "name"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
 )
+@pytest.mark.slow
 def test_a_run_resumed_on_other_ranks_goes_on_as_it_was(ranks, saved, mesh, name):
     (path, losses), (dp_size, cp_size) = saved, MESHES[mesh]
     job = Run(dp_size=dp_size, resume=str(path / name))

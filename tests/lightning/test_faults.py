@@ -99,6 +99,7 @@ def stop(out):
     return error.value.code
 
 
+@pytest.mark.slow
 def test_a_sigterm_of_one_rank_saves_a_checkpoint_and_ends_all(tmp_path, ranks):
     assert ranks(2).run(stop, tmp_path) == [143, 143]
     last = torch.load(tmp_path / "checkpoints" / "last.ckpt" / "meta.pt", weights_only=True)

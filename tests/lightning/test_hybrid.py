@@ -123,6 +123,7 @@ def run_offloaded(accumulate):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_parameters_in_host_memory_train_as_on_a_device(ranks):
     exact = run_alone("moe", 3, accumulate=2)
     for found, policies in ranks(4).run(run_offloaded, 2):

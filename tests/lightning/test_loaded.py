@@ -60,6 +60,7 @@ CASES = {
     "case",
     [n if n == "one copy" else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
 )
+@pytest.mark.slow
 def test_a_model_that_transformers_has_distributed_trains_as_one_process(ranks, moe, case):
     sizes, context, options, accumulate = CASES[case]
     exact = run_alone("moe", 2, accumulate)

@@ -73,6 +73,7 @@ def run_all():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_plan_is_logged_and_refused_on_all_ranks(ranks):
     first, second = ranks(2).run(run_all)
     all_kept, (start,) = first["fits"]

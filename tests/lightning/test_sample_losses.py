@@ -213,6 +213,7 @@ def refusals(kinds, dp_size):
         pytest.param(2, ["local", "local, later"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_loss_of_local_tokens_is_refused_on_all_ranks(ranks, dp_size, kinds):
     for found in ranks(2 * dp_size).run(refusals, kinds, dp_size):
         for kind, message in zip(kinds, found, strict=True):

@@ -107,6 +107,7 @@ def run_ranks(case, cp_size, mask=None):
         pytest.param("by head", "alibi", 3, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_fused_road_is_exact(counter, mask, score, cp_size):
     case = make_flex_case(mask, score, length=301)
     worst = errors(run_ranks(case, cp_size), flex_whole(case))
