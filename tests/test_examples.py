@@ -149,6 +149,7 @@ def call_main(script):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_example_of_orpo_has_the_losses_of_one_process(ranks):
     script = str(ROOT / "examples" / "orpo.py")
     printed = [ranks(size).run(call_main, script)[0] for size in (1, 2)]

@@ -429,7 +429,7 @@ def save_and_die(folder, moment, rank):
         pytest.param("_write_meta", 0, 2, ".a.saving", marks=pytest.mark.slow),
         pytest.param("_put_in_place", 0, 2, ".a.saving", marks=pytest.mark.slow),
         pytest.param("rename", 0, 2, ".a.replaced", marks=pytest.mark.slow),
-        ("remove", 0, 3, ".a.replaced"),
+        pytest.param("remove", 0, 3, ".a.replaced", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_save_leaves_a_checkpoint(ranks, tmp_path, moment, rank, steps, left):

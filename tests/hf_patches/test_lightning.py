@@ -123,6 +123,7 @@ MEMORY = {**KEEP, "activation_checkpointing": True, "offload": "all", "tile": 8}
         ),
     ],
 )
+@pytest.mark.slow
 def test_training_equals_that_of_one_process(ranks, name, lora, options, num_steps):
     exact_losses, exact, last = train_alone(name, lora, num_steps)
     assert last < exact_losses[0]

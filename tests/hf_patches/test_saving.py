@@ -238,6 +238,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_adapters_are_saved_whole_on_every_rank_alike(ranks, tmp_path, num_ranks):
     (weights, said), *_ = ranks(num_ranks).run(run_saving, str(tmp_path), True, "full")
     trained = Causal(True, tmp_path).model

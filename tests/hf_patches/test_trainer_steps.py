@@ -454,6 +454,7 @@ def run_both(job):
 
 
 @pytest.mark.parametrize("job", TRACES, ids=lambda job: " ".join((job.kind, *job.flags)))
+@pytest.mark.slow
 def test_a_trial_run_leaves_no_trace(ranks, job):
     for verified, unverified in ranks(2).run(run_both, job):
         assert repr(verified) == repr(unverified)

@@ -82,6 +82,7 @@ class Frozen(Module):
 @pytest.mark.parametrize(
     ("dp_size", "cp_size"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)]
 )
+@pytest.mark.slow
 def test_measurements_are_those_of_the_job(ranks, dp_size, cp_size):
     options = {"verify_first_batch": True, "verify_max_len": 12, "position_edges": EDGES}
     options |= {"every_n_steps": 2, "strategy": {"verify_steps": False}}

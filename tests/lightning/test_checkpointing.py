@@ -245,6 +245,7 @@ def run_model_checkpoint(folder, distributed):
 
 
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_model_checkpoint_keeps_the_best_and_the_last(ranks, tmp_path, distributed):
     job = run_model_checkpoint, str(tmp_path), distributed
     for kept, validated, expected in ranks(2).run(*job):

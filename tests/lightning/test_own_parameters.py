@@ -257,25 +257,15 @@ TWO = {
 
 
 short = partial(Case, num_batches=2, verify=False)
-windows = partial(short, num_batches=4, accumulate=2)  # two of them
-# Each way of updating, accumulating and placing parameters once.
-FEW = {
-    "fused": Case(optimizer="adamw fused", num_batches=2),
-    "manual": windows(optimizer="sgd", manual=True),
-    "data": windows(optimizer="adamax", dp_size=2),
-    "own sharding": short(optimizer="adam", sharded=True, averaging="multi", num_batches=3),
-}
 
 
-@pytest.mark.parametrize(
-    "cases", [FEW, pytest.param(TWO, marks=pytest.mark.slow)], ids=["few", "all"]
-)
-def test_parameters_of_the_module_itself_train_as_on_one_device(ranks, cases):
-    check(ranks(2).run(run_cases, cases), cases)
-
-
-@pytest.mark.parametrize("one_file", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.slow
+def test_parameters_of_the_module_itself_train_as_on_one_device(ranks):
+    check(ranks(2).run(run_cases, TWO), TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_file", [False, True])
 def test_they_resume_on_another_number_of_ranks(ranks, tmp_path, one_file):
     path = str(tmp_path / "saved.ckpt")
     kind = {"save_distributed_checkpoint": not one_file}

@@ -221,9 +221,9 @@ def run_precision(precision):
     ("precision", "dtype"),
     [
         ("32-true", torch.float32),
-        ("bf16-mixed", torch.float32),
+        pytest.param("bf16-mixed", torch.float32, marks=pytest.mark.slow),
         ("bf16-true", torch.bfloat16),
-        ("16-true", torch.float16),
+        pytest.param("16-true", torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_every_precision_trains_like_one_process(ranks, precision, dtype):

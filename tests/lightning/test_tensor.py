@@ -46,6 +46,7 @@ def tensor(size=2, **options):
         pytest.param("moe", 1, hybrid(2, **tensor()), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_weights_that_ranks_share_train_as_one_process(ranks, name, context, options):
     exact = run_alone(name, 2)
     for found in ranks(4).run(run_fit, name, 2, context, options):

@@ -127,14 +127,9 @@ def fit(args, folder):
         return main(args), sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt"))
 
 
-QUICK = ("gpt_oss_20b_lora_128k",)
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_small_model_trains_two_steps(name, ranks, tmp_path):
     args = shrunken_args(name, tmp_path)
     for status, _ in ranks(2).run(fit, args, tmp_path):
