@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from transformers import AttentionMaskInterface
 
+from hf_patches.mask_reader import search_skipped
 from hf_patches.names import NAMES, active
 
 REGISTERED: Final = AttentionMaskInterface()  # type: ignore[no-untyped-call]
@@ -59,7 +60,8 @@ def guarded() -> Iterator[None]:
     """Guard the stock mask functions inside a ``with`` block."""
     installed = install_guard()
     try:
-        yield
+        with search_skipped():
+            yield
     finally:
         installed.remove()
 

@@ -8,7 +8,8 @@ ignored: the model has seen this rank's tokens only, and the step knows the full
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar, Final
@@ -22,6 +23,7 @@ from hf_patches.multimodal import outer
 from hf_patches.multimodal.seam import PREPARED
 from hf_patches.names import active, is_ours, stock_name
 from lightning_cp.data.sharding import unshard
+from lightning_cp.patch import Patch
 from lightning_cp.step import Step, StepMask, StepReference
 
 _LIBRARY: Final = "transformers.masking_utils."
@@ -84,7 +86,7 @@ def mask_of_step(mask_function: Callable[..., Any] | None = None, **options: Any
     return build_mask(_read(mask_function, config), step, config)
 
 
-def without_search(
+def _without_search(
     stock: Callable[..., Any], config: PreTrainedConfig, *args: Any, **kwargs: Any
 ) -> Any:
     """Prepare the arguments of a mask function without a search for packed documents in a step.
@@ -287,5 +289,16 @@ _LEAVES: Final[Mapping[str, Callable[[Mapping[str, Any]], _Visible]]] = {
 _PREPARE: Final = "_preprocess_mask_arguments"
 _stock: Any = getattr(masking_utils, _PREPARE, None)
 _ARGUMENTS: Final = () if _stock is None else tuple(inspect.signature(_stock).parameters)
-if "position_ids" in _ARGUMENTS and _ARGUMENTS[0] == "config":
-    setattr(masking_utils, _PREPARE, partial(without_search, _stock))
+# One object for all steps: compiled code depends on it.
+_SKIPPING: Final = partial(_without_search, _stock)
+
+
+@contextmanager
+def search_skipped() -> Iterator[None]:
+    """Let enabled models search for no packed documents inside a ``with`` block."""
+    is_known = "position_ids" in _ARGUMENTS and _ARGUMENTS[0] == "config"
+    if not is_known or getattr(masking_utils, _PREPARE) is not _stock:
+        yield
+        return
+    with Patch(masking_utils, _PREPARE, _SKIPPING):
+        yield
