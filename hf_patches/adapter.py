@@ -23,8 +23,10 @@ from lightning_cp.memory.checkpointing import switched_layers
 class NoOpHandle:
     """The handle of a model that the user has enabled; teardown leaves it enabled."""
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Leave the model enabled."""
+
+    undo = remove
 
 
 class HuggingFaceAdapter:

@@ -2,14 +2,13 @@
 """`enable(model)`: lets a Hugging Face model run inside steps, with the masks of its own code.
 
 Attention and masks go through transformers' registries, positions through hooks, the loss through
-the model's forward. All of it acts inside a step only, and `undo()` removes it.
+the model's forward. All of it acts inside a step only, and `remove()` takes it away.
 """
 
 import functools
-import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
@@ -32,13 +31,14 @@ from hf_patches.support import (
     head_of,
 )
 from lightning_cp.options import check_choice
+from lightning_cp.patch import replace_method
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """An enabled model, until `undo()`.
+    """An enabled model, until `remove()`.
 
     Args:
         model: the transformers model, without a PEFT model around it.
@@ -48,19 +48,18 @@ class Handle:
     model: PreTrainedModel
     outer: nn.Module
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Restore the model; one that is sharded can still be saved."""
         remove_saving(self.outer)
         enabled: Enabled | None = self.model.__dict__.pop(forward.MARK, None)
         if enabled is None:
             return
-        del self.model.forward
-        if enabled.forward is not None:
-            self.model.forward = enabled.forward
-        for hook in enabled.hooks:  # one of them may be this forward
-            hook.remove()
+        for change in (enabled.patch, *enabled.changes):
+            change.remove()
         names = implementations(self.model)
         _implement(self.model, {key: STOCK.get(name, name) for key, name in names.items()})
+
+    undo = remove
 
 
 def enable(
@@ -83,7 +82,7 @@ def enable(
             model first: `hf_patches.verify`.
 
     Returns:
-        A handle; its ``undo()`` restores the model.
+        A handle; its ``remove()`` restores the model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,7 +94,7 @@ def enable(
         >>> handle = enable(model)
         >>> model.config._attn_implementation
         'lightning_cp'
-        >>> handle.undo()
+        >>> handle.remove()
         >>> model.config._attn_implementation
         'sdpa'
     """
@@ -116,40 +115,35 @@ def enable(
     _check_dropout(inner)
     names = implementations(inner)
     ours = {key: _our_name(name) for key, name in names.items()}
-    hooks: list[Removable] = []
+    changes: list[Removable] = []
     try:
         _implement(inner, ours)
         for change in _change_modules(inner, known):
-            hooks.append(change)
+            changes.append(change)
     except ValueError:
-        for change in reversed(hooks):
+        for change in changes:
             change.remove()
         _implement(inner, names)
         raise
-    override = inner.__dict__.get("forward")
     only_attends = known is not None and not known.mixers and positions.counts_by_index(inner)
     media = None if known is None else known.media
     inner.__dict__[forward.MARK] = Enabled(
         kind,
         _base_of(inner),
         chunked_loss,
-        override,
-        hooks,
+        replace_method(inner, "forward", forward.forward),
+        changes,
         only_attends and media is None,
         media,
         "" if media is None else find_decoder(inner, media),
     )
-    bound = functools.partial(forward.forward, inner)
-    # generate() and others inspect the parameters of a model.
-    bound.__signature__ = inspect.signature(type(inner).forward.__get__(inner))  # type: ignore[attr-defined]
-    inner.forward = bound
     add_saving(model)
     _log(inner, known, kind)
     return Handle(inner, model)
 
 
 def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Iterator[Removable]:
-    """Change the submodules of a model; yield what `undo()` has to remove."""
+    """Change the submodules of a model; yield what `remove()` has to remove."""
     if known is not None and known.media is not None:
         yield from _add_seam(model, known.media)
     else:
@@ -163,28 +157,6 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
             yield from INSTALLERS[name](model)
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method that is replaced in an instance."""
-
-    owner: nn.Module
-    name: str
-
-    def remove(self) -> None:
-        """Restore that of the class."""
-        self.owner.__dict__.pop(self.name, None)
-
-
-def _replace_method(
-    module: nn.Module, name: str, replacement: Callable[..., Any]
-) -> Iterator[Removable]:
-    """Replace a method of an instance, if it has one, by a function of the method."""
-    if hasattr(type(module), name):
-        stock: Any = getattr(module, name)
-        module.__dict__[name] = functools.partial(replacement, stock, inspect.signature(stock))
-        yield _Method(module, name)
-
-
 def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
     """Let a model with media run on full sequences up to its decoder, or the decoder's layers."""
     decoder = model.get_submodule(find_decoder(model, media))
@@ -195,11 +167,15 @@ def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
         layers = list(decoder.get_submodule("layers").children())
         yield from seam.add_hooks(layers, media.dims, are_layers=True)
     for module in model.modules():
-        yield from _replace_method(module, "get_rope_index", seam.packed_positions)
-        yield from _replace_method(module, "compute_3d_position_ids", seam.full_positions)
+        methods = {
+            "get_rope_index": seam.packed_positions,
+            "compute_3d_position_ids": seam.full_positions,
+        }
         for name in sharing.METHODS if media.unit else ():
-            shared = functools.partial(sharing.shared_features, module, name, media.unit)
-            yield from _replace_method(module, name, shared)
+            methods[name] = functools.partial(sharing.shared_features, name, media.unit)
+        for name, function in methods.items():
+            if hasattr(type(module), name):
+                yield replace_method(module, name, function)
         if type(module).__name__ in media.cross:
             yield seam.AttendsToMedia(module)
     outer = model.get_submodule(_base_of(model)) if media.seam == "decoder" else decoder

@@ -38,6 +38,7 @@ from lightning_cp.loss import (
     global_mean,
     token_mean,
 )
+from lightning_cp.patch import Patch
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
 from lightning_cp.torch_private import node_number, stays_unsharded
 
@@ -93,8 +94,8 @@ class Enabled:
         head: what a label belongs to.
         base: path of the submodule that computes hidden states; empty for the model itself.
         chunked_loss: as in `enable`.
-        forward: the instance's own ``forward`` before `enable`, if it had one.
-        hooks: the hooks that `enable` has registered, and other changes to submodules.
+        patch: the replaced ``forward``.
+        changes: hooks that `enable` has registered, and patches of submodules.
         only_attends: whether tokens mix by registered attention only, and are numbered by their
             index: what branches of documents need.
         media: how media and text meet; None for a model of text.
@@ -104,14 +105,14 @@ class Enabled:
     head: HeadKind
     base: str
     chunked_loss: ChunkedLoss
-    forward: Callable[..., Any] | None
-    hooks: list[Removable]
+    patch: Patch
+    changes: list[Removable]
     only_attends: bool = False
     media: Media | None = None
     decoder: str = ""
 
 
-def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def forward(model: PreTrainedModel, _: object, *args: Any, **kwargs: Any) -> Any:
     """Run an enabled model: sharded inside a step, as the stock model outside."""
     step = active()
     arguments = name_arguments(model, args, kwargs)
@@ -184,8 +185,7 @@ def prepare_arguments(
 def stock_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the forward method that the model had before `enable`."""
     enabled: Enabled = model.__dict__[MARK]
-    # Not a bound method: the compiler would look it up on the instance and find ours.
-    stock = partial(type(model).forward, model) if enabled.forward is None else enabled.forward
+    stock = enabled.patch.stock
     if enabled.media is None:
         return stock
     return partial(around_decoder, model, enabled.media, enabled.decoder, stock)

@@ -5,7 +5,6 @@ Called on every rank: weights are gathered one by one, and rank 0 writes them as
 would. Works for a model, for a PEFT model around it, and for a model with merged adapters.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightning_cp.checkpoint import gather_state, is_whole, meet
 from lightning_cp.comm.collective_errors import rank, together
+from lightning_cp.patch import patches_of, replace_method
 
 _SAVE: Final = "save_pretrained"
 
@@ -29,7 +29,8 @@ _FIX: Final = (
 def add_saving(model: nn.Module) -> None:
     """Let a model, and the models inside it, save full weights when they are sharded."""
     for module in _models(model):
-        module.__dict__.setdefault(_SAVE, functools.partial(save_full, module))
+        if _SAVE not in module.__dict__:
+            replace_method(module, _SAVE, save_full)
 
 
 def remove_saving(model: nn.Module) -> None:
@@ -37,9 +38,8 @@ def remove_saving(model: nn.Module) -> None:
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return
     for module in _models(model):
-        save = module.__dict__.get(_SAVE)
-        if isinstance(save, functools.partial) and save.func is save_full:
-            del module.__dict__[_SAVE]
+        for patch in patches_of(module, _SAVE):
+            patch.remove()
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:
@@ -52,9 +52,10 @@ def _is_peft(module: nn.Module) -> bool:
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
 
 
-def save_full(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+def save_full(
+    model: nn.Module, stock: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Call the model's own ``save_pretrained`` with full weights, on rank 0. Collective."""
-    stock: Callable[..., Any] = getattr(type(model), _SAVE)
     state: Mapping[str, Any] | None = kwargs.pop("state_dict", None)
     if state is None and any(isinstance(p, DTensor) for p in model.parameters()):
         state = model.state_dict()
@@ -64,7 +65,7 @@ def save_full(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) 
     if state is None or not sharded or kwargs.get("distributed_checkpoint"):
         if state is not None:
             kwargs["state_dict"] = state
-        return stock(model, save_directory, *args, **kwargs)
+        return stock(save_directory, *args, **kwargs)
     is_local = all(is_whole(x) for x in state.values())
     if not is_local:
         meet(f"{type(model).__name__.removeprefix('FSDP')}.{_SAVE}()", _FIX)
@@ -72,7 +73,7 @@ def save_full(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) 
 
     def write() -> Any:
         if rank() == 0:
-            return stock(model, save_directory, *args, state_dict=full, **kwargs)
+            return stock(save_directory, *args, state_dict=full, **kwargs)
         return None
 
     return write() if is_local else together(write, f"{save_directory} was not written.")

@@ -32,12 +32,13 @@ from hf_patches.trainer_checks import (
     check_trainer,
     is_transformers,
 )
-from hf_patches.trainer_steps import attribute_set, is_for_user
+from hf_patches.trainer_steps import is_for_user
 from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.patch import Patch
 from lightning_cp.verification import Report
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ _AROUND_MODELS: Final = ("hf_patches", "lightning_cp", "peft", "transformers")
 
 @dataclass(eq=False)
 class TrainerHandle:
-    """A trainer or an accelerator under context parallelism, until `undo()`.
+    """A trainer or an accelerator under context parallelism, until `remove()`.
 
     Args:
         cp: the context ranks.
@@ -61,7 +62,7 @@ class TrainerHandle:
     cp: ContextParallel
     mesh: DeviceMesh | None
     models: list[RowsHandle] = field(default_factory=list)
-    _replaced: list[tuple[Any, str, bool, Any]] = field(default_factory=list, repr=False)
+    _patches: list[Patch] = field(default_factory=list, repr=False)
 
     @property
     def size(self) -> int:
@@ -73,21 +74,19 @@ class TrainerHandle:
         """Return the number of groups of context ranks: each group gets batches of its own."""
         return 1 if self.mesh is None else self.mesh["dp_replicate"].size()
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Restore the trainer, the accelerator and the models; prepared loaders stay."""
-        for owner, name, existed, value in reversed(self._replaced):
-            if existed:
-                setattr(owner, name, value)
-            else:
-                delattr(owner, name)
-        self._replaced.clear()
+        for patch in self._patches:
+            patch.remove()
+        self._patches.clear()
         for model in self.models:
-            model.undo()
+            model.remove()
+
+    undo = remove
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an instance until `undo()`."""
-        self._replaced.append((owner, name, name in vars(owner), vars(owner).get(name)))
-        setattr(owner, name, value)
+        """Set an attribute of an instance until `remove()`."""
+        self._patches.append(Patch(owner, name, value))
 
 
 def context_parallel(
@@ -117,12 +116,12 @@ def context_parallel(
         options: of `lightning_cp.ContextParallel`, such as ``layout`` and ``algorithm``.
 
     Returns:
-        A handle; its ``undo()`` restores the trainer and its models.
+        A handle; its ``remove()`` restores the trainer and its models.
     """
     trainer, accelerator = _parts(target, models)
     if getattr(target, _MARK, None) is not None:
         raise ValueError(
-            f"context_parallel() was called before for this {type(target).__name__}. Call undo() "
+            f"context_parallel() was called before for this {type(target).__name__}. Call remove() "
             "of its handle first."
         )
     check_size(size, accelerator)
@@ -154,7 +153,7 @@ def context_parallel(
             data = mesh["dp_replicate"].get_group()
             verify_first_steps(trainer, handle.models, handle.cp, data, handle.replace)
     except Exception:
-        handle.undo()
+        handle.remove()
         raise
     handle.replace(target, _MARK, handle)
     _logger.info(
@@ -327,7 +326,7 @@ def _share_batches(accelerator: Any, handle: TrainerHandle) -> None:
         if use_gather_object or not _is_tensors(input_data):
             is_first = handle.cp.cp_rank == 0
             return gather_for_metrics(input_data if is_first else [], use_gather_object=True)
-        with attribute_set(accelerator, "gather", gather_once):
+        with Patch(accelerator, "gather", gather_once):
             return gather_for_metrics(input_data)
 
     handle.replace(accelerator, "gather_for_metrics", gather_for_metrics_once)
@@ -407,7 +406,7 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
                 unit.reshard()
             # accelerate would checkpoint the layers a second time.
             plugin = accelerator.state.fsdp_plugin
-            no_checkpointing = attribute_set(plugin, "activation_checkpointing", False)
+            no_checkpointing = Patch(plugin, "activation_checkpointing", False)
         with no_checkpointing:
             model, loader = prepare_for_training(*args, **kwargs)
         check_averaged(trainer, model)
@@ -456,7 +455,7 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
     def count_own_items(batch_samples: Any, device: Any) -> Any:
         if trainer.args.average_tokens_across_devices:
             return count_items(batch_samples, device)
-        with attribute_set(trainer, "get_tp_size", tp_size):  # no sum over ranks, nothing to divide
+        with Patch(trainer, "get_tp_size", tp_size):  # no sum over ranks, nothing to divide
             return count_items(batch_samples, device)
 
     handle.replace(trainer, "_get_num_items_in_batch", count_own_items)

@@ -48,6 +48,7 @@ from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.structure import flatten
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.patch import Patch
 from lightning_cp.restore import UpdatesWeightsError, restored_state, user_hooks
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import truncate_batch
@@ -520,7 +521,7 @@ def _synchronized(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    with attribute_set(model, "require_backward_grad_sync", True):
+    with Patch(model, "require_backward_grad_sync", True):
         yield
 
 
@@ -534,7 +535,7 @@ def _recorded_logs(trainer: Any) -> Iterator[dict[str, list[Any]]]:
             logs.setdefault(name, []).append(value)
 
     owners = [cls for cls in type(trainer).__mro__ if "log" in vars(cls)]
-    with attribute_set(next(cls for cls in owners if _is_of_library(cls)), "log", log):
+    with Patch(next(cls for cls in owners if _is_of_library(cls)), "log", log):
         yield logs
 
 
@@ -597,14 +598,12 @@ def _as_one_device(
         for model in models:
             stack.enter_context(model.alone())
         for owner, name, stock, own in seen:
-            stack.enter_context(attribute_set(owner, name, _seen_as(stock, own)))
+            stack.enter_context(Patch(owner, name, _seen_as(stock, own)))
         stack.enter_context(
-            attribute_set(
-                trainer, "get_tp_size", lambda: tp_size() // (factor if is_for_user() else 1)
-            )
+            Patch(trainer, "get_tp_size", lambda: tp_size() // (factor if is_for_user() else 1))
         )
         for owner, name, function in _collectives(sees_rank):
-            stack.enter_context(attribute_set(owner, name, _among(function, data)))
+            stack.enter_context(Patch(owner, name, _among(function, data)))
         stack.enter_context(_environment({k: str(x) for k, x in environment.items()}))
         yield
 
@@ -687,17 +686,3 @@ def _raised_in(error: BaseException) -> str:
 def _is_of_library(x: Any) -> bool:
     """Return whether a function or a class is of a library that we know."""
     return str(getattr(x, "__module__", "")).partition(".")[0] in _LIBRARIES
-
-
-@contextmanager
-def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object or a class inside a ``with`` block."""
-    existed, previous = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if existed:
-            setattr(owner, name, previous)
-        else:
-            delattr(owner, name)

@@ -98,7 +98,7 @@ def verify(
             )
     finally:
         if not was_enabled:
-            handle.undo()
+            handle.remove()
     if report.loss == 0 and math.isnan(report.whole_loss):
         raise ValueError(
             "No token of this batch has a label, so there is nothing to compare: each label is "
@@ -151,7 +151,7 @@ def _exact(model: nn.Module, cp: ContextParallel, batch: dict[str, Any]) -> Grad
     inner = handle.model
     inner.set_experts_implementation("eager")  # others do not support float64
     if STOCK[inner.config.get_text_config()._attn_implementation] not in ("eager", "sdpa"):
-        handle.undo()
+        handle.remove()
         inner.set_attn_implementation("eager")
     wide_batch = {
         key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -12,8 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from lightning_cp import active_step
 from lightning_cp.data.sharding import shift_labels, unshard
 from lightning_cp.options import SequenceDims, check_choice
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.patch import Patch, replace_method
 from lightning_cp.step import IGNORED_LABEL, Step
 from lightning_cp.torch_private import map_tensors, run_pre_hooks
 
@@ -57,16 +57,14 @@ class Rows:
     Args:
         cp: shards them.
         logits: whether an output has logits where labels are given.
-        forward: the instance's ``forward`` before `whole_rows`.
-        generate: the instance's own ``generate`` before it, if it had one.
+        patches: of its methods.
         is_alone: whether each rank runs full sequences by itself, as one device.
         is_private: returns whether a call without gradients is one that other ranks may not make.
     """
 
     cp: ContextParallel
     logits: Logits
-    forward: Callable[..., Any]
-    generate: Callable[..., Any] | None
+    patches: list[Patch]
     is_alone: bool = False
     is_private: Callable[[], bool] = lambda: False
 
@@ -84,7 +82,7 @@ class Rows:
 
 @dataclass(eq=False)
 class RowsHandle:
-    """A model that takes full sequences, until `undo()`.
+    """A model that takes full sequences, until `remove()`.
 
     Args:
         model: the transformers model, without a PEFT model around it.
@@ -94,17 +92,17 @@ class RowsHandle:
     model: PreTrainedModel
     enabled: Handle | None = None
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Restore the model; one that was enabled before stays enabled."""
         rows: Rows | None = self.model.__dict__.pop(_MARK, None)
         if rows is None:
             return
-        self.model.forward = rows.forward
-        self.model.__dict__.pop("generate", None)
-        if rows.generate is not None:
-            self.model.generate = rows.generate  # type: ignore[assignment]
+        for patch in rows.patches:
+            patch.remove()
         if self.enabled is not None:
-            self.enabled.undo()
+            self.enabled.remove()
+
+    undo = remove
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -156,7 +154,7 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
             B x S x V numbers on every rank. Without labels there are always logits.
 
     Returns:
-        A handle; its ``undo()`` restores the model.
+        A handle; its ``remove()`` restores the model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -168,7 +166,7 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
         >>> handle = whole_rows(model, ContextParallel(None))
         >>> model(input_ids=torch.arange(6).view(1, 6)).logits.shape
         torch.Size([1, 6, 8])
-        >>> handle.undo()
+        >>> handle.remove()
     """
     check_choice("logits", logits, get_args(Logits))
     inner = inner_model(model)
@@ -177,9 +175,9 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
         if rows.cp is not cp:
             raise ValueError(
                 f"whole_rows() was called before for this {type(inner).__name__}, with another "
-                "ContextParallel. Call undo() of its handle first; for a model that another "
+                "ContextParallel. Call remove() of its handle first; for a model that another "
                 "trainer has had: handle = context_parallel(first_trainer, size=...), then "
-                "handle.undo() before the next context_parallel()."
+                "handle.remove() before the next context_parallel()."
             )
         return RowsHandle(inner)
     if cp.groups.data.size > 1:
@@ -189,12 +187,10 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
             "samples. Build it without them: ContextParallel(mesh['cp'])."
         )
     handle = None if is_enabled(inner) else enable(model)
-    generate = inner.__dict__.get("generate")
-    inner.__dict__[_MARK] = Rows(cp, logits, inner.forward, generate)
-    # Methods, not partials: accelerate binds what it finds to the model, when it unwraps it.
-    inner.forward = MethodType(_with_signature(type(inner).forward), inner)
+    patches = [replace_method(inner, "forward", _forward)]
     if hasattr(inner, "generate"):
-        inner.generate = MethodType(_generate, inner)  # type: ignore[assignment]
+        patches.append(replace_method(inner, "generate", _generate))
+    inner.__dict__[_MARK] = Rows(cp, logits, patches)
     return RowsHandle(inner, handle)
 
 
@@ -203,32 +199,21 @@ def takes_full_sequences(model: nn.Module) -> bool:
     return _MARK in inner_model(model).__dict__
 
 
-def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward method with the stock one's signature, which trainers inspect."""
-
-    def forward_rows(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        return _forward(model, *args, **kwargs)
-
-    forward_rows.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
-    return forward_rows
-
-
-def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _generate(_: object, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Generate on full sequences: ranks may sample different tokens, and as many as they like."""
-    own, cls = model.__dict__[_MARK].generate, cast(Any, type(model))
     with active_step.paused():
-        return own(*args, **kwargs) if own else cls.generate(model, *args, **kwargs)
+        return stock(*args, **kwargs)
 
 
-def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _forward(model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a model on full sequences."""
     arguments = name_arguments(model, args, kwargs)
     has_cache = arguments.get("past_key_values") is not None or arguments.get("use_cache")
     if active_step.opened() is not None or active_step.is_paused() or has_cache:
-        return forward.forward(model, **arguments)
+        return stock(**arguments)
     if not torch.is_grad_enabled() and model.__dict__[_MARK].is_private():
         with active_step.paused():
-            return forward.forward(model, **arguments)
+            return stock(**arguments)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     as_tuple = not arguments.pop("return_dict", getattr(model.config, "return_dict", True))
     num_items = arguments.pop("num_items_in_batch", None)
@@ -295,7 +280,7 @@ def _run_hooks(
 
     Torch has run them before the step was open, when they change nothing.
     """
-    ours = {handle.id for handle in enabled.hooks if isinstance(handle, RemovableHandle)}
+    ours = {handle.id for handle in enabled.changes if isinstance(handle, RemovableHandle)}
     return run_pre_hooks(model, arguments, ours)
 
 
@@ -378,7 +363,7 @@ def _run_fused(
     """
     rows: Rows = model.__dict__[_MARK]
     enabled: Enabled = model.__dict__[forward.MARK]
-    if enabled.forward is None or "labels" not in arguments:
+    if not enabled.patch.previous or "labels" not in arguments:
         raise ValueError(
             f"fused_lm_head=True needs labels, and a head that trl.trainer.utils."
             f"add_fused_lm_head({type(model).__name__}) has added before whole_rows() or enable() "

@@ -28,7 +28,7 @@ NOTES: Final = "lightning_cp"
 class Handle(Protocol):
     """The changes that an adapter has made to a model."""
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Restore the model."""
 
 

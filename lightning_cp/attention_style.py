@@ -24,6 +24,7 @@ from lightning_cp.data.step_builder import build_step
 from lightning_cp.geometry.layout import Layout, layout_of_shards
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
+from lightning_cp.patch import replace_method
 from lightning_cp.step import Step
 from lightning_cp.torch_private import in_backward, outside_graphs
 
@@ -76,7 +77,7 @@ class ContextParallelAttention(ParallelStyle):
                 "windows and documents to masks of this rank's tokens. Use hf_patches.enable(model)"
                 " and cp.step(batch)."
             )
-        module.forward = partial(_call, _Styled(self, module.forward))
+        replace_method(module, "forward", partial(_call, _Styled(self)))
         return module
 
     def __deepcopy__(self, memo: object) -> "ContextParallelAttention":
@@ -124,32 +125,33 @@ class ContextParallelAttention(ParallelStyle):
 
 @dataclass
 class _Styled:
-    """A module's forward, and whether its last call belonged to a step of others."""
+    """The style of a module, and whether its last call belonged to a step of others."""
 
     style: ContextParallelAttention
-    forward: Callable[..., Any]
     was_in_step: bool = False
 
 
 @outside_graphs
-def _call(module: _Styled, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    styled: _Styled, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a module in a step, unless one is open or attention is declared unsharded."""
     if active_step.is_paused() or active_step.num_unsharded() > 0:
-        return module.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     is_in_step = active_step.opened() is not None
     if not in_backward():
-        module.was_in_step = is_in_step
-    elif module.was_in_step != is_in_step:  # activation checkpointing
+        styled.was_in_step = is_in_step
+    elif styled.was_in_step != is_in_step:  # activation checkpointing
         raise RuntimeError(
-            f"{_NAME}: the module ran {'inside' if module.was_in_step else 'outside'} of a cp.step "
+            f"{_NAME}: the module ran {'inside' if styled.was_in_step else 'outside'} of a cp.step "
             f"and runs again, in backward, {'inside' if is_in_step else 'outside'} of one. Call "
             "backward where forward was, or use checkpoint(..., use_reentrant=False)."
         )
     if is_in_step:
-        return module.forward(*args, **kwargs)
-    step = module.style.build_step(args, kwargs)
+        return forward(*args, **kwargs)
+    step = styled.style.build_step(args, kwargs)
     with run_step(step):
-        output = module.forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
     if not step.cache.has_attended:
         raise RuntimeError(
             f"{_NAME}: the module has not called F.scaled_dot_product_attention, flex_attention or "

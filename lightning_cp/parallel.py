@@ -582,7 +582,7 @@ class ContextParallel:
         """Leave attention calls unchanged: their keys are replicated, or are not the sequence.
 
         ``with cp.unsharded():`` for the calls inside it; ``cp.unsharded(module)`` for all calls of
-        a module, until ``undo()`` of the returned object. For cross-attention to keys that every
+        a module, until ``remove()`` of the returned object. For cross-attention to keys that every
         rank holds, and for modules that attend over something other than the sequence.
         """
         return Unsharded(modules)

@@ -361,7 +361,7 @@ def _leave_unsharded(*_: object) -> None:
 class Unsharded:
     """A declaration that attention calls are not routed, because their keys are not sharded.
 
-    As a context, it applies to the calls inside; for modules, to all their calls until ``undo()``.
+    As a context, it applies to the calls inside; for modules, to all calls until ``remove()``.
 
     Args:
         modules: modules whose calls are not routed; none to use the context only.
@@ -377,10 +377,12 @@ class Unsharded:
             )
         ]
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Route the modules' attention again."""
         for handle in self._handles:
             handle.remove()
+
+    undo = remove
 
     def __enter__(self) -> "Unsharded":
         _enter_unsharded()

@@ -40,6 +40,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._triton import has_triton
 
+from lightning_cp.patch import Patch
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -897,11 +899,8 @@ def checkpoint_contexts(
         with saving_inputs(ours[0]):
             yield from original(fn, args, kwargs, context_fn=combined(ours, theirs), **options)
 
-    setattr(checkpoint, name, moved_generator if moved else generator)
-    try:
+    with Patch(checkpoint, name, moved_generator if moved else generator):
         yield
-    finally:
-        setattr(checkpoint, name, original)
 
 
 class Nested:
@@ -968,12 +967,9 @@ def _no_donated_buffers() -> Iterator[None]:
     from torch._functorch._aot_autograd import graph_compile
 
     name = "collect_bw_donated_buffer_idxs"
-    collect = getattr(graph_compile, name, None)
-    if collect is None:  # another torch version: a second backward raises torch's own error
+    # Another torch version: a second backward raises torch's own error.
+    if not hasattr(graph_compile, name):
         yield
         return
-    setattr(graph_compile, name, lambda *_, **__: [])
-    try:
+    with Patch(graph_compile, name, lambda *_, **__: []):
         yield
-    finally:
-        setattr(graph_compile, name, collect)

@@ -10,15 +10,15 @@ from typing import Final
 
 from transformers import PreTrainedModel
 
-from hf_patches.forward import Removable
 from hf_patches.mixers import base_model, block_indexer, keys, replicated
 from hf_patches.mixers.conv import replace_convolutions
 from hf_patches.mixers.delta_net import replace_delta_nets, replace_kimi_delta_attention
 from hf_patches.mixers.lightning_attention import replace_lightning_attention
 from hf_patches.mixers.mamba2 import replace_mamba2
+from lightning_cp.patch import Patch
 
-Install = Callable[[PreTrainedModel], Iterable[Removable]]
-"""Replaces the mixers of one kind in a model; returns what `undo()` has to remove."""
+Install = Callable[[PreTrainedModel], Iterable[Patch]]
+"""Replaces the mixers of one kind in a model; returns what `remove()` has to remove."""
 
 INSTALLERS: Final[Mapping[str, Install]] = {
     "convolution": replace_convolutions,

@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches.input_checks import name_arguments, parameters_of
-from hf_patches.mixers.common import once, step_of
+from hf_patches.mixers.common import Replacement, once, step_of
 from hf_patches.mixers.replicated import (
-    Replicated,
     check_arguments,
     check_dropout,
     full_source,
@@ -29,6 +28,7 @@ from hf_patches.multimodal.outer import full_value
 from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT
+from lightning_cp.patch import Patch
 from lightning_cp.sequence.ranges import token_map
 from lightning_cp.step import Step
 from lightning_cp.torch_private import outside_graphs
@@ -72,7 +72,7 @@ def _build_samples(step: Step) -> Samples:
     return Samples(index, None if is_token.all() else mask, back, is_packed=is_packed)
 
 
-class BaseModel(Replicated):
+class BaseModel(Replacement):
     """The forward of a base model."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _of_own_tokens(output: Any, samples: Samples, step: Step) -> Any:
     return type(output)(**fields)
 
 
-def install(model: PreTrainedModel) -> Iterator[BaseModel]:
+def install(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the forward of the base model of a model; yield it."""
     base: Any = model.base_model
     if getattr(base, "attention_type", "original_full") != "original_full":  # BigBird
@@ -133,6 +133,4 @@ def install(model: PreTrainedModel) -> Iterator[BaseModel]:
             "attention_type='original_full'."
         )
     check_dropout(model.base_model_prefix, base)
-    replaced = BaseModel(base, override=base.__dict__.get("forward"))
-    replaced.install()
-    yield replaced
+    yield BaseModel(base).install()

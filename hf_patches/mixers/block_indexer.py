@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_patches.forward import Removable
 from hf_patches.mixers.common import (
     GatheredKeys,
     Replacement,
@@ -27,20 +26,20 @@ from hf_patches.mixers.common import (
 from hf_patches.names import find_in_modules
 from lightning_cp.data.batch import count_positions
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.patch import Patch
 from lightning_cp.step import Step, StepReference
 
 # The attribute of a tensor of chosen blocks that refers to its step.
 _STEP: Final = "lightning_cp_step"
 
 
-def install(model: PreTrainedModel) -> Iterator[Removable]:
+def install(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the methods of each indexer; yield the replacements."""
     for module in model.modules():
         if kind_of(module, ("MiniMaxM3VLIndexer",)):
             mask = _BuildMask(module, "MiniMaxM3VLIndexer", "build_block_mask")
             for method in (_Choose(module, "MiniMaxM3VLIndexer"), mask):
-                method.install()
-                yield method
+                yield method.install()
 
 
 def _check_padding(module: nn.Module, step: Step) -> None:

@@ -8,13 +8,12 @@ tables.
 import copy
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_patches.names import STOCK, active, implementations, stock_name, text_key
 from lightning_cp.comm.transport import to_device
@@ -22,6 +21,7 @@ from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.guards import check_recompute
+from lightning_cp.patch import Patch, replace_method
 from lightning_cp.step import Step, StepMask
 
 T = TypeVar("T")
@@ -41,47 +41,29 @@ class Replacement:
     kind: str = ""
     name: str = "forward"
 
-    def install(self) -> None:
-        """Replace the method."""
-        setattr(self.module, self.name, partial(type(self).call, self))
-
-    def remove(self) -> None:
-        """Restore the method, unless somebody has wrapped ours; ours then calls the class's."""
-        method = self.module.__dict__.get(self.name)
-        if isinstance(method, partial) and self in method.args:
-            delattr(self.module, self.name)
+    def install(self) -> Patch:
+        """Replace the method; return what puts it back."""
+        self.patch = replace_method(self.module, self.name, self._call)
+        return self.patch
 
     @property
     def stock(self) -> Callable[..., Any]:
-        """Return the method of the class."""
-        return partial(getattr(type(self.module), self.name), self.module)
+        """Return the method that was there before."""
+        return self.patch.stock
+
+    def _call(self, _: nn.Module, __: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the method."""
         return self.stock(*args, **kwargs)
 
 
-@dataclass(eq=False)
-class StockConfig:
-    """A config of one module which names the stock implementation, for code that looks for it.
-
-    Args:
-        module: the module.
-        config: of the model, with our name.
-    """
-
-    module: nn.Module
-    config: PreTrainedConfig
-
-    def install(self) -> None:
-        """Give the module a config of its own."""
-        config = copy.copy(self.config)
-        config._attn_implementation_internal = stock_name(self.config)
-        setattr(self.module, "config", config)  # noqa: B010  no attribute that torch declares
-
-    def remove(self) -> None:
-        """Give the module the config of the model again."""
-        setattr(self.module, "config", self.config)  # noqa: B010
+def name_stock(module: nn.Module) -> Patch:
+    """Give a module a config that names the stock implementation, for code that looks for it."""
+    config: Any = copy.copy(module.config)
+    config._attn_implementation_internal = stock_name(module.config)  # type: ignore[arg-type]
+    return Patch(module, "config", config)
 
 
 def kind_of(module: nn.Module, kinds: Container[str]) -> str | None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from hf_patches.mixers.functions import Functions, Mixer, replace_functions
+from hf_patches.mixers.functions import Functions, replace_functions
+from lightning_cp.patch import Patch
 from lightning_cp.sequence import causal_conv1d
 
 
@@ -39,6 +40,6 @@ def convolve(
 FUNCTIONS: Final[Functions] = {"causal_conv1d_fn": convolve}
 
 
-def replace_convolutions(model: PreTrainedModel) -> Iterator[Mixer]:
+def replace_convolutions(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the convolutions of a model whose other layers are attention."""
     return replace_functions(model, FUNCTIONS)

@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_patches.mixers.conv import convolve
-from hf_patches.mixers.functions import Functions, Mixer, replace_functions
+from hf_patches.mixers.functions import Functions, replace_functions
 from hf_patches.mixers.rows import RESET, Rows, build_rows
+from lightning_cp.patch import Patch
 from lightning_cp.sequence import initial_states
 
 _CHUNK_SIZE: Final = 64  # of the torch code, and of fla
@@ -118,11 +119,11 @@ _BY_CHANNEL: Final[Functions] = {
 }
 
 
-def replace_delta_nets(model: PreTrainedModel) -> Iterator[Mixer]:
+def replace_delta_nets(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the gated delta nets of a model, with one decay for each head."""
     return replace_functions(model, _GATED)
 
 
-def replace_kimi_delta_attention(model: PreTrainedModel) -> Iterator[Mixer]:
+def replace_kimi_delta_attention(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the delta nets of a model with a decay for each channel of the keys."""
     return replace_functions(model, _BY_CHANNEL)

@@ -21,6 +21,7 @@ from hf_patches.mixers.common import Replacement
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.guards import check_recompute
+from lightning_cp.patch import Patch
 from lightning_cp.torch_private import outside_graphs
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -66,7 +67,7 @@ def _with_globals(fn: Any, values: Mapping[str, Any]) -> FunctionType:
     return copied
 
 
-def replace_functions(model: PreTrainedModel, functions: Functions) -> Iterator[Mixer]:
+def replace_functions(model: PreTrainedModel, functions: Functions) -> Iterator[Patch]:
     """Replace functions in all layers of a model that call them; yield the layers.
 
     Raises before it changes anything if a layer has another form than that of the versions of
@@ -82,8 +83,7 @@ def replace_functions(model: PreTrainedModel, functions: Functions) -> Iterator[
         elif any(isinstance(child, nn.Conv1d) for child in module.children()):
             raise unknown_layer(name, module, "a convolution that is computed in another way")
     for mixer in mixers:
-        mixer.install()
-        yield mixer
+        yield mixer.install()
 
 
 def _called_names(module: nn.Module) -> set[str]:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_patches.forward import Removable
 from hf_patches.input_checks import name_arguments, parameters_of
 from hf_patches.mixers.common import (
     GatheredKeys,
     Replacement,
-    StockConfig,
     additive_mask,
     kind_of,
+    name_stock,
     once,
     real_tokens,
     step_of,
@@ -33,6 +32,7 @@ from hf_patches.mixers.common import (
 )
 from hf_patches.names import find_in_modules
 from hf_patches.positions import count_real
+from lightning_cp.patch import Patch
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import Step, StepMask, StepReference
 from lightning_cp.torch_private import outside_graphs
@@ -72,7 +72,7 @@ def _check_experts(model: PreTrainedModel) -> None:
         )
 
 
-def install(model: PreTrainedModel) -> Iterator[Removable]:
+def install(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the forward of the attention layers of a model; yield the replacements."""
     _check_experts(model)
     stock = stock_implementation(model)
@@ -86,12 +86,10 @@ def install(model: PreTrainedModel) -> Iterator[Removable]:
         if kind is None or (kind == "MiniMaxM3VLAttention" and module.indexer is None):
             continue
         if kind in _INTERFACE or kind == "FalconAttention":
-            config = StockConfig(module, module.config)  # type: ignore[arg-type]
-            config.install()
-            yield config
-        layer = _Attention(module, kind, has_bool_mask=kind in _INTERFACE and stock == "sdpa")
-        layer.install()
-        yield layer
+            yield name_stock(module)
+        yield _Attention(
+            module, kind, has_bool_mask=kind in _INTERFACE and stock == "sdpa"
+        ).install()
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from hf_patches.mixers.rows import build_rows
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.guards import check_recompute
+from lightning_cp.patch import Patch
 from lightning_cp.torch_private import outside_graphs
 
 
@@ -53,7 +54,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, chunk_size
     return chunk_scan(mamba2_chunk_scan, value, steps, -slope.float(), key, query, chunk_size)
 
 
-def replace_lightning_attention(model: PreTrainedModel) -> Iterator[LightningAttention]:
+def replace_lightning_attention(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the lightning attention layers of a model; yield them.
 
     Raises before it changes anything if the model has others than those that we know.
@@ -67,9 +68,7 @@ def replace_lightning_attention(model: PreTrainedModel) -> Iterator[LightningAtt
     if len(layers) != num_linear:
         raise unknown_layer("the model", model, f"{num_linear - len(layers)} other linear layers")
     for _, module in layers:
-        layer = LightningAttention(module)
-        layer.install()
-        yield layer
+        yield LightningAttention(module).install()
 
 
 def _is_lightning_attention(module: nn.Module) -> bool:

@@ -15,8 +15,9 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedModel
 
 from hf_patches.mixers.conv import convolve
-from hf_patches.mixers.functions import Functions, Mixer, replace_functions
+from hf_patches.mixers.functions import Functions, replace_functions
 from hf_patches.mixers.rows import RESET, build_rows
+from lightning_cp.patch import Patch
 from lightning_cp.sequence import initial_states
 
 
@@ -93,6 +94,6 @@ _FUNCTIONS: Final[Functions] = {
 }
 
 
-def replace_mamba2(model: PreTrainedModel) -> Iterator[Mixer]:
+def replace_mamba2(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the convolutions and the recurrences of Mamba-2 layers."""
     return replace_functions(model, _FUNCTIONS)

@@ -26,6 +26,7 @@ from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.guards import check_recompute
+from lightning_cp.patch import Patch
 from lightning_cp.sequence.halo import build_halo_plan, extend
 from lightning_cp.sequence.ranges import TokenMap, token_map
 from lightning_cp.step import Step, StepMask
@@ -328,29 +329,7 @@ def _once(function: Callable[..., Tensor], x: Tensor, step: Step, *args: Any) ->
 # ---------------------------------------------------------------- the mixer
 
 
-@dataclass(eq=False)
-class Replicated(Replacement):
-    """The forward of a module that runs unchanged on full sequences, on every rank.
-
-    Args:
-        override: the forward that the instance had before.
-    """
-
-    override: Any = None
-
-    def remove(self) -> None:
-        """Restore the forward that the instance had, unless somebody has wrapped ours."""
-        super().remove()
-        if self.override is not None and "forward" not in self.module.__dict__:
-            self.module.forward = self.override
-
-    @property
-    def stock(self) -> Callable[..., Any]:
-        """Return the forward that the instance had, or that of the class."""
-        return super().stock if self.override is None else self.override
-
-
-class RowMixer(Replicated):
+class RowMixer(Replacement):
     """The forward of a mixer, whose ``kind`` is its key in `SPECS`."""
 
     @property
@@ -508,12 +487,10 @@ def check_dropout(path: str, mixer: nn.Module) -> None:
                 )
 
 
-def install(model: PreTrainedModel) -> Iterator[RowMixer]:
+def install(model: PreTrainedModel) -> Iterator[Patch]:
     """Replace the forward of each mixer that `SPECS` names; yield the mixers."""
     for path, module in model.named_modules():
         kind = kind_of(module, SPECS)
         if kind is not None:
             check_dropout(path, module)
-            mixer = RowMixer(module, kind, override=module.__dict__.get("forward"))
-            mixer.install()
-            yield mixer
+            yield RowMixer(module, kind).install()

@@ -6,7 +6,8 @@ names of its arguments, and end the declaration that leaves attention unchanged 
 its call. Decoders that merge media by themselves have the hooks on each of their layers.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -244,37 +245,35 @@ def refuse_direct_call(module: nn.Module, *_: object) -> None:
 # ---------------------------------------------------------------- positions of packed documents
 
 
-def full_positions(stock: Any, signature: Any, *args: Any, **kwargs: Any) -> Any:
+def full_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute 3-D positions of full sequences, where a model merges this rank's shard.
 
     Args:
         stock: the model's ``compute_3d_position_ids``.
-        signature: its signature.
         args: of the call.
         kwargs: of the call.
     """
     ids = merged_ids()
     if ids is None:
         return stock(*args, **kwargs)
-    return stock(**{**signature.bind(*args, **kwargs).arguments, "input_ids": ids})
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    return stock(**{**given, "input_ids": ids})
 
 
-def packed_positions(stock: Any, signature: Any, *args: Any, **kwargs: Any) -> Any:
+def packed_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute 3-D positions with each document as a sequence of its own.
 
     The model's own function counts images and frames along a row, and knows no documents.
 
     Args:
         stock: the model's ``get_rope_index``.
-        signature: its signature.
         args: of the call.
         kwargs: of the call.
     """
     step = on_full_sequences()
     if step is None or step.documents is None:
         return stock(*args, **kwargs)
-    bound = signature.bind(*args, **kwargs)
-    given = dict(bound.arguments)
+    given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     documents = torch.from_numpy(step.documents).expand(step.batch_size, -1)
     if step.padding is not None:

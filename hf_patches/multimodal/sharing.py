@@ -77,22 +77,20 @@ def _sharing() -> Iterator[None]:
 
 
 def shared_features(
-    module: nn.Module,
     name: str,
     unit: Unit,
+    module: nn.Module,
     stock: Callable[..., Any],
-    signature: inspect.Signature,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Compute features of all media, some of them on each rank.
 
     Args:
-        module: the part of a model that holds its towers.
-        name: of its method, one of `METHODS`.
+        name: of the method, one of `METHODS`.
         unit: what a rank computes as a whole.
+        module: the part of a model that holds its towers.
         stock: the method.
-        signature: its signature.
         args: of the call.
         kwargs: of the call.
     """
@@ -100,7 +98,7 @@ def shared_features(
     # A method for videos may call that for images.
     if step is None or step.cp_size == 1 or _is_sharing:
         return stock(*args, **kwargs)
-    bound = signature.bind(*args, **kwargs).arguments
+    bound = inspect.signature(stock).bind(*args, **kwargs).arguments
     given = {**bound, **bound.get("kwargs", {})}
     given.pop("kwargs", None)
     placeholders = _placeholders(module, name)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_cp.comm.mesh import gather_objects
+from lightning_cp.patch import Patch
 
 
 def check_module(module: LightningModule) -> None:
@@ -110,12 +111,10 @@ def disable_inference_mode(trainer: Trainer) -> Callable[[], None]:
     Parameters that FSDP2 gathers in inference mode cannot be used by a later training step.
     """
     loops: list[Any] = [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    modes = [loop.inference_mode for loop in loops]
-    for loop in loops:
-        loop.inference_mode = False
+    patches = [Patch(loop, "inference_mode", False) for loop in loops]
 
     def restore() -> None:
-        for loop, mode in zip(loops, modes, strict=True):
-            loop.inference_mode = mode
+        for patch in patches:
+            patch.remove()
 
     return restore

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_cp.comm.watchdog import Watchdog
+from lightning_cp.patch import Patch
 
 EXIT_CODE: Final = 143
 """Of a process that a SIGTERM has ended: 128 + 15, by convention. Lightning's would be 0."""
@@ -37,8 +38,10 @@ def attach(trainer: Trainer, watchdog: Watchdog) -> Callable[[], None]:
     callbacks.insert(0, reporter)  # before those that save on an exception, and may wait there
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
-    connector._sigterm_notifier_fn = interruption.on_sigterm
-    loop._broadcast_sigterm_tensor = interruption.agree
+    patches = [
+        Patch(connector, "_sigterm_notifier_fn", interruption.on_sigterm),
+        Patch(loop, "_broadcast_sigterm_tensor", interruption.agree),
+    ]
     stop_listening = _listen(interruption) if _is_in_thread_of_ray(trainer) else None
 
     def undo() -> None:
@@ -46,7 +49,8 @@ def attach(trainer: Trainer, watchdog: Watchdog) -> Callable[[], None]:
             stop_listening()
         if reporter in callbacks:
             callbacks.remove(reporter)
-        del connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor
+        for patch in patches:
+            patch.remove()
 
     return undo
 

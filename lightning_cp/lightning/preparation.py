@@ -168,7 +168,7 @@ class Preparation:
     def undo(self) -> None:
         """Restore the module, and what others have added to `undos`."""
         for handle in self._handles:
-            handle.undo()
+            handle.remove()
         self._handles = []
         while self.undos:
             self.undos.pop()()

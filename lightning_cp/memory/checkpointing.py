@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.fsdp.sharding import find_blocks
+from lightning_cp.patch import Patch, replace_method
 
 
 class Handle:
@@ -54,14 +55,10 @@ class Handle:
     def _switch(self, layer: nn.Module, *, on: bool) -> None:
         """Switch the checkpointing of a layer of transformers, and of layers inside it."""
         for part in filter(_has_switch, layer.modules()):
-            self._undos.append(partial(setattr, part, _FLAG, getattr(part, _FLAG)))
-            setattr(part, _FLAG, on)
+            self._undos.append(Patch(part, _FLAG, on).remove)
 
     def _wrap(self, block: nn.Module) -> None:
-        override = block.__dict__.get("forward")
-        forward = block.forward
-        block.forward = partial(_forward, block, forward)
-        self._undos.append(partial(_unwrap, block, override))
+        self._undos.append(replace_method(block, "forward", _forward).remove)
         self.num_blocks += 1
 
 
@@ -176,9 +173,3 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _unwrap(block: nn.Module, override: Callable[..., Any] | None) -> None:
-    del block.forward
-    if override is not None:
-        block.forward = override

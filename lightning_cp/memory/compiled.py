@@ -96,8 +96,7 @@ class _Compiled(Replacement):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call a module, by compiled code where its arguments and its state allow it."""
-        # Inside somebody else's graph, or somebody had wrapped the forward before it was restored.
-        if torch.compiler.is_compiling() or not self.is_active:
+        if torch.compiler.is_compiling():  # somebody else's graph
             return self.call(*args, **kwargs)
         values = [*args, *kwargs.values()]
         if len(values) != 1 or not self.is_ready(values[0]):
@@ -128,7 +127,7 @@ class _Compiled(Replacement):
             return False
         if not self.is_settled:
             self.decide(self.verdict_like(x, self.call))
-        return self.is_active
+        return self.patch.is_active
 
     def _obstacle_now(self) -> str:
         parameters = list(self.module.parameters())
@@ -168,7 +167,7 @@ class _CompiledRotary(Replacement):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the class, in which these functions are compiled."""
-        if torch.compiler.is_compiling() or not self.is_active:
+        if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
         fn = _with_compiled(type(self.module).forward, self.functions)
         return fn(self.module, *args, **kwargs)

@@ -7,8 +7,7 @@ outside in: a module is replaced, or left alone for a reason, and the modules in
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from lightning_cp.memory.probe import (
     sample_input,
     takes_one_tensor,
 )
+from lightning_cp.patch import Patch, patches_of, replace_method
 
 _logger = logging.getLogger(__name__)
 
@@ -67,10 +67,9 @@ class Replacement:
     module: nn.Module
     name: str
     finder: "Finder"
-    override: Callable[..., Any] | None = None
     obstacle: str = ""
     is_settled: bool = False
-    is_active: bool = True
+    patch: Patch = field(init=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module, where its arguments and its state allow it, in another way."""
@@ -109,22 +108,14 @@ class Replacement:
 
     def install(self) -> None:
         """Replace the forward."""
-        self.override = self.module.__dict__.get("forward")
-        self.module.forward = partial(type(self).forward, self)
+        self.patch = replace_method(self.module, "forward", self._forward)
 
-    def uninstall(self) -> None:
-        """Restore the forward, unless somebody has wrapped ours; ours is then plain."""
-        if is_replaced(self.module, type(self)):
-            del self.module.forward
-            if self.override is not None:
-                self.module.forward = self.override
-        self.is_active = False
+    def _forward(self, _: nn.Module, __: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward that was replaced."""
-        if self.override is not None:
-            return self.override(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return self.patch.stock(*args, **kwargs)
 
     def report(self) -> ModuleReport:
         """Return what became of the module."""
@@ -135,8 +126,8 @@ class Replacement:
 
 def is_replaced(module: nn.Module, kind: type[Replacement]) -> bool:
     """Return whether the forward of a module is replaced."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, partial) and any(isinstance(x, kind) for x in forward.args[:1])
+    functions = (patch.value.function for patch in patches_of(module, "forward"))
+    return any(isinstance(getattr(function, "__self__", None), kind) for function in functions)
 
 
 class Finder:
@@ -218,7 +209,7 @@ class Finder:
 
     def give_up(self, replacement: Replacement, verdict: Verdict) -> None:
         """Leave a module alone, and visit the modules inside."""
-        replacement.uninstall()
+        replacement.patch.remove()
         if replacement in self.found:  # not in a copy of the model
             self.found.remove(replacement)
         name, module = replacement.name, replacement.module
@@ -253,7 +244,7 @@ class Handle:
         """Restore the modules. Graphs that exist already can still be used for backward."""
         for replacements in (self.finder.found, self.finder.projections):
             for replacement in replacements:
-                replacement.uninstall()
+                replacement.patch.remove()
             replacements.clear()
 
     def report(self) -> tuple[ModuleReport, ...]:

@@ -110,7 +110,7 @@ class _Projection(Replacement):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and let backward compute the norm before it again."""
-        if torch.compiler.is_compiling() or not self.is_active or len(args) != 1 or kwargs:
+        if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
             return self.call(*args, **kwargs)
         return _project(self.call, args[0], self)
 
@@ -140,8 +140,6 @@ class _Tiled(Replacement):
     @outside_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call a module in tiles, where its arguments and its state allow it."""
-        if not self.is_active:  # somebody had wrapped the forward before it was restored
-            return self.call(*args, **kwargs)
         values = [*args, *kwargs.values()]
         x = values[0] if len(values) == 1 else None
         is_plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dim() > 1

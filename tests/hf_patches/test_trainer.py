@@ -249,7 +249,7 @@ def test_what_cannot_be_right_is_refused_by_name(ranks, tmp_path):
         "got Linear, which is not a class of transformers.* Build it around a model of transf",
         "model_init= builds another model .* Pass model=",
         "is an encoder-decoder model",
-        "was called before for this Trainer. Call undo",
+        "was called before for this Trainer. Call remove",
     ]
     assert len(found) == len(expected)
     for message, pattern in zip(found, expected, strict=True):

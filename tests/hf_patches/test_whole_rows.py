@@ -434,7 +434,7 @@ def test_a_second_call_takes_the_same_ranks_only():
     model, cp = build(), doors.parallel(None)
     whole_rows(model, cp)
     assert whole_rows(model, cp).model is model
-    with pytest.raises(ValueError, match="with another ContextParallel. Call undo"):
+    with pytest.raises(ValueError, match="with another ContextParallel. Call remove"):
         whole_rows(model, doors.parallel(None))
 
 

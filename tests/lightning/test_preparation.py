@@ -31,7 +31,7 @@ def test_models_are_restored_first_and_then_what_was_changed_last(monkeypatch):
     undone = []
 
     class Handle:
-        def undo(self):
+        def remove(self):
             undone.append("model")
 
     monkeypatch.setattr(preparation, "enable_models", lambda module: [Handle()])

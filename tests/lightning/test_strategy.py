@@ -228,7 +228,7 @@ class Named:
         return cls
 
     @classmethod
-    def undo(cls):
+    def remove(cls):
         cls.undone += 1
 
 

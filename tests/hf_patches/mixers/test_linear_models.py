@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_patches import enable
 from hf_patches.mixers import INSTALLERS, delta_net, mamba2, rows
-from hf_patches.mixers.functions import Mixer
 from hf_patches.support import ARCHITECTURES
 from lightning_cp.sequence.halo import visible_halo
 from tests.parity import zoo
@@ -330,5 +329,5 @@ def test_mixers_are_found_by_what_they_call():
     model = zoo.build_model("nemotron_h")
     installed = list(INSTALLERS["mamba-2"](model))
     assert installed
-    assert all(isinstance(mixer, Mixer) for mixer in installed)
+    assert {patch.name for patch in installed} == {"forward"}
     assert len(installed) == len([m for m in model.modules() if isinstance(m, nn.Conv1d)])
