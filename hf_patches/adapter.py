@@ -26,8 +26,6 @@ class NoOpHandle:
     def remove(self) -> None:
         """Leave the model enabled."""
 
-    undo = remove
-
 
 class HuggingFaceAdapter:
     """Enables the Hugging Face models inside a LightningModule."""

@@ -143,7 +143,7 @@ def enable(
 
 
 def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Iterator[Removable]:
-    """Change the submodules of a model; yield what `remove()` has to remove."""
+    """Change the submodules of a model; yield what is put back in the end."""
     if known is not None and known.media is not None:
         yield from _add_seam(model, known.media)
     else:
@@ -166,13 +166,13 @@ def _add_seam(model: PreTrainedModel, media: Media) -> Iterator[Removable]:
     else:
         layers = list(decoder.get_submodule("layers").children())
         yield from seam.add_hooks(layers, media.dims, are_layers=True)
+    methods = {
+        "get_rope_index": seam.packed_positions,
+        "compute_3d_position_ids": seam.full_positions,
+    }
+    for name in sharing.METHODS if media.unit else ():
+        methods[name] = functools.partial(sharing.shared_features, name, media.unit)
     for module in model.modules():
-        methods = {
-            "get_rope_index": seam.packed_positions,
-            "compute_3d_position_ids": seam.full_positions,
-        }
-        for name in sharing.METHODS if media.unit else ():
-            methods[name] = functools.partial(sharing.shared_features, name, media.unit)
         for name, function in methods.items():
             if hasattr(type(module), name):
                 yield replace_method(module, name, function)

@@ -21,7 +21,6 @@ from functools import partial
 from types import MethodType
 from typing import Any, Final
 
-_MISSING: Final = object()
 _PATCHES: Final = "_lightning_cp_patches"
 """The attribute of an owner that holds its patches, by name; those that came last stand last."""
 
@@ -37,8 +36,7 @@ class Patch:
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self.owner, self.name, self.value = owner, name, value
-        existed = name in vars(owner)
-        self.previous: tuple[Any, ...] = (vars(owner)[name],) if existed else ()
+        self.previous = self._current()
         self.is_active = True
         patches: dict[str, list[Patch]] = vars(owner).get(_PATCHES) or {}
         patches.setdefault(name, []).append(self)
@@ -65,8 +63,6 @@ class Patch:
         if not patches:
             delattr(self.owner, _PATCHES)
 
-    undo = remove
-
     @property
     def stock(self) -> Callable[..., Any]:
         """Return the method that was there before: another object's, or that of the class."""
@@ -76,6 +72,7 @@ class Patch:
         return partial(getattr(type(self.owner), self.name), self.owner)
 
     def _current(self) -> tuple[Any, ...]:
+        """Return what the owner itself has, or nothing."""
         existed = self.name in vars(self.owner)
         return (vars(self.owner)[self.name],) if existed else ()
 

@@ -41,7 +41,7 @@ def snapshot() -> dict[str, tuple[int, Any]]:
             continue
         for name, value in list(vars(module).items()):
             place = f"{path}.{name}"
-            if isinstance(value, FunctionType | type) or callable(value):
+            if callable(value):
                 found[place] = (id(value), value)
             elif isinstance(value, dict | list | set) and not name.startswith("__"):
                 found[f"len({place})"] = (len(value), None)

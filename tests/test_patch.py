@@ -72,7 +72,7 @@ def test_a_value_that_somebody_has_changed_comes_back_too():
     owner = types.SimpleNamespace(size=1)
     patch = Patch(owner, "size", 2)
     owner.size = 3
-    patch.undo()
+    patch.remove()
     assert vars(owner) == {"size": 1}
 
 

@@ -18,7 +18,7 @@ from hf_patches.mixers.mamba2 import replace_mamba2
 from lightning_cp.patch import Patch
 
 Install = Callable[[PreTrainedModel], Iterable[Patch]]
-"""Replaces the mixers of one kind in a model; returns what `remove()` has to remove."""
+"""Replaces the mixers of one kind in a model; returns what puts them back."""
 
 INSTALLERS: Final[Mapping[str, Install]] = {
     "convolution": replace_convolutions,
