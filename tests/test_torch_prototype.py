@@ -452,7 +452,7 @@ def steps_shared(jobs):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("cp_size", "is_whole"),
-    [(2, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in (2, 3))],
+    [(2, False), *((size, True) for size in (2, 3))],
 )
 @pytest.mark.slow
 def test_token_means_of_a_model_are_exact(ranks, cp_size, is_whole):

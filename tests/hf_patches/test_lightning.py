@@ -107,7 +107,7 @@ MEMORY = {**KEEP, "activation_checkpointing": True, "offload": "all", "tile": 8}
     [
         ("llama", False, MEMORY, 2),
         *(
-            pytest.param(*run, 30, marks=pytest.mark.slow)
+            (*run, 30)
             for run in (
                 ("llama", False, {}),
                 ("llama", False, MEMORY),

@@ -109,10 +109,10 @@ COMMON, OTHERS = (
     ("num_ranks", "sharding", "kinds"),
     [
         (2, "full", ["bert"]),
-        pytest.param(2, "full", COMMON[1:], marks=pytest.mark.slow),
-        pytest.param(3, "none", COMMON, marks=pytest.mark.slow),
-        pytest.param(3, "full", OTHERS, marks=pytest.mark.slow),
-        pytest.param(2, "none", OTHERS, marks=pytest.mark.slow),
+        (2, "full", COMMON[1:]),
+        (3, "none", COMMON),
+        (3, "full", OTHERS),
+        (2, "none", OTHERS),
     ],
 )
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def logits(model):
         return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.slow
 def test_adapters_are_saved_whole_on_every_rank_alike(ranks, tmp_path, num_ranks):
     (weights, said), *_ = ranks(num_ranks).run(run_saving, str(tmp_path), True, "full")

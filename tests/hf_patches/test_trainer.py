@@ -116,7 +116,7 @@ def test_a_head_trains_as_the_stock_one_over_accumulated_batches(ranks, head, mo
     assert max(differences(found, exact).values()) < 1e-9
 
 
-@pytest.mark.parametrize("processes", [(1,), pytest.param((1, 2), marks=slow)], ids=len)
+@pytest.mark.parametrize("processes", [(1,), (1, 2)], ids=len)
 @pytest.mark.slow
 def test_a_run_resumes_on_other_numbers_of_processes(ranks, tmp_path, processes):
     folder = str(tmp_path)

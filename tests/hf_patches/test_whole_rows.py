@@ -245,7 +245,7 @@ def run_fused_cases():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.slow
 def test_trls_fused_head_returns_what_it_returns_for_full_sequences(ranks, num_ranks):
     found = ranks(num_ranks).run(run_fused_cases)

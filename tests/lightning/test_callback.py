@@ -79,9 +79,7 @@ class Frozen(Module):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize(
-    ("dp_size", "cp_size"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)]
-)
+@pytest.mark.parametrize(("dp_size", "cp_size"), [(1, 2), (2, 2)])
 @pytest.mark.slow
 def test_measurements_are_those_of_the_job(ranks, dp_size, cp_size):
     options = {"verify_first_batch": True, "verify_max_len": 12, "position_edges": EDGES}

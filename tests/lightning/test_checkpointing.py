@@ -135,14 +135,10 @@ MESHES = {
 
 
 GRID = [(mesh, name) for mesh in MESHES for name in ("folder.ckpt", "file.ckpt")]
-QUICK = {("dp 1, cp 3", "folder.ckpt")}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "name"), GRID)
 def test_a_run_resumed_on_other_ranks_goes_on_as_it_was(ranks, saved, mesh, name):
     (path, losses), (dp_size, cp_size) = saved, MESHES[mesh]
     job = Run(dp_size=dp_size, resume=str(path / name))
@@ -244,7 +240,7 @@ def run_model_checkpoint(folder, distributed):
         return sorted(p.name for p in Path(folder).iterdir()), validated, expected
 
 
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.slow
 def test_model_checkpoint_keeps_the_best_and_the_last(ranks, tmp_path, distributed):
     job = run_model_checkpoint, str(tmp_path), distributed

@@ -255,7 +255,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.slow
 def test_what_one_rank_computes_alone_is_refused_on_all(ranks, size):
     for found in ranks(size).run(run_steps_on_ranks, WRONG, {}):

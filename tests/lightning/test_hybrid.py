@@ -174,14 +174,14 @@ LAYOUTS = {
     ("before", "after"),
     [
         ("hybrid", "full"),
-        pytest.param("full", "hybrid", marks=pytest.mark.slow),
-        pytest.param("none", "hybrid", marks=pytest.mark.slow),
-        pytest.param("hybrid", "none", marks=pytest.mark.slow),
-        pytest.param("hybrid", "hybrid of one", marks=pytest.mark.slow),
-        pytest.param("hybrid of one", "hybrid", marks=pytest.mark.slow),
+        ("full", "hybrid"),
+        ("none", "hybrid"),
+        ("hybrid", "none"),
+        ("hybrid", "hybrid of one"),
+        ("hybrid of one", "hybrid"),
     ],
 )
-@pytest.mark.parametrize("folder", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.slow
 def test_a_checkpoint_of_one_sharding_resumes_in_another(ranks, tmp_path, before, after, folder):
     exact = run_alone("llama", 2, epochs=2)
@@ -248,7 +248,7 @@ def run_verified(kind, options):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [Float32, pytest.param(SharedByUser, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Float32, SharedByUser])
 @pytest.mark.slow
 def test_copies_are_verified_and_may_be_made_by_the_user(ranks, kind):
     for losses, shape in ranks(4).run(run_verified, kind, hybrid(2)):

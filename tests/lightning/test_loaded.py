@@ -58,7 +58,7 @@ CASES = {
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
-    [n if n == "one copy" else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+    list(CASES),
 )
 @pytest.mark.slow
 def test_a_model_that_transformers_has_distributed_trains_as_one_process(ranks, moe, case):

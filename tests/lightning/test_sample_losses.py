@@ -210,7 +210,7 @@ def refusals(kinds, dp_size):
     ("dp_size", "kinds"),
     [
         (1, list(EXPECTED)),
-        pytest.param(2, ["local", "local, later"], marks=pytest.mark.slow),
+        (2, ["local", "local, later"]),
     ],
 )
 @pytest.mark.slow

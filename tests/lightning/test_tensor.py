@@ -39,11 +39,11 @@ def tensor(size=2, **options):
     ("name", "context", "options"),
     [
         ("llama", 2, tensor()),
-        pytest.param("llama", 1, tensor(), marks=pytest.mark.slow),
-        pytest.param("llama", 2, hybrid(1, **tensor()), marks=pytest.mark.slow),
-        pytest.param("moe", 2, tensor(), marks=pytest.mark.slow),
-        pytest.param("moe", 1, hybrid(1, **tensor()), marks=pytest.mark.slow),
-        pytest.param("moe", 1, hybrid(2, **tensor()), marks=pytest.mark.slow),
+        ("llama", 1, tensor()),
+        ("llama", 2, hybrid(1, **tensor())),
+        ("moe", 2, tensor()),
+        ("moe", 1, hybrid(1, **tensor())),
+        ("moe", 1, hybrid(2, **tensor())),
     ],
 )
 @pytest.mark.slow
@@ -77,11 +77,11 @@ LAYOUTS = {
     ("before", "after", "folder"),
     [
         ("tensor", "full", True),
-        pytest.param("full", "tensor", True, marks=pytest.mark.slow),
-        pytest.param("tensor", "tensor and copies", True, marks=pytest.mark.slow),
-        pytest.param("tensor and copies", "none", True, marks=pytest.mark.slow),
-        pytest.param("tensor", "full", False, marks=pytest.mark.slow),
-        pytest.param("full", "tensor", False, marks=pytest.mark.slow),
+        ("full", "tensor", True),
+        ("tensor", "tensor and copies", True),
+        ("tensor and copies", "none", True),
+        ("tensor", "full", False),
+        ("full", "tensor", False),
     ],
 )
 @pytest.mark.slow

@@ -846,7 +846,7 @@ def compare_on_ranks(cases):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [CASES, MORE_CASES])
 @pytest.mark.slow
 def test_fsdp2_gathers_as_often_as_without_tiles(cases, ranks):
     for results in ranks(2).run(compare_on_ranks, cases):

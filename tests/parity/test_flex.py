@@ -202,7 +202,7 @@ def test_neighbours_swap_heads_and_keys_travel_between_them(ranks, ways):
     ("cp_size", "outside"),
     [
         (2, ("imported", "checkpointed")),
-        *(pytest.param(size, tuple(CALLERS), marks=pytest.mark.slow) for size in (2, 3)),
+        *((size, tuple(CALLERS)) for size in (2, 3)),
     ],
 )
 @pytest.mark.slow

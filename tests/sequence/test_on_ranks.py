@@ -141,7 +141,9 @@ def train(batch, layout, recompute, num_steps):
     ("cp_size", "recompute"),
     [
         (2, True),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, False), (3, False), (3, True))),
+        (2, False),
+        (3, False),
+        (3, True),
     ],
 )
 @pytest.mark.slow

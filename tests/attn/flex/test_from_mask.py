@@ -415,12 +415,8 @@ def test_a_parcel_that_is_the_buffer_is_padded_to_its_length(counter):
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize(
-    "added", [pytest.param({}, marks=pytest.mark.slow), {"bias": SLOPES}], ids=["plain", "slopes"]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("added", [{}, {"bias": SLOPES}], ids=["plain", "slopes"])
 @pytest.mark.slow
 def test_the_fused_road_is_exact(counter, monkeypatch, added, dtype):
     """Ranks in turn, with the keys that a stage would bring; groups of one key head."""

@@ -99,12 +99,12 @@ def run_ranks(case, cp_size, mask=None):
     ("mask", "score", "cp_size"),
     [
         ("document", "relative", 2),
-        pytest.param("none", "none", 2, marks=pytest.mark.slow),
-        pytest.param("causal", "softcap", 3, marks=pytest.mark.slow),
-        pytest.param("window", "alibi", 2, marks=pytest.mark.slow),
-        pytest.param("nothing", "none", 2, marks=pytest.mark.slow),
-        pytest.param("prefix", "hiding", 2, marks=pytest.mark.slow),
-        pytest.param("by head", "alibi", 3, marks=pytest.mark.slow),
+        ("none", "none", 2),
+        ("causal", "softcap", 3),
+        ("window", "alibi", 2),
+        ("nothing", "none", 2),
+        ("prefix", "hiding", 2),
+        ("by head", "alibi", 3),
     ],
 )
 @pytest.mark.slow

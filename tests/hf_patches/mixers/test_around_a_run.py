@@ -119,7 +119,7 @@ def train(name, base, path):
 
 @pytest.mark.parametrize(
     "name",
-    ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "lfm2")],
+    NAMES,
 )
 @pytest.mark.slow
 def test_validation_predictions_and_export_are_those_of_the_trained_model(ranks, tmp_path, name):
