@@ -115,6 +115,7 @@ def attend_jobs(jobs):
     return [attend_sharded(job) for job in jobs]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]

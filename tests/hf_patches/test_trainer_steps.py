@@ -292,9 +292,7 @@ def run_script(name, folder):
 
 QUICK = (
     "a hook's value in the loss",
-    "gradients by their norm",
     "a model called on one process",
-    "a term that begins later",
     "numbers that a hook keeps",
 )
 

@@ -277,13 +277,10 @@ RESUMES = [
     for where in (2, 3, "none", "plain")
     if (form, where) not in [("folder", "plain"), ("plain", "plain")]
 ]
-QUICK_RESUMES = [("swa", "file", 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "where"),
-    [c if c in QUICK_RESUMES else pytest.param(*c, marks=pytest.mark.slow) for c in RESUMES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "form", "where"), RESUMES)
 def test_a_resumed_run_averages_on(ranks, tmp_path, name, form, where):
     job = Run(name, schedule=name == "swa")
     exact = run(replace(job, save=str(tmp_path / "plain")))

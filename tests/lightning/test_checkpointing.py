@@ -147,6 +147,7 @@ def test_a_run_resumed_on_other_ranks_goes_on_as_it_was(ranks, saved, mesh, name
         assert found == pytest.approx(losses[2:], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_comparison_would_see_a_lost_optimizer(ranks, saved, tmp_path):
     path, losses = saved
     file = torch.load(path / "file.ckpt")

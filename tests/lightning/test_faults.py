@@ -156,6 +156,7 @@ def live_on(out):
             time.sleep(60)
 
 
+@pytest.mark.slow
 def test_an_exception_of_one_rank_ends_the_others_in_their_collective(tmp_path, ranks):
     cause = rf"Rank 0 ends at .*Cause: rank 1 on \S+ failed: RuntimeError: {fault.WORDS}"
     begin = time.monotonic()

@@ -254,6 +254,7 @@ def run_two_losses(accumulate):
         return "trained"
 
 
+@pytest.mark.slow
 def test_two_losses_over_different_tokens_are_not_accumulated(ranks):
     assert ranks(2).run(run_two_losses, 1) == ["trained", "trained"]
     for message in ranks(2).run(run_two_losses, 2):

@@ -323,6 +323,7 @@ def run_groups():
         return timeouts, made, (strategy.data_parallel_rank, strategy.context_parallel_rank)
 
 
+@pytest.mark.slow
 def test_timeouts_reach_all_groups_and_groups_are_few(ranks):
     results = ranks(4).run(run_groups)
     assert [places for *_, places in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]

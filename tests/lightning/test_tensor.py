@@ -128,6 +128,7 @@ class Chunked(Module):
             enable(self.model, chunked_loss="always")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["llama", pytest.param("moe", marks=pytest.mark.slow)])
 def test_the_vocabulary_may_stay_sharded_in_the_loss(ranks, monkeypatch, name):

@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-FEW = ("the same over data", "balanced")
+FEW = ("the same over data",)
 
 
 @pytest.mark.parametrize(

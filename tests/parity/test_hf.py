@@ -66,6 +66,7 @@ def test_models_are_those_of_one_process(ranks, names):
     check(ranks, 2, list(spread(names)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
 )

@@ -162,6 +162,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [what if what in QUICK else pytest.param(what, marks=pytest.mark.slow) for what in BREAKS],

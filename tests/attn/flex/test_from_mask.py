@@ -466,6 +466,7 @@ def bias_of(kind, length):
     return SLOPES if kind == "slopes" else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "kind", "sinks", "buffer_len"),
     [
