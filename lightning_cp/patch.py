@@ -18,6 +18,7 @@ Copies of functions with other globals, and hooks of modules, are no patches.
 import inspect
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from types import MethodType
 from typing import Any, Final
 
@@ -146,6 +147,24 @@ def replace_method(owner: Any, name: str, function: Callable[..., Any]) -> Patch
     method = Method(function)
     method.patch = Patch(owner, name, method)
     return method.patch
+
+
+def require(owner: object, name: str, *, library: str, use: str) -> None:
+    """Raise if another library has no longer a private name that this package relies on.
+
+    Args:
+        owner: the instance, class or module that should have it.
+        name: of the attribute.
+        library: the distribution that it belongs to.
+        use: what would no longer hold without it.
+    """
+    if not hasattr(owner, name):
+        of = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"{library} {metadata.version(library)} has no `{of}.{name}`, by which {use}. Install "
+            f"a version of {library} that this package was tested with (see its constraints.txt), "
+            "and report this error."
+        )
 
 
 def patches_of(owner: Any, name: str) -> list[Patch]:

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
 from lightning_cp.checkpoint.load import accept_full_tensors
 from lightning_cp.fsdp.sharding import reshard
+from lightning_cp.lightning import private
 from lightning_cp.torch_private import without_fsdp
 
 Undo = Callable[[], None]
@@ -97,9 +98,9 @@ def shard_averages(trainer: Trainer, module: LightningModule) -> list[Undo]:
 
 def averages_of(callback: Callback) -> Iterator[nn.Module]:
     """Yield the averaged models that a callback of Lightning or of the user holds."""
-    if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
-        yield callback._average_model
-    yield from (value for value in vars(callback).values() if isinstance(value, AveragedModel))
+    average = private.average_of(callback)
+    others = (value for value in vars(callback).values() if isinstance(value, AveragedModel))
+    yield from dict.fromkeys([*([] if average is None else [average]), *others])
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -193,7 +194,7 @@ class _Reshard(Callback):
 def needs_weights(trainer: Trainer) -> bool:
     """Return whether a callback reads ``state_dict`` from a checkpoint that is loaded."""
     return any(
-        isinstance(callback, WeightAveraging) and callback._average_model is not None
+        isinstance(callback, WeightAveraging) and private.average_of(callback) is not None
         for callback in _callbacks(trainer)
     )
 
@@ -209,7 +210,7 @@ def clear_schedulers(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         if isinstance(callback, StochasticWeightAveraging):
             state = states.get(callback.state_key) or {}
             if state.get("scheduler_state") is not None:
-                callback._clear_schedulers(trainer)
+                private.clear_schedulers(callback, trainer)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

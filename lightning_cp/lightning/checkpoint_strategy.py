@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies.strategy import Strategy
 from torch.optim import Optimizer
@@ -62,7 +61,7 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save a folder or a file; a job that is killed meanwhile leaves the previous one.
 
@@ -85,7 +84,7 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load into the sharded model and its optimizers, saved by any number of ranks."""
         self._saver.wait()
@@ -93,7 +92,7 @@ class CheckpointStrategy(MeshStrategy):
         return checkpointing.load(self._trainer(), path, weights_only=weights_only)
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once the one that is saved in the background is complete."""
         self._saver.after_save(partial(super().remove_checkpoint, filepath))
 

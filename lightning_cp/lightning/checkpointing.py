@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the strategy: what Lightning hands over, split for `lightning_cp.checkpoint`."""
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.lightning import averaging
+from lightning_cp.lightning.private import requested_weights_only, saves_within_epochs
 from lightning_cp.renamed import update_names
 
 
@@ -57,8 +57,7 @@ def check_links(trainer: Trainer) -> None:
 def _is_new_each_time(name: str, callback: object, trainer: Trainer) -> bool:
     """Return whether a callback saves each checkpoint under another name."""
     within_epochs = (
-        getattr(callback, "_every_n_train_steps", 0) > 0
-        or getattr(callback, "_train_time_interval", None) is not None
+        saves_within_epochs(callback)
         or not isinstance(trainer.val_check_interval, float)
         or trainer.val_check_interval < 1
     )
@@ -118,24 +117,9 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool | None) -> dict[str
         trainer.strategy.optimizers,
         path,
         strict=module.strict_loading,
-        weights_only=_requested_weights_only() if weights_only is None else weights_only,
+        weights_only=requested_weights_only() if weights_only is None else weights_only,
         with_weights=averaging.needs_weights(trainer),
     )
     update_names(checkpoint)
     averaging.clear_schedulers(trainer, checkpoint)
     return checkpoint
-
-
-def _requested_weights_only() -> bool | None:
-    """Return the ``weights_only`` of `Trainer.fit`, read from the frame of `Trainer._run`.
-
-    Lightning 2.6 drops it for strategies that restore after setup: `Trainer._run` calls
-    `_restore_modules_and_callbacks(ckpt_path)` without it.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is Trainer._run.__code__:
-            weights_only: bool | None = frame.f_locals.get("weights_only")
-            return weights_only
-        frame = frame.f_back
-    return None

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_cp.comm.mesh import gather_objects
+from lightning_cp.lightning.private import draws_graph
 from lightning_cp.patch import Patch
 
 
@@ -50,7 +51,7 @@ def check_features(trainer: Trainer) -> None:
             "weights after training: `python -m lightning_cp consolidate DIR OUT`, then "
             "torch.nn.utils.prune."
         )
-    if any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
+    if any(draws_graph(logger) for logger in trainer.loggers):
         raise ValueError(
             "TensorBoardLogger(log_graph=True) runs the model on rank 0 only, which would wait "
             "forever for the shards of other ranks. Remove log_graph, or write the graph in a "

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_cp.comm.watchdog import Watchdog
-from lightning_cp.patch import Patch
+from lightning_cp.lightning import private
 
 EXIT_CODE: Final = 143
 """Of a process that a SIGTERM has ended: 128 + 15, by convention. Lightning's would be 0."""
@@ -36,12 +36,7 @@ def attach(trainer: Trainer, watchdog: Watchdog) -> Callable[[], None]:
     reporter, interruption = _Reporter(watchdog), _Interruption(trainer, watchdog)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.insert(0, reporter)  # before those that save on an exception, and may wait there
-    connector: Any = trainer._signal_connector
-    loop: Any = trainer.fit_loop.epoch_loop
-    patches = [
-        Patch(connector, "_sigterm_notifier_fn", interruption.on_sigterm),
-        Patch(loop, "_broadcast_sigterm_tensor", interruption.agree),
-    ]
+    patches = private.answer_sigterm(trainer, interruption.on_sigterm, interruption.agree)
     stop_listening = _listen(interruption) if _is_in_thread_of_ray(trainer) else None
 
     def undo() -> None:
@@ -130,7 +125,7 @@ class _Interruption:
         dist.broadcast(is_asked, src=0)  # as Lightning does: one rank decides at which batch
         if not is_asked.item():
             return
-        self._trainer._signal_connector.received_sigterm = True
+        private.note_sigterm(self._trainer)
         self._save()
         raise SIGTERMException(EXIT_CODE)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from lightning_cp.lightning import private
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import LossMark, Step
@@ -144,7 +145,7 @@ def noted_hook_logs(trainer: Any, cp: ContextParallel) -> list[Callable[[], None
         if fx not in _STEPS and is_plain and not (is_reduced or options["rank_zero_only"]):
             cp.checks.released.add(f"{name!r} in {fx}()", value, device)
 
-    for results in (loop._results for loop in loops if cp.cp_size > 1):
+    for results in private.loop_results(loops) if cp.cp_size > 1 else ():
         vars(results)["log"] = partial(note, results.log)
         undos.append(partial(vars(results).pop, "log"))
     return undos
@@ -183,8 +184,9 @@ def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iter
     if isinstance(value, Metric):
         # Its states are reduced at the end of the epoch; its value of a step is not.
         on_step = training if options["on_step"] is None else options["on_step"]
-        if on_step and vars(value)["_forward_cache"] is not None:
-            yield Logged(f"{options['name']} (of this step)", value._forward_cache)
+        of_step = private.value_of_step(value) if on_step else None
+        if of_step is not None:
+            yield Logged(f"{options['name']} (of this step)", of_step)
         return
     if isinstance(value, Tensor | numbers.Number):
         value = value.item() if isinstance(value, np.generic) else value

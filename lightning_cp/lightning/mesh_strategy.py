@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -33,7 +32,7 @@ from lightning_cp.comm.rendezvous import agent_store
 from lightning_cp.comm.watchdog import Watchdog
 from lightning_cp.error_report import quote_uncaught_errors
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.lightning import interruption
+from lightning_cp.lightning import interruption, private
 from lightning_cp.lightning.launch import (
     check_heartbeat_timeout,
     check_precision,
@@ -225,7 +224,7 @@ class MeshStrategy(ModelParallelStrategy):
                 node_rank=self.node_rank,
                 ranks_per_node=self.num_processes,
             )
-        self._module()._device_mesh = self._device_mesh
+        private.set_device_mesh(self._module(), self._device_mesh)
 
     @override
     def _setup_distributed(self) -> None:
@@ -243,7 +242,7 @@ class MeshStrategy(ModelParallelStrategy):
             limit = self._timeout or default_pg_timeout
             store = agent_store(self.global_rank, self.world_size, limit)
             options |= {} if store is None else {"store": store}
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        private.connect(self.cluster_environment, self._process_group_backend, **options)
 
     def _start_watchdog(self) -> None:
         self._stop_watchdog()  # of a run that was never torn down

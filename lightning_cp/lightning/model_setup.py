@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +26,7 @@ from lightning_cp.fsdp.sharding import (
     shard_parameters,
 )
 from lightning_cp.lightning.mixed_precision import MixedPrecision, check_not_sharded
+from lightning_cp.lightning.private import set_device
 
 HYBRID_SHARE: Final = 0.25
 """Share of a device that weights, gradients and moments may take for ``auto`` to be ``hybrid``.
@@ -162,5 +162,5 @@ def place_model(
 
 def use_offloaded(model: nn.Module, device: torch.device) -> None:
     """Move what is not sharded to the device of this rank; shards stay in host memory."""
-    _update_properties(model, device=device)
+    set_device(model, device)
     move_unsharded(model, device)

@@ -21,7 +21,7 @@ def restored_metrics(module: nn.Module) -> Iterator[None]:
     """Restore the states of metrics on exit."""
     metrics = [m for m in module.modules() if isinstance(m, Metric | MetricCollection)]
     # In one copy: the metrics of a collection share their states.
-    states = deepcopy([{k: vars(m)[k] for k in getattr(m, "_defaults", ())} for m in metrics])
+    states = deepcopy([{k: vars(m)[k] for k in _names(m)} for m in metrics])
     attributes = [
         {k: _copy_attribute(x) for k, x in vars(m).items() if k not in state and _may_change(x)}
         for m, state in zip(metrics, states, strict=True)
@@ -31,6 +31,10 @@ def restored_metrics(module: nn.Module) -> Iterator[None]:
     finally:
         for metric, saved, state in zip(metrics, attributes, states, strict=True):
             metric.__dict__.update(saved | state)
+
+
+def _names(metric: nn.Module) -> list[str]:
+    return [*metric.metric_state] if isinstance(metric, Metric) else []
 
 
 def _may_change(value: Any) -> bool:

@@ -4,15 +4,16 @@
 They see scalars of sharded gradients as one device would. The update itself runs as torch wrote it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Final
 
 from lightning.pytorch.plugins import Precision
 from torch import optim
 from torch.optim import Optimizer
 
 from lightning_cp.fsdp.scalars import unsharded_scalars
+from lightning_cp.lightning.private import around_hooks
 from lightning_cp.torch_private import has_step_hooks
 
 # They update each element from its own gradient and state, and compute no scalar of a tensor.
@@ -38,27 +39,22 @@ def hooks_read_scalars(plugin: Precision, optimizer: Optimizer) -> Iterator[None
     In those that may compute scalars, too, and in those of sharded and replicated parameters, whose
     multi-tensor functions the mode calls separately.
 
-    Lightning calls the hooks inside `Optimizer.step`, after the closure: `Precision._after_closure`
-    is replaced on the instance. A mode costs microseconds for each of the update's functions.
+    A mode costs microseconds for each of the update's functions.
 
     Args:
         plugin: the Trainer's precision plugin.
         optimizer: the optimizer that steps.
     """
-    original = plugin._after_closure
     with ExitStack() as stack:
 
-        def after_closure(*args: Any, **kwargs: Any) -> None:
+        def call(hooks: Callable[[], None]) -> None:
             kinds = {type(p) for group in optimizer.param_groups for p in group["params"]}
             is_plain = type(optimizer) in _ELEMENTWISE and len(kinds) == 1
             if is_plain and not has_step_hooks(optimizer):
                 with unsharded_scalars():
-                    return original(*args, **kwargs)
+                    return hooks()
             stack.enter_context(unsharded_scalars())
-            return original(*args, **kwargs)
+            return hooks()
 
-        vars(plugin)["_after_closure"] = after_closure
-        try:
+        with around_hooks(plugin, call):
             yield
-        finally:
-            del vars(plugin)["_after_closure"]

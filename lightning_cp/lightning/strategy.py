@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ from lightning_cp.lightning.mixed_precision import MixedPrecision, resolve_plugi
 from lightning_cp.lightning.model_setup import share_random_state, use_offloaded
 from lightning_cp.lightning.optimizers import hooks_read_scalars
 from lightning_cp.lightning.preparation import Preparation
+from lightning_cp.lightning.private import move_states
 from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
 from lightning_cp.options import (
@@ -309,7 +309,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if is_training and not prepared.offload:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            move_states(self.optimizers, self.root_device)
         self._steps = StepRunner(
             module,
             cp=self.context_parallel,

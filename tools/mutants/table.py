@@ -1050,9 +1050,9 @@ LIGHTNING = (
     ),
     Mutant(
         "plugin-stays-changed",
-        "lightning_cp.lightning.optimizers:hooks_read_scalars",
-        '        finally:\n            del vars(plugin)["_after_closure"]',
-        "        finally:\n            pass",
+        "lightning_cp.lightning.private:around_hooks",
+        'with Patch(plugin, "_after_closure", after_closure):\n        yield',
+        'Patch(plugin, "_after_closure", after_closure)\n    yield',
         ("tests/lightning/test_accumulation.py",),
         "the Trainer's precision plugin stays changed",
     ),
