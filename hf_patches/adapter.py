@@ -18,6 +18,7 @@ from hf_patches.model_shape import model_shape
 from hf_patches.tensor_parallel import check_loaded, parallelize
 from lightning_cp.adapters import Handle
 from lightning_cp.memory.checkpointing import switched_layers
+from lightning_cp.torch_private import uncompiled
 
 
 class NoOpHandle:
@@ -32,7 +33,7 @@ class HuggingFaceAdapter:
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether a module is a transformers model, or a PEFT model around one."""
-        module = getattr(module, "_orig_mod", module)  # compiled
+        module = uncompiled(module)
         peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
         return peft or isinstance(module, PreTrainedModel)
 

@@ -10,6 +10,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from hf_patches.private import is_built_by
+
 _OF_TEXT: Final[tuple[Any, ...]] = (AutoModelForCausalLM,)
 _OF_MEDIA: Final[tuple[Any, ...]] = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
@@ -32,4 +34,4 @@ def auto_class(config: PreTrainedConfig, *, media: bool = False) -> Any:
         'AutoModelForImageTextToText'
     """
     order = (*_OF_MEDIA, *_OF_TEXT) if media else (*_OF_TEXT, *_OF_MEDIA)
-    return next((auto for auto in order if type(config) in auto._model_mapping), None)
+    return next((auto for auto in order if is_built_by(auto, config)), None)

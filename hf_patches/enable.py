@@ -22,6 +22,7 @@ from hf_patches.mixers import INSTALLERS
 from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
+from hf_patches.private import attention_name, set_attention_name, takes_attention
 from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import (
     ARCHITECTURES,
@@ -32,6 +33,7 @@ from hf_patches.support import (
 )
 from lightning_cp.options import check_choice
 from lightning_cp.patch import replace_method
+from lightning_cp.torch_private import uncompiled
 
 _logger = logging.getLogger(__name__)
 
@@ -211,7 +213,7 @@ def _base_of(model: PreTrainedModel) -> str:
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the model inside of a compiled or a PEFT model."""
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]
             if config.is_prompt_learning:
@@ -322,11 +324,11 @@ def _check_dropout(model: PreTrainedModel) -> None:
 
 def _implement(model: PreTrainedModel, names: dict[str, str]) -> None:
     known = architecture_of(model)
-    if known is not None and known.mixers and not model._can_set_attn_implementation():
+    if known is not None and known.mixers and not takes_attention(model):
         # Attention that is written out: the name says how masks are built, and nothing else.
         for key, name in names.items():
             config = getattr(model.config, key) if key else model.config
-            config._attn_implementation_internal = name
+            set_attention_name(config, name)
         return
     model.set_attn_implementation(names)
     key = text_key(model)  # the outer model may have no attention
@@ -345,5 +347,5 @@ def _log(model: PreTrainedModel, known: Architecture | None, kind: str) -> None:
         features,
         known.mixers if known is not None and known.mixers else "attention",
         kind,
-        STOCK[model.config.get_text_config()._attn_implementation],
+        STOCK[str(attention_name(model.config.get_text_config()))],
     )

@@ -22,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_patches.private import is_built_by
 from hf_patches.saving import adapter_state
 from hf_patches.weight_files import write_weights
 from lightning_cp.adapters import NOTES
@@ -309,7 +310,7 @@ def _candidates(config: PreTrainedConfig) -> Iterator[PreTrainedModel]:
     """Build the models that a config may belong to, first the one that it names."""
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     builders: list[Any] = [cls for cls in named if cls is not None]
-    builders += [auto.from_config for auto in _AUTO if type(config) in auto._model_mapping]
+    builders += [auto.from_config for auto in _AUTO if is_built_by(auto, config)]
     for build in builders:
         with torch.device("meta"):
             model = build(config)

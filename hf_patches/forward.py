@@ -352,11 +352,11 @@ def replaced(model: PreTrainedModel, base: str, function: Callable[..., Any]) ->
     """Call a function in place of a submodule."""
     path, _, name = base.rpartition(".")
     owner, real = model.get_submodule(path), model.get_submodule(base)
-    owner._modules[name] = _Replacement(real, function)
+    setattr(owner, name, _Replacement(real, function))
     try:
         yield
     finally:
-        owner._modules[name] = real
+        setattr(owner, name, real)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_patches.names import is_ours
+from hf_patches.private import attention_name, has_own_loss
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data.sharding import shard
 from lightning_cp.step import IGNORED_LABEL, Step
@@ -58,14 +59,14 @@ def check_call(
     model: PreTrainedModel, arguments: Mapping[str, Any], step: Step, *, takes_media: bool = False
 ) -> None:
     """Raise for arguments that are not supported; every rank sees the same problem."""
-    implementation = model.config.get_text_config()._attn_implementation
+    implementation = attention_name(model.config.get_text_config())
     if not is_ours(implementation):
         raise ValueError(
             f"{type(model).__name__} is enabled, but its attention has since been set to "
             f"'{implementation}', which sees this rank's tokens only. Set it before calling "
             "enable(model)."
         )
-    if arguments.get("labels") is not None and "_loss_function" in model.__dict__:
+    if arguments.get("labels") is not None and has_own_loss(model):
         raise ValueError(
             f"{type(model).__name__}.loss_function has been replaced, and would see this rank's "
             "tokens only. Call the model without labels and compute the loss from its logits: "

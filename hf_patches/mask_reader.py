@@ -9,21 +9,26 @@ ignored: the model has seen this rank's tokens only, and the step knows the full
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, masking_utils
+from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.multimodal import outer
 from hf_patches.multimodal.seam import PREPARED
 from hf_patches.names import active, is_ours, stock_name
+from hf_patches.private import (
+    attention_name,
+    mask_arguments,
+    prepare_mask_arguments,
+    replace_mask_arguments,
+)
 from lightning_cp.data.sharding import unshard
-from lightning_cp.patch import Patch
 from lightning_cp.step import Step, StepMask, StepReference
 
 _LIBRARY: Final = "transformers.masking_utils."
@@ -86,19 +91,16 @@ def mask_of_step(mask_function: Callable[..., Any] | None = None, **options: Any
     return build_mask(_read(mask_function, config), step, config)
 
 
-def _without_search(
-    stock: Callable[..., Any], config: PreTrainedConfig, *args: Any, **kwargs: Any
-) -> Any:
+def _without_search(config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
     """Prepare the arguments of a mask function without a search for packed documents in a step.
 
     The step knows its documents. transformers searches for them in the position ids, and reads the
     result from the GPU: the host would wait for it at the start of each forward.
     """
-    is_read_by_us = is_ours(config._attn_implementation) and active() is not None
+    is_read_by_us = is_ours(attention_name(config)) and active() is not None
     if not is_read_by_us or torch.compiler.is_compiling():
-        return stock(config, *args, **kwargs)
-    arguments = dict(zip(_ARGUMENTS[1:], args, strict=False)) | kwargs
-    return stock(config, **arguments | {"position_ids": None})
+        return prepare_mask_arguments(config, *args, **kwargs)
+    return prepare_mask_arguments(config, **mask_arguments(args, kwargs) | {"position_ids": None})
 
 
 def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepMask | _Nothing:
@@ -286,19 +288,10 @@ _LEAVES: Final[Mapping[str, Callable[[Mapping[str, Any]], _Visible]]] = {
     ),
 }
 
-_PREPARE: Final = "_preprocess_mask_arguments"
-_stock: Any = getattr(masking_utils, _PREPARE, None)
-_ARGUMENTS: Final = () if _stock is None else tuple(inspect.signature(_stock).parameters)
-# One object for all steps: compiled code depends on it.
-_SKIPPING: Final = partial(_without_search, _stock)
-
 
 @contextmanager
 def search_skipped() -> Iterator[None]:
     """Let enabled models search for no packed documents inside a ``with`` block."""
-    is_known = "position_ids" in _ARGUMENTS and _ARGUMENTS[0] == "config"
-    if not is_known or getattr(masking_utils, _PREPARE) is not _stock:
-        yield
-        return
-    with Patch(masking_utils, _PREPARE, _SKIPPING):
+    # One function for all steps: compiled code depends on it.
+    with replace_mask_arguments(_without_search) or nullcontext():
         yield

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_patches.private import attention_name
 from lightning_cp import active_step
 from lightning_cp.step import Step
 
@@ -48,7 +49,8 @@ def stock_name(config: PreTrainedConfig) -> str:
 
     In a reference step "eager" for a model with a softcap, since no other implementation has one.
     """
-    name = STOCK.get(config._attn_implementation, config._attn_implementation)
+    current = attention_name(config)
+    name = STOCK.get(str(current), current)
     step = active_step.current()
     if step is not None and getattr(config, "attn_logit_softcapping", None) is not None:
         return "eager"
@@ -76,7 +78,7 @@ def text_key(model: PreTrainedModel) -> str:
 def implementations(model: PreTrainedModel) -> dict[str, str]:
     """Return the attention implementations of a model and of its text config, by config key."""
     key = text_key(model)
-    names = {"": str(model.config._attn_implementation)}
+    names = {"": str(attention_name(model.config))}
     if key:
-        names[key] = str(getattr(model.config, key)._attn_implementation)
+        names[key] = str(attention_name(getattr(model.config, key)))
     return names

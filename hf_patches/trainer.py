@@ -32,13 +32,27 @@ from hf_patches.trainer_checks import (
     check_trainer,
     is_transformers,
 )
+from hf_patches.trainer_private import (
+    FROM_FIRST,
+    GENERATE,
+    NUM_ITEMS,
+    PREPARE_DEVICE_MESH,
+    PREPARE_FOR_TRAINING,
+    SCORE_COMPLETIONS,
+    TRACK_TOKENS,
+    forget_model,
+    forget_optimizer,
+    num_steps,
+    set_num_tokens,
+    signature_columns,
+)
 from hf_patches.trainer_steps import is_for_user
 from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.patch import Patch
+from lightning_cp.patch import Patch, require
 from lightning_cp.verification import Report
 
 _logger = logging.getLogger(__name__)
@@ -85,8 +99,14 @@ class TrainerHandle:
     undo = remove
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an instance until `remove()`."""
-        self._patches.append(Patch(owner, name, value))
+        """Set an attribute of an instance until `remove()`; raise if it has none of this name."""
+        library = type(owner).__mro__[-2].__module__.partition(".")[0]
+        require(owner, name, library=library, use="each sequence counts once")
+        self.add(Patch(owner, name, value))
+
+    def add(self, patch: Patch) -> None:
+        """Remove a patch in `remove()`."""
+        self._patches.append(patch)
 
 
 def context_parallel(
@@ -155,7 +175,7 @@ def context_parallel(
     except Exception:
         handle.remove()
         raise
-    handle.replace(target, _MARK, handle)
+    handle.add(Patch(target, _MARK, handle))
     _logger.info(
         "context parallelism of %s: context_ranks=%d, data_ranks=%d, models=%d",
         type(target).__name__,
@@ -306,7 +326,7 @@ def _reference(trainer: Any) -> nn.Module | None:
 
 def _share_batches(accelerator: Any, handle: TrainerHandle) -> None:
     """Give context ranks the same batches, and count what is gathered from them once."""
-    handle.replace(accelerator, "_prepare_device_mesh", lambda: handle.mesh)
+    handle.replace(accelerator, PREPARE_DEVICE_MESH, lambda: handle.mesh)
     config = accelerator.dataloader_config
     # Batches that rank 0 dispatches would differ between context ranks (accelerate#3626).
     handle.replace(config, "dispatch_batches", False)
@@ -365,7 +385,7 @@ def _step_per_data_rank(prepared: Any, num_data_ranks: int) -> Any:
         is_update = prepared.step_with_optimizer and prepared.gradient_state.sync_gradients
         for _ in range(num_data_ranks if is_update else 1):
             total = getattr(scheduler, "total_steps", None)
-            if total is not None and is_update and scheduler._step_count > total:
+            if total is not None and is_update and num_steps(scheduler) > total:
                 return
             step(*args, **kwargs)
 
@@ -380,17 +400,15 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
     def prepare_anew(
         model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        # accelerate takes a model that it has prepared for evaluation as prepared for training.
         if not evaluation_mode and not isinstance(model, DistributedDataParallel):
-            vars(model).pop("_is_accelerate_prepared", None)
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            accelerator._models = [other for other in accelerator._models if other is not model]
+            forget_model(accelerator, model)
         return prepare_model(model, device_placement, evaluation_mode)
 
     handle.replace(accelerator, "prepare_model", prepare_anew)
     if trainer is None:
         return
-    prepare_for_training, evaluation_loop = trainer._prepare_for_training, trainer.evaluation_loop
+    prepare_for_training = getattr(trainer, PREPARE_FOR_TRAINING)
+    evaluation_loop = trainer.evaluation_loop
     averaged: set[str] = set()
 
     def prepare_and_check(*args: Any, **kwargs: Any) -> Any:
@@ -417,7 +435,7 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
             # accelerate shards a model together with an optimizer only; train() builds its own.
             optimizer = torch.optim.SGD(trainer.model.parameters())
             trainer.model, prepared = accelerator.prepare(trainer.model, optimizer)
-            accelerator._optimizers.remove(prepared)
+            forget_optimizer(accelerator, prepared)
             trainer.model_wrapped = trainer.model
         return evaluation_loop(*args, **kwargs)
 
@@ -429,7 +447,7 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
         return training_step(model, *args, **kwargs)
 
     handle.replace(trainer, "training_step", check_and_step)
-    handle.replace(trainer, "_prepare_for_training", prepare_and_check)
+    handle.replace(trainer, PREPARE_FOR_TRAINING, prepare_and_check)
     handle.replace(trainer, "evaluation_loop", shard_and_evaluate)
 
 
@@ -450,7 +468,7 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
     # Tensor-parallel ranks share batches too, and the trainer divides by their number.
     tp_size = trainer.get_tp_size
     handle.replace(trainer, "get_tp_size", lambda: tp_size() * size)
-    count_items = trainer._get_num_items_in_batch
+    count_items = getattr(trainer, NUM_ITEMS)
 
     def count_own_items(batch_samples: Any, device: Any) -> Any:
         if trainer.args.average_tokens_across_devices:
@@ -458,8 +476,8 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
         with Patch(trainer, "get_tp_size", tp_size):  # no sum over ranks, nothing to divide
             return count_items(batch_samples, device)
 
-    handle.replace(trainer, "_get_num_items_in_batch", count_own_items)
-    track, operations = trainer._track_num_input_tokens, trainer.floating_point_ops
+    handle.replace(trainer, NUM_ITEMS, count_own_items)
+    track, operations = getattr(trainer, TRACK_TOKENS), trainer.floating_point_ops
 
     def track_once(inputs: Any) -> None:
         before = trainer.state.num_input_tokens_seen
@@ -467,9 +485,9 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
         added = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + added // size
 
-    handle.replace(trainer, "_track_num_input_tokens", track_once)
+    handle.replace(trainer, TRACK_TOKENS, track_once)
     handle.replace(trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
-    if hasattr(trainer, "_generate_and_score_completions"):
+    if hasattr(trainer, SCORE_COMPLETIONS):
         _share_completions(trainer, handle)
 
 
@@ -490,13 +508,12 @@ def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
             rows.logits = previous
 
     handle.replace(trainer, "prediction_step", prediction_step)
-    count_items = trainer._get_num_items_in_batch
-    handle.replace(trainer, "_get_num_items_in_batch", functools.partial(_count_items, count_items))
-    trainer._set_signature_columns_if_needed()
-    columns = trainer._signature_columns
+    count_items = getattr(trainer, NUM_ITEMS)
+    handle.replace(trainer, NUM_ITEMS, functools.partial(_count_items, count_items))
+    name, columns = signature_columns(trainer)
     if columns is not None and "document_ids" not in columns:
         # Else it would be dropped like any column that is no argument of the model.
-        handle.replace(trainer, "_signature_columns", [*columns, "document_ids"])
+        handle.replace(trainer, name, [*columns, "document_ids"])
 
 
 def _run_alone_between_steps(trainer: Any, handle: TrainerHandle) -> None:
@@ -552,20 +569,19 @@ def _share_completions(trainer: Any, handle: TrainerHandle) -> None:
         return call
 
     # Sampled tokens, and whatever a reward function or a shuffle has drawn on each rank.
-    for name in ("_generate_single_turn", "_prepare_inputs"):
+    for name in FROM_FIRST:
         handle.replace(trainer, name, from_first(getattr(trainer, name)))
-    generate = trainer._generate
+    generate = getattr(trainer, GENERATE)
 
     def generate_counted(*args: Any, **kwargs: Any) -> Any:
         before = trainer.state.num_input_tokens_seen
         result = generate(*args, **kwargs)
         added = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + added // handle.size
-        mode = "train" if trainer.model.training else "eval"
-        trainer._metrics[mode]["num_tokens"] = [trainer.state.num_input_tokens_seen]
+        set_num_tokens(trainer)
         return result
 
-    handle.replace(trainer, "_generate", generate_counted)
+    handle.replace(trainer, GENERATE, generate_counted)
 
 
 def _moved(value: Any, device: Any) -> Any:

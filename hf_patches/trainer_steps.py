@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_patches.trainer_private import logged_metrics
 from hf_patches.whole_rows import RowsHandle
 from lightning_cp.comm.collective_errors import from_all
 from lightning_cp.comm.transport import GroupTransport
@@ -454,7 +455,7 @@ class _TrainerCall:
                 )
                 for leaf in outputs.leaves(_detached(result))
             }
-            metrics = {"metrics": getattr(trainer, "_metrics", {}), "log": logs}
+            metrics = {"metrics": logged_metrics(trainer), "log": logs}
             for kind, numbers in metrics.items():
                 for path, number in _numbers(numbers):
                     leaf, is_metric = Leaf("", number), kind == "metrics"

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_patches.enable import enable, is_enabled
 from hf_patches.guard import REGISTERED
 from hf_patches.names import STOCK
+from hf_patches.private import attention_name
 from hf_patches.whole_rows import takes_full_sequences
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
@@ -150,7 +151,7 @@ def _exact(model: nn.Module, cp: ContextParallel, batch: dict[str, Any]) -> Grad
     handle = enable(wide_model)
     inner = handle.model
     inner.set_experts_implementation("eager")  # others do not support float64
-    if STOCK[inner.config.get_text_config()._attn_implementation] not in ("eager", "sdpa"):
+    if STOCK[str(attention_name(inner.config.get_text_config()))] not in ("eager", "sdpa"):
         handle.remove()
         inner.set_attn_implementation("eager")
     wide_batch = {

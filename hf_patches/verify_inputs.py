@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_patches.private import is_built_by
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.step import IGNORED_LABEL
 
@@ -43,8 +44,8 @@ def resolve_head(head: str, config: PreTrainedConfig) -> str:
         names = config.architectures or ("",)
         heads = (kind for ending, kind in _CLASS_ENDINGS.items() if names[0].endswith(ending))
         head = next(heads, "causal")
-    if type(config) not in HEADS[head]._model_mapping:
-        available = [name for name, auto in HEADS.items() if type(config) in auto._model_mapping]
+    if not is_built_by(HEADS[head], config):
+        available = [name for name, auto in HEADS.items() if is_built_by(auto, config)]
         raise ValueError(
             f"transformers has no model of type '{config.model_type}' with the head '{head}'. "
             f"Choose --head from: {', '.join(available) or 'none that is supported'}."

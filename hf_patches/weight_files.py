@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from hf_patches.private import names_not_saved
+
 _PATTERN: Final = "model{suffix}.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -42,7 +44,7 @@ def write_weights(
         max_shard_size: of a file, such as ``5GB``.
     """
     state = dict(model.state_dict())
-    for name in model._keys_to_ignore_on_save or ():
+    for name in names_not_saved(model):
         state.pop(name, None)
     state = remove_tied_weights_from_state_dict(state, model)
     written = _convert(model, state)

@@ -2,7 +2,7 @@
 """Private names of torch, patches of torch, and differences between its versions.
 
 Checked with torch 2.11, 2.13 and 2.15. Each function names the private attribute behind it and why
-no public one serves. No other module uses private torch names (tests/test_torch_private.py lists
+no public one serves. No other module uses private torch names (docs/private-names.md lists
 the exceptions), except the attention kernels `torch.ops.aten._scaled_dot_product_*`: their public
 wrapper returns no log-sum-exp, which partial attention outputs are combined by.
 """
@@ -705,6 +705,11 @@ def is_compiled(module: nn.Module) -> bool:
     `OptimizedModule._orig_mod` without importing the compiler, and `Module._compiled_call_impl`.
     """
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module inside one that torch.compile returned (`OptimizedModule._orig_mod`)."""
+    return getattr(module, "_orig_mod", module)
 
 
 def any_autocast() -> bool:

@@ -323,7 +323,7 @@ def _plain_names(base: nn.Module) -> nn.Module:
         *path, leaf = name.replace(".base_layer.", ".").split(".")
         owner = plain
         for part in path:
-            if part not in owner._modules:
+            if part not in dict(owner.named_children()):
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
         owner.register_buffer(leaf, value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_patches.names import STOCK, active, implementations, stock_name, text_key
+from hf_patches.private import set_attention_name
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.mask import Mask
@@ -62,7 +63,7 @@ class Replacement:
 def name_stock(module: nn.Module) -> Patch:
     """Give a module a config that names the stock implementation, for code that looks for it."""
     config: Any = copy.copy(module.config)
-    config._attn_implementation_internal = stock_name(module.config)  # type: ignore[arg-type]
+    set_attention_name(config, stock_name(module.config))  # type: ignore[arg-type]
     return Patch(module, "config", config)
 
 

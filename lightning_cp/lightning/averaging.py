@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 from lightning_cp.checkpoint.load import accept_full_tensors
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning import private
-from lightning_cp.torch_private import without_fsdp
+from lightning_cp.torch_private import own_parts, without_fsdp
 
 Undo = Callable[[], None]
 
@@ -133,8 +133,11 @@ def _shard_like(copy: nn.Module, model: nn.Module) -> None:
     copies = dict(copy.named_modules(remove_duplicate=False))
     for path, part in model.named_modules(remove_duplicate=False):
         part_copy = copies[path]
-        for name, param in part._parameters.items():
-            old = part_copy._parameters[name]
+        (buffers, parameters, _), (old_buffers, old_parameters, _) = map(
+            own_parts, (part, part_copy)
+        )
+        for name, param in parameters.items():
+            old = old_parameters[name]
             if param is None or old is None or isinstance(old, DTensor):
                 continue
             if old not in done:
@@ -142,12 +145,12 @@ def _shard_like(copy: nn.Module, model: nn.Module) -> None:
                 device = param.device if old.is_meta else old.device
                 value = param.detach().to(device=device, dtype=old.dtype, copy=True)
                 done[old] = nn.Parameter(value, requires_grad=old.requires_grad)
-            part_copy._parameters[name] = done[old]
-        for name, buffer in part._buffers.items():
-            old_buffer = part_copy._buffers.get(name)
+            old_parameters[name] = done[old]
+        for name, buffer in buffers.items():
+            old_buffer = old_buffers.get(name)
             if buffer is not None and old_buffer is not None:
                 device = buffer.device if old_buffer.is_meta else old_buffer.device
-                part_copy._buffers[name] = buffer.detach().to(
+                old_buffers[name] = buffer.detach().to(
                     device=device, dtype=old_buffer.dtype, copy=True
                 )
 

@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_cp.comm.mesh import gather_objects
 from lightning_cp.lightning.private import draws_graph
 from lightning_cp.patch import Patch
+from lightning_cp.torch_private import module_hooks
 
 
 def check_module(module: LightningModule) -> None:
@@ -102,8 +103,7 @@ def check_hooks(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 def _num_hooks(module: nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(part, kind)) for part in module.modules() for kind in kinds)
+    return sum(len(module_hooks(part)) for part in module.modules())
 
 
 def disable_inference_mode(trainer: Trainer) -> Callable[[], None]:

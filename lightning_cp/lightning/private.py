@@ -3,7 +3,7 @@
 
 Checked with Lightning 2.6. Each function names what it relies on and why no public name serves;
 where a name is gone it raises before anything runs. No other module uses private names of Lightning
-(tests/test_fences.py), but for the methods that the strategy overrides.
+(tests/tools/test_private_names.py), but for the methods that the strategy overrides.
 """
 
 import inspect
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer

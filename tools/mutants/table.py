@@ -1166,7 +1166,7 @@ HF = (
     Mutant(
         "module-stays-replaced",
         "hf_patches.forward:replaced",
-        "    finally:\n        owner._modules[name] = real",
+        "    finally:\n        setattr(owner, name, real)",
         "    finally:\n        pass",
         (
             "tests/hf_patches/test_enable.py::"

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private names of transformers.
+
+Checked with transformers 5.17 to 5.22. Each function names what it relies on and why no public name
+serves. No other module uses private names of transformers (tests/tools/test_private_names.py).
+Those of trainers stand in `trainer_private`; names of functions inside mask functions in
+`mask_reader`, which refuses what it does not know.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+from lightning_cp.patch import Patch, require
+
+_LIBRARY: Final = "transformers"
+
+
+def attention_name(config: PreTrainedConfig) -> str | None:
+    """Return the attention implementation of a config (`_attn_implementation`), which it stores.
+
+    `PreTrainedModel.set_attn_implementation` has no counterpart that reads.
+    """
+    name: str | None = config._attn_implementation
+    return name
+
+
+def set_attention_name(config: PreTrainedConfig, name: str) -> None:
+    """Set the implementation of a config alone (`_attn_implementation_internal`).
+
+    `set_attn_implementation` refuses models whose attention is written out; their masks depend on
+    the name all the same.
+    """
+    name_of = "_attn_implementation_internal"
+    require(config, name_of, library=_LIBRARY, use="models build the masks that we read")
+    setattr(config, name_of, name)
+
+
+def takes_attention(model: PreTrainedModel) -> bool:
+    """Return whether a model calls registered attention (`_can_set_attn_implementation`)."""
+    return bool(model._can_set_attn_implementation())
+
+
+def is_built_by(auto: Any, config: PreTrainedConfig) -> bool:
+    """Return whether an Auto class has a model for a config (`_model_mapping`), also of users."""
+    return type(config) in auto._model_mapping
+
+
+def names_not_saved(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the weights that `save_pretrained` leaves out (`_keys_to_ignore_on_save`)."""
+    return tuple(model._keys_to_ignore_on_save or ())
+
+
+def has_own_loss(model: PreTrainedModel) -> bool:
+    """Return whether a user has set `PreTrainedModel.loss_function` (`_loss_function`)."""
+    return "_loss_function" in vars(model)
+
+
+_PREPARE: Final = "_preprocess_mask_arguments"
+_stock: Any = getattr(masking_utils, _PREPARE, None)
+_ARGUMENTS: Final = () if _stock is None else tuple(inspect.signature(_stock).parameters)
+
+
+def replace_mask_arguments(prepare: Callable[..., Any]) -> Patch | None:
+    """Replace what prepares the arguments of all mask functions (`_preprocess_mask_arguments`).
+
+    None where it takes other arguments, or somebody else has replaced it: the search for packed
+    documents then takes time, and changes nothing.
+
+    Args:
+        prepare: takes the arguments, of which ``config`` is the first.
+    """
+    is_known = "position_ids" in _ARGUMENTS and _ARGUMENTS[0] == "config"
+    if not is_known or getattr(masking_utils, _PREPARE) is not _stock:
+        return None
+    return Patch(masking_utils, _PREPARE, prepare)
+
+
+def prepare_mask_arguments(config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
+    """Call what `replace_mask_arguments` has replaced."""
+    return _stock(config, *args, **kwargs)
+
+
+def mask_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `prepare_mask_arguments` after the config, by name."""
+    return dict(zip(_ARGUMENTS[1:], args, strict=False)) | kwargs
