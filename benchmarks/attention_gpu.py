@@ -36,11 +36,11 @@ from benchmarks.measure import (
 from benchmarks.scaling import chosen, llama
 from lightning_cp import ContextParallel, Mask, attention
 from lightning_cp.active_step import current
+from lightning_cp.attn.api import calls_of
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.choose import name_algorithm
 from lightning_cp.attn.cost import ExchangeName
-from lightning_cp.attn.flex.from_mask import FlexCall
 from lightning_cp.attn.hardware import Links
 from lightning_cp.attn.ulysses import UlyssesCall
 from lightning_cp.step import Step
@@ -286,9 +286,7 @@ def emulated_rank(
 
 def describe_call(step: Step) -> str:
     """Return the algorithm of the attention call of a step, with its numbers of head groups."""
-    (built,) = (
-        x for x in step.cache.values() if isinstance(x, BlockwiseCall | FlexCall | UlyssesCall)
-    )
+    (built,) = calls_of(step)
     call = built.call if isinstance(built, UlyssesCall) else built
     if not isinstance(call, BlockwiseCall):
         return name_algorithm("gather", step.groups)

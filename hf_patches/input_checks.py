@@ -17,11 +17,16 @@ from hf_patches.names import is_ours
 from hf_patches.private import attention_name, has_own_loss
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data.sharding import shard
-from lightning_cp.step import IGNORED_LABEL, Step
+from lightning_cp.step import IGNORED_LABEL, PerStep, Step
 from lightning_cp.torch_private import constant_in_graphs
 
-FILLED: Final = "filled position ids"
-"""Key of `Step.cache`: position ids that our hooks filled in, which are not the caller's."""
+_filled = PerStep[list[Tensor]]()
+
+
+def note_filled(step: Step, position_ids: Tensor) -> None:
+    """Record position ids that our hooks filled in, which are not the caller's."""
+    _filled.find(step, None, list).append(position_ids)
+
 
 _NOT_TEXT: Final = ("input_features", "image_sizes", "encoder_hidden_states")
 _ID_NAMES: Final = ("input_ids", "labels")
@@ -163,7 +168,7 @@ def check_agreed(
 
 def _is_new(name: str, x: Tensor, step: Step) -> bool:
     """Return whether a tensor comes neither from the batch nor from our hooks."""
-    known = (*step.yielded.get(name, ()), step.position_ids, *step.cache.get(FILLED, ()))
+    known = (*step.yielded.get(name, ()), step.position_ids, *(_filled.get(step) or ()))
     return all(x is not tensor for tensor in known)
 
 

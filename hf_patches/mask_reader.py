@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.multimodal import outer
-from hf_patches.multimodal.seam import PREPARED
+from hf_patches.multimodal.seam import prepared_mask
 from hf_patches.names import active, is_ours, stock_name
 from hf_patches.private import (
     attention_name,
@@ -81,8 +81,8 @@ def mask_of_step(mask_function: Callable[..., Any] | None = None, **options: Any
     on_full, step = outer.step_of(config), active()
     if step is None:
         step = on_full
-    elif PREPARED in step.cache:
-        return step.cache[PREPARED]
+    elif (prepared := prepared_mask(step)) is not None:
+        return prepared
     if step is None:
         stock = ALL_MASK_ATTENTION_FUNCTIONS[stock_name(config)]
         return stock(mask_function=mask_function, **options)

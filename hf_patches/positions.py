@@ -14,14 +14,14 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_patches.input_checks import FILLED, name_arguments, parameters_of
+from hf_patches.input_checks import name_arguments, note_filled, parameters_of
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import count_positions
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.guards import check_recompute
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import Step, StepMask, per_step
 
 LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}
 """Types of RoPE whose frequencies depend on the longest position of a call."""
@@ -74,7 +74,7 @@ def _fill(
     names, arguments = parameters_of(type(module).forward), name_arguments(module, args, kwargs)
     if "position_ids" in names and arguments.get("position_ids") is None:
         arguments["position_ids"] = local_positions(step, rule, arguments.get("input_ids"))
-        step.cache.setdefault(FILLED, []).append(arguments["position_ids"])
+        note_filled(step, arguments["position_ids"])
     if "use_cache" in names and arguments.get("use_cache") is None:
         arguments["use_cache"] = False
     return (), arguments
@@ -109,15 +109,12 @@ def count_real(real: Tensor, step: Step) -> Tensor:
     return total - before
 
 
+@per_step
 def document_positions(step: Step) -> Tensor:
     """Return the index of each of this rank's tokens in its document, [B or 1, L]."""
-    key = "document positions"
-    if key not in step.cache:
-        positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
-        local = shard(positions, 1, layout=step.layout, rank=step.cp_rank)
-        step.cache[key] = local.to(step.position_ids.device)
-    cached: Tensor = step.cache[key]
-    return cached
+    positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
+    local = shard(positions, 1, layout=step.layout, rank=step.cp_rank)
+    return local.to(step.position_ids.device)
 
 
 # ---------------------------------------------------------------- position embeddings

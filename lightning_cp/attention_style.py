@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_cp import active_step
+from lightning_cp.attn.ulysses import has_attended
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import unnamed_batch
 from lightning_cp.data.step_builder import build_step
@@ -152,7 +153,7 @@ def _call(
     step = styled.style.build_step(args, kwargs)
     with run_step(step):
         output = forward(*args, **kwargs)
-    if not step.cache.has_attended:
+    if not has_attended(step):
         raise RuntimeError(
             f"{_NAME}: the module has not called F.scaled_dot_product_attention, flex_attention or "
             "lightning_cp.attention. Attention that it computes otherwise sees this rank's tokens "

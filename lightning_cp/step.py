@@ -5,10 +5,10 @@ Attention, loss and unshard read it; they add cached values and the losses that 
 """
 
 import itertools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, NamedTuple
+from functools import cached_property, update_wrapper
+from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +24,9 @@ from lightning_cp.options import Options
 
 IGNORED_LABEL: Final = -100
 """The label of a token that no loss counts."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _uids = itertools.count(1)
 
@@ -50,43 +53,23 @@ class LossMark:
     node: int | None = None
 
 
-class StepCache(MutableMapping[object, Any]):
-    """Values that are computed once per step; layers share them.
+class StepCache:
+    """What is computed once per step; layers share it. Each part has one writer.
 
-    Bounds of masks, and what other modules store under keys of their own: attention calls, block
-    masks, positions. Not a dict: FSDP2 walks the dicts of what a module returns, masks with their
-    steps too.
+    Not a dataclass, and no dict: FSDP2 walks those in what a module returns, masks with their steps
+    too.
     """
 
     def __init__(self) -> None:
-        # By the key of the mask, which holds ids of tensors: kept alive, so that no id is reused.
+        # Written by `Step.bounds`, by the key of the mask, which holds ids of tensors: kept alive,
+        # so that no id is reused.
         self.bounds: dict[object, tuple[Bounds, object]] = {}
-        # Bytes of attention results that activation checkpointing has kept so far, and may keep, if
-        # that differs from the options.
+        # Bytes of attention results that activation checkpointing has kept so far (`attn.kept`).
         self.kept_bytes = 0
+        # What it may keep, if that differs from the options (`lightning.memory_plan`).
         self.kept_limit: float | None = None
-        # Whether attention was computed in this step.
-        self.has_attended = False
-        self._values: dict[object, Any] = {}
-
-    def __getitem__(self, key: object) -> Any:
-        return self._values[key]
-
-    def get(self, key: object, default: Any = None) -> Any:
-        """Return a value, or the default where there is none."""
-        return self._values.get(key, default)
-
-    def __setitem__(self, key: object, value: Any) -> None:
-        self._values[key] = value
-
-    def __delitem__(self, key: object) -> None:
-        del self._values[key]
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        # Written by the `PerStep` that is the key.
+        self.values: dict[object, dict[Hashable, Any]] = {}
 
 
 class Shard(NamedTuple):
@@ -303,6 +286,45 @@ def not_sharded() -> RuntimeError:
         "`with cp.step(batch['a']) as a:`, with cp = self.trainer.strategy.context_parallel; or "
         "`with cp.paused():` for full sequences."
     )
+
+
+class PerStep(Generic[T]):
+    """Values of one type that steps hold for one module, which declares and writes them."""
+
+    def get(self, step: Step, key: Hashable = None) -> T | None:
+        """Return the value of a key; None where there is none."""
+        values = step.cache.values.get(self)
+        return None if values is None else values.get(key)
+
+    def put(self, step: Step, value: T, key: Hashable = None) -> T:
+        """Set the value of a key, and return it."""
+        step.cache.values.setdefault(self, {})[key] = value
+        return value
+
+    def find(self, step: Step, key: Hashable, build: Callable[[], T]) -> T:
+        """Return the value of a key, built by the first that asks for it."""
+        values = step.cache.values.setdefault(self, {})
+        if key not in values:
+            values[key] = build()
+        found: T = values[key]
+        return found
+
+    def all(self, step: Step) -> list[T]:
+        """Return the values of a step."""
+        return list(step.cache.values.get(self, {}).values())
+
+
+def per_step(build: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[Step, P], T]:
+    """Call a function once per step and arguments. It is the only writer of what it returns.
+
+    Tensors among the arguments count as equal if they are the same object.
+    """
+    values = PerStep[T]()
+
+    def found(step: Step, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return values.find(step, (args, *kwargs.items()), lambda: build(step, *args, **kwargs))
+
+    return update_wrapper(found, build)
 
 
 class StepReference:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches.input_checks import name_arguments, parameters_of
-from hf_patches.mixers.common import Replacement, once, step_of
+from hf_patches.mixers.common import Replacement, step_of
 from hf_patches.mixers.replicated import (
     check_arguments,
     check_dropout,
@@ -30,7 +30,7 @@ from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.patch import Patch
 from lightning_cp.sequence.ranges import token_map
-from lightning_cp.step import Step
+from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs
 
 _OF_TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "langs")
@@ -54,6 +54,7 @@ class Samples:
     is_packed: bool
 
 
+@per_step
 def _build_samples(step: Step) -> Samples:
     tokens, batch_size, seq_len = token_map(step), step.batch_size, step.layout.seq_len
     kept = np.ones((1, seq_len), np.bool_)
@@ -88,7 +89,7 @@ class BaseModel(Replacement):
         if isinstance(mask, Tensor) and mask.dim() > 2:
             arguments["attention_mask"] = mask  # of pairs of tokens: refused
         check_arguments(module, _OF_TOKENS, arguments)
-        samples = once(step, (BaseModel,), lambda: _build_samples(step))
+        samples = _build_samples(step)
         for name in _OF_TOKENS:
             if isinstance(arguments.get(name), Tensor):
                 full = full_value("input_ids", arguments[name], step)  # its dim is that of all

@@ -20,14 +20,13 @@ from hf_patches.mixers.common import (
     additive_mask,
     kind_of,
     local_positions,
-    once,
     visible_keys,
 )
 from hf_patches.names import find_in_modules
 from lightning_cp.data.batch import count_positions
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.patch import Patch
-from lightning_cp.step import Step, StepReference
+from lightning_cp.step import Step, StepReference, per_step
 
 # The attribute of a tensor of chosen blocks that refers to its step.
 _STEP: Final = "lightning_cp_step"
@@ -42,7 +41,8 @@ def install(model: PreTrainedModel) -> Iterator[Patch]:
                 yield method.install()
 
 
-def _check_padding(module: nn.Module, step: Step) -> None:
+@per_step
+def _check_padding(step: Step, kind: type[nn.Module]) -> None:
     """Raise for padding before tokens: it shifts the blocks, and takes the place of chosen ones."""
     padding = step.padding
     if padding is None:
@@ -52,7 +52,7 @@ def _check_padding(module: nn.Module, step: Step) -> None:
         follows = follows & (step.documents[:, 1:] == step.documents[:, :-1])
     if (padding[:, :-1] & follows).any():
         raise ValueError(
-            f"{type(module).__name__} got a batch with padding before tokens: it counts "
+            f"{kind.__name__} got a batch with padding before tokens: it counts "
             "blocks of keys from the first token, padding included, so that padding changes what "
             "it computes. Pad on the right: tokenizer.padding_side = 'right'."
         )
@@ -75,7 +75,7 @@ class _Choose(Replacement):
             )
             return blocks
         step = past_key_values.step
-        once(step, ("padding", _check_padding), lambda: _check_padding(self.module, step))
+        _check_padding(step, type(self.module))
         with torch.no_grad():  # what is chosen has no gradient
             scores = _scores(self.module, hidden_states, position_embeddings, past_key_values)
             blocks = _choose(self.module, scores, step)
@@ -114,20 +114,17 @@ def _choose(module: Any, scores: Tensor, step: Step) -> Tensor:
     return blocks.masked_fill(best == -torch.inf, -1)
 
 
+@per_step
 def _blocks(step: Step, size: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return the block of each key, the first block of its document, [B, S] each, and their number.
 
     Computed once per step.
     """
-
-    def build() -> tuple[Tensor, Tensor, int]:
-        positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
-        block = (positions % size == 0).cumsum(1) - 1
-        first = block - positions // size
-        of_key, of_document = (x.to(device).expand(step.batch_size, -1) for x in (block, first))
-        return of_key, of_document, int(block.max()) + 1
-
-    return once(step, ("blocks", size, device), build)
+    positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
+    block = (positions % size == 0).cumsum(1) - 1
+    first = block - positions // size
+    of_key, of_document = (x.to(device).expand(step.batch_size, -1) for x in (block, first))
+    return of_key, of_document, int(block.max()) + 1
 
 
 class _BuildMask(Replacement):

@@ -8,7 +8,7 @@ tables.
 import copy
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.guards import check_recompute
 from lightning_cp.patch import Patch, replace_method
-from lightning_cp.step import Step, StepMask
-
-T = TypeVar("T")
+from lightning_cp.step import PerStep, Step, StepMask, per_step
 
 
 @dataclass(eq=False)
@@ -159,26 +157,21 @@ class GatheredKeys:
         return full_tokens(x, self.step, -2)
 
 
+_tables = PerStep[Tensor]()
+
+
 def visible_keys(mask: Mask, step: Step, device: torch.device) -> Tensor:
     """Return a mask as a table of this rank's queries and all keys, bool [B, 1, L, S].
 
     It is computed once per step.
     """
-    return once(step, ("visible keys", mask.key(), device), lambda: _table(mask, step, device))
+    return _tables.find(step, (mask.key(), device), lambda: _table(mask, step, device))
 
 
+@per_step
 def local_positions(step: Step, device: torch.device) -> Tensor:
     """Return the global positions of this rank's tokens, [L]; those of our padding are beyond S."""
-    key = ("local positions", device)
-    return once(step, key, lambda: to_device(torch.from_numpy(_local_positions(step)), device))
-
-
-def once(step: Step, key: tuple[Any, ...], build: Callable[[], T]) -> T:
-    """Return what ``build()`` returns, computed by the first layer of a step that asks for it."""
-    if key not in step.cache:
-        step.cache[key] = build()
-    cached: T = step.cache[key]
-    return cached
+    return to_device(torch.from_numpy(_local_positions(step)), device)
 
 
 def _local_positions(step: Step) -> IntArray:

@@ -24,7 +24,6 @@ from hf_patches.mixers.common import (
     additive_mask,
     kind_of,
     name_stock,
-    once,
     real_tokens,
     step_of,
     stock_implementation,
@@ -34,7 +33,7 @@ from hf_patches.names import find_in_modules
 from hf_patches.positions import count_real
 from lightning_cp.patch import Patch
 from lightning_cp.routing import Unsharded
-from lightning_cp.step import Step, StepMask, StepReference
+from lightning_cp.step import Step, StepMask, StepReference, per_step
 from lightning_cp.torch_private import outside_graphs
 
 _WRITTEN: Final = {
@@ -150,20 +149,20 @@ def _add_alibi(module: Any, arguments: dict[str, Any], step: Step) -> None:
     """Give a layer the bias by the position of a key, [B * H, 1, S]."""
     mask = arguments["attention_mask"]
     build = find_in_modules(type(module), "build_alibi_tensor")
-    key = ("alibi", build, module.num_heads, mask.dtype)
-    bias = once(step, key, lambda: _build_alibi(module, build, mask.dtype, step))
+    bias = _build_alibi(step, build, module.num_heads, mask.dtype)
     arguments["alibi"] = bias.flatten(0, 1)
     if kind_of(module, ("FalconAttention",)):  # whose own code adds it to the mask too
         arguments["attention_mask"] = mask + bias * module.inv_norm_factor
 
 
+@per_step
 def _build_alibi(
-    module: Any, build: Callable[..., Tensor], dtype: torch.dtype, step: Step
+    step: Step, build: Callable[..., Tensor], num_heads: int, dtype: torch.dtype
 ) -> Tensor:
     """Return the bias [B, H, 1, S]. Positions count the tokens of a document, without padding."""
     device = step.position_ids.device
     real = real_tokens(step, device)
     every = torch.ones(1, step.layout.seq_len, dtype=torch.long, device=device)
-    table = build(every, num_heads=module.num_heads, dtype=dtype)  # [H, 1, S]
+    table = build(every, num_heads=num_heads, dtype=dtype)  # [H, 1, S]
     positions = torch.where(real, count_real(real, step) - 1, 0).expand(step.batch_size, -1)
     return table.squeeze(1)[:, positions].transpose(0, 1).unsqueeze(2)

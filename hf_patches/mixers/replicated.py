@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
 from hf_patches.input_checks import name_arguments
-from hf_patches.mixers.common import Replacement, full_tokens, kind_of, once
+from hf_patches.mixers.common import Replacement, full_tokens, kind_of
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
@@ -29,7 +29,7 @@ from lightning_cp.guards import check_recompute
 from lightning_cp.patch import Patch
 from lightning_cp.sequence.halo import build_halo_plan, extend
 from lightning_cp.sequence.ranges import TokenMap, token_map
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import PerStep, Step, StepMask, per_step
 from lightning_cp.torch_private import outside_graphs
 
 
@@ -262,12 +262,9 @@ def pack(
     return index, by_count, np.where(source.is_real, back, offset)
 
 
+@per_step
 def rows_of(step: Step, *, reach: int | None, multiple: int) -> Rows:
     """Return the rows of a step, on the device of its tokens; computed once."""
-    return once(step, (Rows, reach, multiple), lambda: _build_rows(step, reach, multiple))
-
-
-def _build_rows(step: Step, reach: int | None, multiple: int) -> Rows:
     tokens, batch_size = token_map(step), step.batch_size
     _check_holes(tokens)
     if reach is None:
@@ -306,27 +303,30 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return x[index]
 
 
-def _full(x: Tensor, step: Step) -> Tensor:
+def _full(step: Step, x: Tensor) -> Tensor:
     """Return the tokens of the full batch, [B * S, ...]; differentiable."""
     x = x.expand(step.batch_size, *x.shape[1:])
     return full_tokens(x, step).flatten(0, 1)
 
 
-def _near(x: Tensor, step: Step, reach: int) -> Tensor:
+def _near(step: Step, x: Tensor, reach: int) -> Tensor:
     """Return this rank's ranges, each after its halo, [B * E, ...]; differentiable."""
     return extend(x, 1, build_halo_plan(step, reach, x.device)).flatten(0, 1)
 
 
-def _once(function: Callable[..., Tensor], x: Tensor, step: Step, *args: Any) -> Tensor:
-    """Call a function; only once per step for what layers share and needs no gradient."""
-    if x.requires_grad:
-        return function(x, step, *args)
-    # The cache holds x as well: its id is not reused.
-    _, found = once(step, (function, id(x), *args), lambda: (x, function(x, step, *args)))
-    return found
+_shared_full, _shared_near = per_step(_full), per_step(_near)
+
+
+def _source(step: Step, x: Tensor, reach: int | None) -> Tensor:
+    """Return the tokens of rows; layers share what needs no gradient."""
+    if reach is None:
+        return _full(step, x) if x.requires_grad else _shared_full(step, x)
+    return _near(step, x, reach) if x.requires_grad else _shared_near(step, x, reach)
 
 
 # ---------------------------------------------------------------- the mixer
+
+_masks = PerStep[Any]()
 
 
 class RowMixer(Replacement):
@@ -366,10 +366,7 @@ class RowMixer(Replacement):
             for name in (*spec.tokens, *spec.positions)
             if arguments.get(name) is not None
         }
-        if reach is None:
-            source = _map(lambda x: _once(_full, x, step), given)
-        else:
-            source = _map(lambda x: _once(_near, x, step, reach), given)
+        source = _map(lambda x: _source(step, x, reach), given)
         # Masks and attention inside are those of the stock model.
         with active_step.paused():
             outputs = [self._run_group(group, step, arguments, source) for group in rows.groups]
@@ -411,7 +408,8 @@ class RowMixer(Replacement):
             and_mask_function=None if window is None else sliding_window_overlay(window),
             allow_is_causal_skip=not self.spec.dense_mask,
         )
-        return once(step, (group, window, self.spec.dense_mask, hidden.dtype), build)
+        key = group, window, self.spec.dense_mask, hidden.dtype
+        return _masks.find(step, key, build)
 
     def _own_tokens(
         self, outputs: list[Any], rows: Rows, step: Step, arguments: Mapping[str, Any]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_patches.mixers.common import once
 from hf_patches.names import active
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import IntArray
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, token_map
+from lightning_cp.step import Step, per_step
 
 RESET = -1e4
 """Logarithm of the decay of a reset: its exponential is 0 in every dtype."""
@@ -98,16 +98,12 @@ def build_rows(x: Tensor, chunk_size: int) -> Rows:
     """
     step = active()
     assert step is not None  # noqa: S101
-    batch_size, device = x.shape[0], x.device
-    return once(
-        step,
-        (Rows, chunk_size, batch_size, device),
-        lambda: _arrange(token_map(step), chunk_size, batch_size, device),
-    )
+    return _arrange(step, chunk_size, x.shape[0], x.device)
 
 
-def _arrange(tokens: TokenMap, chunk_size: int, batch_size: int, device: torch.device) -> Rows:
-    hidden = None
+@per_step
+def _arrange(step: Step, chunk_size: int, batch_size: int, device: torch.device) -> Rows:
+    tokens, hidden = token_map(step), None
     if tokens.hidden is not None:
         hidden = to_device(torch.from_numpy(tokens.hidden), device)
     samples = range(tokens.num_samples)

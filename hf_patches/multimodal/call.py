@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hf_patches.input_checks import parameters_of
 from hf_patches.multimodal import outer
-from hf_patches.multimodal.seam import ROUTERS
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
 from lightning_cp.data.media import MEDIA
@@ -49,7 +48,7 @@ def around_decoder(
     if "use_cache" in parameters_of(type(model).forward):
         arguments["use_cache"] = False
     try:
-        output = outer.run(
+        return outer.run(
             stock,
             arguments,
             step,
@@ -64,10 +63,6 @@ def around_decoder(
                 "that each feature has its placeholder."
             )
         raise
-    routers = step.cache.pop(ROUTERS, None)
-    if routers is not None:
-        output["router_logits"] = routers
-    return output
 
 
 def _merges_shards(

@@ -23,7 +23,7 @@ from lightning_cp.step import Step
 from lightning_cp.torch_private import tensor_version
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Outer:
     """The call that is under way.
 
@@ -31,11 +31,13 @@ class _Outer:
         step: its step.
         configs: ids of the configs of the text decoder.
         merged_ids: the full token ids, if the model merges this rank's shard; None otherwise.
+        routers: what the decoder returned of its routers, for the balance loss.
     """
 
     step: Step
     configs: frozenset[int]
     merged_ids: Tensor | None = None
+    routers: Any = None
 
 
 # Read by the mask function, which transformers calls with a config and no model.
@@ -63,6 +65,12 @@ def merged_ids() -> Tensor | None:
     return None if outer is None else outer.merged_ids
 
 
+def hand_over_routers(logits: Any) -> None:
+    """Let the running call return what its decoder returned of its routers."""
+    if _current is not None:
+        _current.routers = logits
+
+
 def run(
     stock: Callable[..., Any],
     arguments: Mapping[str, Any],
@@ -71,7 +79,7 @@ def run(
     *,
     merges_shards: bool = False,
 ) -> Any:
-    """Call a forward method with full sequences.
+    """Call a forward method with full sequences; router logits are of this rank's tokens.
 
     Args:
         stock: the forward method.
@@ -84,8 +92,12 @@ def run(
     ids = None
     if merges_shards and isinstance(full.get("input_ids"), Tensor):
         ids, full["input_ids"] = full["input_ids"], arguments["input_ids"]
-    with _running(_Outer(step, configs, ids)):
-        return stock(**full)
+    outer = _Outer(step, configs, ids)
+    with _running(outer):
+        output = stock(**full)
+    if outer.routers is not None:
+        output["router_logits"] = outer.routers
+    return output
 
 
 def counted_positions(step: Step) -> Tensor:

@@ -16,20 +16,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils.generic import ModelOutput
 
-from hf_patches.input_checks import FILLED, name_arguments, parameters_of
-from hf_patches.multimodal.outer import merged_ids, on_full_sequences
+from hf_patches.input_checks import name_arguments, note_filled, parameters_of
+from hf_patches.multimodal.outer import hand_over_routers, merged_ids, on_full_sequences
 from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import PerStep, Step, StepMask
 
-PREPARED: Final = "mask of the model around the decoder"
-"""Key of `Step.cache`: a mask that a decoder takes instead of building one."""
+_prepared = PerStep[StepMask | None]()
 
-ROUTERS: Final = "scores of routers"
-"""Key of `Step.cache`: what a decoder returned of its routers, for the balance loss."""
+
+def prepared_mask(step: Step) -> StepMask | None:
+    """Return the mask that the running decoder takes from the model around it; None for none."""
+    return _prepared.get(step)
+
 
 _ENTERED: Final = "_lightning_cp_entered"
 
@@ -120,10 +122,10 @@ def _prepare(module: nn.Module, local: dict[str, Any], step: Step) -> None:
     if "use_cache" in names:
         local["use_cache"] = False
     if isinstance(local.get("attention_mask"), StepMask):
-        step.cache[PREPARED] = local["attention_mask"]
+        _prepared.put(step, local["attention_mask"])
         local["attention_mask"] = None
     if isinstance(local.get("position_ids"), Tensor):
-        step.cache.setdefault(FILLED, []).append(local["position_ids"])
+        note_filled(step, local["position_ids"])
 
 
 def _leave(module: nn.Module, _: object, output: Any = None) -> Any:
@@ -134,12 +136,12 @@ def _leave(module: nn.Module, _: object, output: Any = None) -> Any:
     if not entered:
         del module.__dict__[_ENTERED]
     active_step.exchange_unsharded(number)
-    step.cache.pop(PREPARED, None)
+    _prepared.put(step, None)
     if not isinstance(output, ModelOutput) or output.get("router_logits") is None:
         return None
     # The model around the decoder would compute a balance loss from this rank's tokens and the
     # full mask; without scores it is 0.
-    step.cache[ROUTERS] = output["router_logits"]
+    hand_over_routers(output["router_logits"])
     return type(output)(**{k: v for k, v in output.items() if k != "router_logits"})
 
 

@@ -22,7 +22,7 @@ from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.branches import BranchMask
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import PerStep, Step, StepMask
 from lightning_cp.torch_private import outside_graphs, within
 
 
@@ -121,6 +121,14 @@ def check_branches(mask: Mask, step: Step, *, has_slopes: bool) -> None:
         )
 
 
+_calls = PerStep[AttentionCall]()
+
+
+def calls_of(step: Step) -> list[AttentionCall]:
+    """Return the attention calls that have been built in a step."""
+    return _calls.all(step)
+
+
 def _attend(
     step: Step,
     mask: Mask,
@@ -136,14 +144,13 @@ def _attend(
     # All layers make the same call: it is checked and planned once.
     tensors = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
     key = (mask.key(), q.shape, k.shape, v.shape, *tensors, scale, softcap, score_bias is None)
-    call = step.cache.get(key)
+    call = _calls.get(step, key)
     if call is None:
         _check_tensors(q, k, v, sinks)
         scores, has_bias = _read_scores(q, scale, softcap), score_bias is not None
         _check_length(q, step)
         call = build_step_call(mask, step, scores, q, k, v, has_bias=has_bias)
-        step.cache[key] = call
-    step.cache.has_attended = True
+        _calls.put(step, call, key)
     return _run_padded(call, q, k, v, sinks, score_bias, step)
 
 

@@ -30,7 +30,7 @@ from lightning_cp.attn.cost import (
 from lightning_cp.attn.flex.from_mask import FlexCall, build_flex_call, longest_key_buffer
 from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES, needs_plain_torch
 from lightning_cp.attn.plan import Plan, QueryShard, build_plan, resolve_algorithm
-from lightning_cp.attn.ulysses import UlyssesCall, build_step_swap, query_shard_of
+from lightning_cp.attn.ulysses import UlyssesCall, place_of
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport, Transport
 from lightning_cp.geometry.bounds import Bounds
@@ -99,14 +99,12 @@ def build_step_call(
     """
     bounds = step.bounds(mask)
     _check_batch(bounds, q)
-    groups, swap = step.groups, build_step_swap(step, q, k)
-    num_kv_heads = k.shape[1] if swap is None else max(1, swap.num_local_keys(groups.inside.rank))
+    groups, (swap, shard, num_kv_heads) = step.groups, place_of(step, q, k)
     # Attention in a window is quick to compute again, and its result is as large as any other.
     is_cheap = step.options.keep_attention == "auto" and mask.is_windowed(step.layout.seq_len)
     options = replace(CallOptions.of(step), may_keep=not is_cheap)
     sizes = (step.cp_size, groups.inside.size)
-    shard, tensors = query_shard_of(step, swap), (q, k, v)
-    spec = _build_spec(bounds, shard, num_kv_heads, scores, tensors, sizes, options, has_bias)
+    spec = _build_spec(bounds, shard, num_kv_heads, scores, (q, k, v), sizes, options, has_bias)
     call: BlockwiseCall | FlexCall
     if takes_flex(spec):
         call, algorithm, kernel = _flex_call(spec, groups.attend), "gather", "flex"

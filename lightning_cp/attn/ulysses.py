@@ -24,7 +24,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
 from lightning_cp.guards import refuse_second_derivative
 from lightning_cp.precision import accumulation_dtype
-from lightning_cp.step import Step
+from lightning_cp.step import PerStep, Step
 from lightning_cp.torch_private import plain_functions
 
 
@@ -125,23 +125,47 @@ def build_swap(layout: Layout, *, rank: int, size: int, num_heads: int, num_key_
     return Swap(merged, rank // size, tuple(moves), queries, keys, ratio)
 
 
-def build_step_swap(step: Step, q: Tensor, k: Tensor) -> Swap | None:
-    """Return the exchange of this rank's Ulysses group in a step; None without Ulysses."""
-    size = step.groups.inside.size
-    if size == 1:
-        return None
-    num_heads, num_key_heads = q.shape[1], k.shape[1]
-    return build_swap(
-        step.layout, rank=step.cp_rank, size=size, num_heads=num_heads, num_key_heads=num_key_heads
+class Place(NamedTuple):
+    """What a rank computes of the attention calls of a step.
+
+    Args:
+        swap: the exchange of its Ulysses group; None without Ulysses.
+        query_shard: its queries and heads.
+        num_kv_heads: its key heads.
+    """
+
+    swap: Swap | None
+    query_shard: QueryShard
+    num_kv_heads: int
+
+
+_places = PerStep[Place]()
+
+
+def place_of(step: Step, q: Tensor, k: Tensor) -> Place:
+    """Return what this rank computes of calls with as many heads; decided once per step."""
+    heads = q.shape[1], k.shape[1]
+    return _places.find(step, heads, lambda: _build_place(step, *heads))
+
+
+def has_attended(step: Step) -> bool:
+    """Return whether attention was computed in a step."""
+    return bool(_places.all(step))
+
+
+def _build_place(step: Step, num_heads: int, num_key_heads: int) -> Place:
+    layout, inside = step.layout, step.groups.inside
+    if inside.size == 1:
+        return Place(None, QueryShard(layout, step.cp_rank), num_key_heads)
+    swap = build_swap(
+        layout,
+        rank=step.cp_rank,
+        size=inside.size,
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
     )
-
-
-def query_shard_of(step: Step, swap: Swap | None) -> QueryShard:
-    """Return the queries and heads that this rank computes in a step."""
-    if swap is None:
-        return QueryShard(step.layout, step.cp_rank)
-    first_head = swap.query_heads[step.groups.inside.rank].start
-    return QueryShard(swap.layout, swap.rank, first_head)
+    query_shard = QueryShard(swap.layout, swap.rank, swap.query_heads[inside.rank].start)
+    return Place(swap, query_shard, max(1, swap.num_local_keys(inside.rank)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_cp.memory.arena import Arena, Block, aligned
 from lightning_cp.memory.budget import Budget
-from lightning_cp.step import Step
+from lightning_cp.step import PerStep, Step
 from lightning_cp.torch_private import plain_functions, tensor_version, without_dispatch_modes
 
 SMALL_BYTES: Final = 2**20
@@ -376,16 +376,18 @@ class Store:
                 self.arena.give(block)
 
 
+_stores = PerStep[Store]()
+
+
 def attach(store: Store | None, step: Step) -> None:
     """Let the regions of a step save into a store."""
     if store is not None:
-        step.cache[Store] = store
+        _stores.put(step, store)
 
 
 def store_of(step: Step) -> Store | None:
     """Return the store of a step; None without offloading."""
-    store: Store | None = step.cache.get(Store)
-    return store
+    return _stores.get(step)
 
 
 def _is_movable(x: Tensor) -> bool:

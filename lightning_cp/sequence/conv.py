@@ -16,8 +16,8 @@ from torch.nn.functional import conv1d, pad
 from lightning_cp.comm.transport import to_device
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.sequence.halo import build_halo_plan, extend, per_token
-from lightning_cp.sequence.ranges import TokenMap, active_map
-from lightning_cp.step import Step
+from lightning_cp.sequence.ranges import active_map, token_map
+from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs, plain_functions
 
 
@@ -47,15 +47,13 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if active is None:
         return _conv(pad(x, (weight.shape[1] - 1, 0)), weight, bias)
     with plain_functions():  # a step refuses other convolutions along this rank's tokens
-        return _conv_sharded(x, weight, bias, *active)
+        return _conv_sharded(x, weight, bias, active[0])
 
 
-def _conv_sharded(
-    x: Tensor, weight: Tensor, bias: Tensor | None, step: Step, tokens: TokenMap
-) -> Tensor:
+def _conv_sharded(x: Tensor, weight: Tensor, bias: Tensor | None, step: Step) -> Tensor:
     left = weight.shape[1] - 1
     plan = build_halo_plan(step, left, x.device)
-    patch = _build_patch(step, tokens, left, x)
+    patch = _build_patch(step, left, x.shape[0], x.device)
     if patch.hidden is not None:
         x = x.masked_fill(per_token(patch.hidden, x, 2), 0)
     extended = extend(x, 2, plan)
@@ -105,15 +103,9 @@ class _Patch(NamedTuple):
     visible: Tensor | None
 
 
-def _build_patch(step: Step, tokens: TokenMap, left: int, x: Tensor) -> _Patch:
-    key = _Patch, left, x.shape[0], x.device
-    if key not in step.cache:
-        step.cache[key] = _find_patch(tokens, left, x.shape[0], x.device)
-    patch: _Patch = step.cache[key]
-    return patch
-
-
-def _find_patch(tokens: TokenMap, left: int, batch_size: int, device: torch.device) -> _Patch:
+@per_step
+def _build_patch(step: Step, left: int, batch_size: int, device: torch.device) -> _Patch:
+    tokens = token_map(step)
     hidden = tokens.hidden
     moved = None if hidden is None else to_device(torch.from_numpy(hidden), device)
     lengths = tokens.lengths

@@ -20,7 +20,7 @@ from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import backward_of_step
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, active_map, token_map
-from lightning_cp.step import Step
+from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs, plain_functions
 
 
@@ -142,22 +142,19 @@ def find_hidden(tokens: TokenMap, left: int) -> np.ndarray[Any, np.dtype[np.bool
     return hidden if hidden.any() else None
 
 
+@per_step
 def build_halo_plan(step: Step, left: int, device: torch.device) -> HaloPlan:
     """Return the plan of a step; layers with the same ``left`` share it."""
-    key = HaloPlan, left, device
-    if key not in step.cache:
-        tokens = token_map(step)
-        hidden = find_hidden(tokens, left)
-        step.cache[key] = HaloPlan(
-            left=left,
-            lengths=tuple(tokens.lengths),
-            moves=find_moves(tokens, left),
-            hidden=None if hidden is None else to_device(torch.from_numpy(hidden), device),
-            transport=step.groups.context,
-            uid=step.uid,
-        )
-    plan: HaloPlan = step.cache[key]
-    return plan
+    tokens = token_map(step)
+    hidden = find_hidden(tokens, left)
+    return HaloPlan(
+        left=left,
+        lengths=tuple(tokens.lengths),
+        moves=find_moves(tokens, left),
+        hidden=None if hidden is None else to_device(torch.from_numpy(hidden), device),
+        transport=step.groups.context,
+        uid=step.uid,
+    )
 
 
 @outside_graphs

@@ -19,7 +19,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import BoolArray, IntArray, Range
 from lightning_cp.guards import check_recompute
-from lightning_cp.step import Step
+from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs
 
 
@@ -126,6 +126,7 @@ class TokenMap:
         return starts
 
 
+@per_step
 def token_map(step: Step) -> TokenMap:
     """Return the token map of a step; computed once."""
     if step.branches is not None:
@@ -134,12 +135,9 @@ def token_map(step: Step) -> TokenMap:
             "`branch_ids`: the token before a branch is not the one that it follows. Put each "
             "branch into a document of its own, behind a copy of what it shares."
         )
-    if TokenMap not in step.cache:
-        step.cache[TokenMap] = build_token_map(
-            step.layout, step.cp_rank, documents=step.documents, padding=step.padding
-        )
-    found: TokenMap = step.cache[TokenMap]
-    return found
+    return build_token_map(
+        step.layout, step.cp_rank, documents=step.documents, padding=step.padding
+    )
 
 
 def build_token_map(

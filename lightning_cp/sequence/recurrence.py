@@ -25,7 +25,7 @@ from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.guards import backward_of_step, check_recompute
 from lightning_cp.precision import autocast_off
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, check_batch, token_map
-from lightning_cp.step import Step
+from lightning_cp.step import PerStep, Step, per_step
 from lightning_cp.torch_private import outside_graphs, plain_functions
 
 Apply = Callable[[Tensor, Tensor], Tensor]
@@ -81,19 +81,16 @@ class Chain:
         return all(link.enters is False for link in self.links)
 
 
+@per_step
 def build_chain(step: Step, device: torch.device) -> Chain:
     """Return the chain of a step; layers share it."""
-    key = Chain, device
-    if key not in step.cache:
-        tokens = token_map(step)
-        step.cache[key] = Chain(
-            links=tuple(_build_link(tokens, held, device) for held in tokens.in_order),
-            num_slots=max(map(len, tokens.by_rank)),
-            transport=step.groups.context,
-            uid=step.uid,
-        )
-    chain: Chain = step.cache[key]
-    return chain
+    tokens = token_map(step)
+    return Chain(
+        links=tuple(_build_link(tokens, held, device) for held in tokens.in_order),
+        num_slots=max(map(len, tokens.by_rank)),
+        transport=step.groups.context,
+        uid=step.uid,
+    )
 
 
 def _build_link(tokens: TokenMap, held: HeldRange, device: torch.device) -> Link:
@@ -181,10 +178,13 @@ def _check_pairs(decay: Tensor, state: Tensor, step: Step | None) -> None:
         check_batch("initial_states", state.shape[1], tokens)
 
 
+_applied = PerStep[bool]()
+
+
 def _check_apply(decay: Tensor, state: Tensor, apply: Apply, step: Step) -> None:
     """Raise if a state would change its shape: on all ranks, also on those that have no state."""
-    key = _check_apply, apply, decay.shape, state.shape
-    if key in step.cache:
+    key = apply, decay.shape, state.shape
+    if _applied.get(step, key):
         return
     with torch.no_grad():
         shape = apply(decay[0], state[0]).shape
@@ -194,7 +194,7 @@ def _check_apply(decay: Tensor, state: Tensor, apply: Apply, step: Step) -> None
             f"{tuple(decay.shape[1:])} and a state of shape {tuple(state.shape[1:])}. Give decays "
             "that keep the shape of a state: decay[..., None, None] for a scalar per head."
         )
-    step.cache[key] = True
+    _applied.put(step, True, key)
 
 
 class _InitialStates(torch.autograd.Function):

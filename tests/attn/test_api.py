@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import Mask, active_step, attention
 from lightning_cp.attn import choose
-from lightning_cp.attn.blockwise.function import BlockwiseCall
+from lightning_cp.attn.api import calls_of
 from lightning_cp.attn.blockwise.kernels.base import Request, Scores
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.call import Bias, CallOptions
@@ -383,7 +383,7 @@ def test_a_step_has_its_kernel_for_itself(monkeypatch):
     q = torch.randn(1, 2, 8, 4)
     with doors.parallel(None).step({"input_ids": torch.zeros(1, 8, dtype=torch.long)}):
         attention(q, q, q, mask=Mask(causal=True))
-        calls = [x for x in active_step.current().cache.values() if isinstance(x, BlockwiseCall)]
+        calls = calls_of(active_step.current())
     assert [call.kernel for call in calls] == [for_step]
 
 

@@ -723,7 +723,7 @@ SEQUENCE = (
     ),
     Mutant(
         "conv-tap-of-another-document",
-        "lightning_cp.sequence.conv:_find_patch",
+        "lightning_cp.sequence.conv:_build_patch",
         "is_cut = (age < left)",
         "is_cut = (age < left - 1)",
         (

@@ -39,8 +39,7 @@ from lightning_cp.attn.flex.remote_kv import KVRoute, gather_kv
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.attn.ulysses import (
     Swap,
-    build_step_swap,
-    query_shard_of,
+    place_of,
     to_heads,
     to_tokens,
 )
@@ -48,7 +47,7 @@ from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.guards import check_lengths, check_recomputable, check_recompute
 from lightning_cp.precision import accumulation_dtype, as_autocast
-from lightning_cp.step import Step
+from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs, without_modes
 
 _LSE = AuxRequest(lse=True)
@@ -168,10 +167,9 @@ def attend_in_step(
     step: Step, q: Tensor, k: Tensor, v: Tensor, arguments: FlexArguments
 ) -> FlexOutput:
     """Attend as `flex_attention` does inside a step, whatever step is active."""
-    step.cache.has_attended = True
     score_mod, block_mask, scale, aux, kernel_options = arguments
     options, inside, tensor_len = CallOptions.of(step), step.groups.inside, q.shape[2]
-    mask, swap = _sequence_mask(block_mask, q, step), build_step_swap(step, q, k)
+    mask, (swap, query_shard, _) = _sequence_mask(block_mask, q, step), place_of(step, q, k)
     batch, heads = q.shape[:2]
     if step.cp_size > 1:
         mask_mod = None if mask is None else mask.mask_mod
@@ -180,7 +178,7 @@ def attend_in_step(
     q, k, v = (pad_end(x, 2, step.layout.local_len - tensor_len) for x in (q, k, v))
     if swap is not None:
         q, k, v = to_heads(q, k, v, swap, inside)
-    query_shard, heads = query_shard_of(step, swap), q.shape[1]
+    heads = q.shape[1]
     plain = needs_plain_torch(q.device, q.dtype, options.kernel, q.shape[2])
     if heads == 0:  # more ranks than heads: nothing to compute, but collectives in backward
         empty = v[..., 0].to(accumulation_dtype(v.dtype))
@@ -232,27 +230,27 @@ def _sequence_mask(block_mask: Any, q: Tensor, step: Step) -> SequenceMask | Non
             f"flex_attention(block_mask=...) got a {type(block_mask).__name__}. Pass a BlockMask "
             "of full sequences, or cp.block_mask(mask_mod)."
         )
-    key = ("block mask", id(block_mask))
-    if key not in step.cache:
-        seq_len, batch = step.layout.seq_len, block_mask.kv_num_blocks.shape[0]
-        if tuple(block_mask.seq_lengths) != (seq_len, seq_len):
-            height, width = block_mask.seq_lengths
-            raise ValueError(
-                f"flex_attention() got a block mask of {height} x {width} tokens inside a step "
-                f"whose sequences have {seq_len}, of which this rank holds "
-                f"{step.layout.local_len}. Its function must see global positions: build it for "
-                "full sequences, before cp.step(...) shards the batch, or use "
-                "cp.block_mask(mask_mod)."
-            )
-        if batch not in (1, q.shape[0]):
-            raise ValueError(
-                f"flex_attention(): the block mask has {batch} samples, but the tensors have a "
-                f"batch of {q.shape[0]}. Build it for the same batch size, or for 1."
-            )
-        # It keeps the block mask alive: the key is its id, which must not be reused.
-        step.cache[key] = sequence_mask_of(block_mask)
-    mask: SequenceMask = step.cache[key]
-    return mask
+    return _read_block_mask(step, block_mask, q.shape[0])
+
+
+@per_step
+def _read_block_mask(step: Step, block_mask: BlockMask, batch_size: int) -> SequenceMask:
+    """Return the mask of full sequences that a block mask holds."""
+    seq_len, batch = step.layout.seq_len, block_mask.kv_num_blocks.shape[0]
+    if tuple(block_mask.seq_lengths) != (seq_len, seq_len):
+        height, width = block_mask.seq_lengths
+        raise ValueError(
+            f"flex_attention() got a block mask of {height} x {width} tokens inside a step whose "
+            f"sequences have {seq_len}, of which this rank holds {step.layout.local_len}. Its "
+            "function must see global positions: build it for full sequences, before cp.step(...) "
+            "shards the batch, or use cp.block_mask(mask_mod)."
+        )
+    if batch not in (1, batch_size):
+        raise ValueError(
+            f"flex_attention(): the block mask has {batch} samples, but the tensors have a batch "
+            f"of {batch_size}. Build it for the same batch size, or for 1."
+        )
+    return sequence_mask_of(block_mask)
 
 
 def _attend_unsharded(q: Tensor, k: Tensor, v: Tensor, arguments: FlexArguments) -> FlexOutput:
