@@ -168,7 +168,8 @@ def check_agreed(
 
 def _is_new(name: str, x: Tensor, step: Step) -> bool:
     """Return whether a tensor comes neither from the batch nor from our hooks."""
-    known = (*step.yielded.get(name, ()), step.position_ids, *(_filled.get(step) or ()))
+    given = [y.local for y in step.yielded if y.name == name]
+    known = (*given, step.position_ids, *(_filled.get(step) or ()))
     return all(x is not tensor for tensor in known)
 
 

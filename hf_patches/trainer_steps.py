@@ -234,7 +234,7 @@ def _token_dims(inputs: Any) -> dict[str, int]:
 def _longest(inputs: Any) -> int:
     """Return the number of tokens of a batch, of all its dims if it is not known."""
     sizes = [inputs[name].shape[dim] for name, dim in _token_dims(inputs).items()]
-    tensors = [leaf.value for leaf in flatten(inputs).values() if isinstance(leaf.value, Tensor)]
+    tensors = [leaf.value for leaf in flatten(inputs).tensors]
     return max(sizes or [size for x in tensors for size in x.shape[1:]], default=0)
 
 

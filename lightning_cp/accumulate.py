@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.active_step import opened
-from lightning_cp.step import Step
+from lightning_cp.step import Opened
 
 
 class GradientWindow:
@@ -39,7 +39,7 @@ class GradientWindow:
         self._num_microbatches = 0
         self._disagreements: list[Tensor] = []
 
-    def weigh(self, step: Step | None = None) -> Tensor:
+    def weigh(self, step: Opened | None = None) -> Tensor:
         """Return the weight of the loss of a step, and count the step's tokens.
 
         Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from lightning_cp.step import Step, UnshardedStep, not_sharded
+from lightning_cp.step import BatchOfParts, Opened, Step, not_sharded
 
 
 class _Paused:
@@ -16,23 +16,25 @@ PAUSED: Final = _Paused()
 
 # A module variable, not a ContextVar: with activation checkpointing, attention runs again on
 # autograd's device threads, which do not inherit the caller's context.
-_current: Step | _Paused | None = None
+_current: Opened | _Paused | None = None
 _ever_active = False
 
 
 def current() -> Step | None:
     """Return the active step; None if there is none, or if it is paused.
 
-    Callers need a sequence: raise if the batch of the step was not sharded.
+    Callers need a sequence: raise if the batch was not sharded.
     """
-    if isinstance(_current, UnshardedStep):
+    if isinstance(_current, Step):
+        return _current
+    if isinstance(_current, BatchOfParts):
         raise not_sharded()
-    return _current if isinstance(_current, Step) else None
+    return None
 
 
-def opened() -> Step | None:
-    """Return the active step, also one whose batch was not sharded; None as in `current`."""
-    return _current if isinstance(_current, Step) else None
+def opened() -> Opened | None:
+    """Return the active step, or the batch whose parts are to be opened; None as in `current`."""
+    return _current if isinstance(_current, Opened) else None
 
 
 def is_paused() -> bool:
@@ -55,9 +57,9 @@ class activate:
         num_unsharded: the initial number of declarations of unsharded attention.
     """
 
-    def __init__(self, step: Step | _Paused, *, num_unsharded: int = 0) -> None:
-        self._state: tuple[Step | _Paused | None, int] = step, num_unsharded
-        self._previous: list[tuple[Step | _Paused | None, int]] = []
+    def __init__(self, step: Opened | _Paused, *, num_unsharded: int = 0) -> None:
+        self._state: tuple[Opened | _Paused | None, int] = step, num_unsharded
+        self._previous: list[tuple[Opened | _Paused | None, int]] = []
 
     def __enter__(self) -> None:
         global _current, _num_unsharded, _ever_active

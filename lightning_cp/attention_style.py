@@ -22,6 +22,7 @@ from lightning_cp.attn.ulysses import has_attended
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import unnamed_batch
 from lightning_cp.data.step_builder import build_step
+from lightning_cp.data.structure import flatten
 from lightning_cp.geometry.layout import Layout, layout_of_shards
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
@@ -95,12 +96,10 @@ class ContextParallelAttention(ParallelStyle):
         batch_size = x.shape[0] if self._seq_dim % x.dim() else 1
         # Of the full sequences only positions are known.
         positions = torch.arange(layout.seq_len, device=x.device)
-        full = unnamed_batch(
-            {"tokens": positions}, {"tokens": 0}, batch_size=batch_size, seq_len=layout.seq_len
-        )
+        full = unnamed_batch(flatten(positions), [0], batch_size=batch_size, seq_len=layout.seq_len)
         options = replace(self._cp.options, layout=self._layout)
         training = torch.is_grad_enabled()
-        step, _ = build_step(full, options, self._cp.groups, training=training)
+        step = build_step(full, options, self._cp.groups, training=training)
         # Equal calls are the same step, so that activation checkpointing may repeat one in
         # backward.
         return replace(step, uid=hash((id(self._cp), layout, batch_size)))

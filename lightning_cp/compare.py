@@ -32,7 +32,7 @@ from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.restore import NotRestoredError
-from lightning_cp.step import Step, UnshardedStep
+from lightning_cp.step import Opened, Step
 from lightning_cp.torch_private import (
     accumulation_hooks,
     drop_unreduced_gradients,
@@ -106,7 +106,7 @@ class Run:
     """
 
     values: dict[str, Value]
-    step: Step | None = None
+    step: Opened | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, float] = field(default_factory=dict)
 
@@ -160,7 +160,7 @@ class TrialRuns:
         self._data = list(data)
         self.is_running = False
 
-    def run(self, call: StepCall, batch: Any, step: Step) -> list[dict[str, Finding]]:
+    def run(self, call: StepCall, batch: Any, step: Opened) -> list[dict[str, Finding]]:
         """Run a step on parts of a batch, and compare. Collective.
 
         Args:
@@ -177,7 +177,7 @@ class TrialRuns:
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = error
         with active_step.outside():
-            self._cp.checks.check_batch(batch, problem, training=False, values=True)
+            self._cp.checks.check_batch(flatten(batch), problem, training=False, values=True)
             results, failure = self.compare_runs(call, self.equal_number(parts))
             # Truncation may cut off placeholders of media.
             is_cut = failure is not None and not results and bool(media_names(batch))
@@ -206,7 +206,7 @@ class TrialRuns:
 
     # ---------------------------------------------------------------- batches to run on
 
-    def _trial_batches(self, batch: Any, step: Step) -> list[Any]:
+    def _trial_batches(self, batch: Any, step: Opened) -> list[Any]:
         """Return short batches like this one.
 
         They are padded by sharding if the batch is. Two of them, and one with padding of its own if
@@ -216,10 +216,8 @@ class TrialRuns:
         """
         if any(group.size > 1 for group in self._data) and media_names(batch):
             return [] if self._is_too_long(step) else [batch] * 2
-        if isinstance(step, UnshardedStep):
-            tensors = [x.value for x in flatten(batch).values() if isinstance(x.value, Tensor)]
-            longest = max((max(x.shape, default=0) for x in tensors), default=0)
-            return [batch] * 2 if longest <= self._max_len else []
+        if not isinstance(step, Step):
+            return [batch] * 2 if step.seq_len <= self._max_len else []
         cp, layout = self._cp, step.layout
         max_len = min(self._max_len, layout.seq_len)
         # Short: errors at the boundaries of shards show most.
@@ -233,9 +231,9 @@ class TrialRuns:
         padded = [] if step.padding is None else [batches.pad_samples(short)]
         return [*padded, long, short]
 
-    def _is_too_long(self, step: Step) -> bool:
+    def _is_too_long(self, step: Opened) -> bool:
         """Return whether the batch is too long for each rank to run all of it."""
-        return step.layout.seq_len > max(self._max_len, LONGEST_MEDIA)
+        return step.seq_len > max(self._max_len, LONGEST_MEDIA)
 
     def equal_number(self, parts: list[Any]) -> list[Any]:
         """Return equally many parts on all data ranks; none if one rank has none. Collective."""
@@ -432,8 +430,7 @@ class TrialRuns:
         texts = gather_texts(mine, self._cp.groups.context)[:4]
         by_rank = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
         more = f" ({len(wrong) - 1} more values differ.)" if len(wrong) > 1 else ""
-        has_len = step is not None and not isinstance(step, UnshardedStep)
-        length = f" of {step.layout.seq_len} tokens" if has_len and step is not None else ""
+        length = f" of {step.layout.seq_len} tokens" if isinstance(step, Step) else ""
         fix = call.cure(value)
         if value.is_global:
             padding = "" if step is None else batches.describe_filled(step)
@@ -671,10 +668,10 @@ def returned_leaves(output: Any, *, training: bool) -> Iterator[Leaf]:
             yield leaf
 
 
-def _candidate_dims(local: Any, full: Any, known: int | None, step: Step) -> list[int]:
+def _candidate_dims(local: Any, full: Any, known: int | None, step: Opened) -> list[int]:
     """Return the dims along which a value may hold tokens: those that only sharding shortens."""
     a, b = outputs.as_tensor(local), outputs.as_tensor(full)
-    if a is None or b is None or a.dim() != b.dim() or isinstance(step, UnshardedStep):
+    if a is None or b is None or a.dim() != b.dim() or not isinstance(step, Step):
         return []
     dims = range(a.dim()) if known is None else [known % a.dim()]
     return [

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_cp import active_step
-from lightning_cp.step import Step
+from lightning_cp.step import Opened, Step
 from lightning_cp.torch_private import in_backward, plain_functions
 
 _FIX = "Use checkpoint(..., use_reentrant=False)"
 
 
-def check_recompute(step: Step | None) -> None:
+def check_recompute(step: Opened | None) -> None:
     """Raise if backward recomputes what first ran in a step that has ended.
 
     Activation checkpointing would silently run it on this rank's tokens only, or with the documents

@@ -34,7 +34,7 @@ from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.sharding import shard, shift_labels, unshard
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
-from lightning_cp.step import IGNORED_LABEL, LossMark, Step
+from lightning_cp.step import IGNORED_LABEL, LossMark, Opened, Step
 from lightning_cp.torch_private import depends_on, in_backward, node_number, outside_graphs
 
 __all__ = [
@@ -74,7 +74,7 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     step = current()
     check_recompute(step)
     targets = scored_labels(labels, step, shift=shift)
-    per_token = step is not None and bool(step.position_edges)
+    per_token = step is not None and bool(step.options.position_edges)
     losses = cross_entropy(logits, targets, "none" if per_token else "sum")
     by_position = _by_position(losses, targets, step)
     total = losses.sum() if per_token else losses
@@ -177,9 +177,9 @@ def _num_valid(targets: Tensor) -> Tensor:
 
 def _by_position(losses: Tensor, targets: Tensor, step: Step | None) -> Tensor | None:
     """Return loss sums and token counts per bucket of positions, if the step has buckets."""
-    if step is None or not step.position_edges:
+    if step is None or not step.options.position_edges:
         return None
-    edges = torch.tensor(step.position_edges, device=losses.device)
+    edges = torch.tensor(step.options.position_edges, device=losses.device)
     positions = step.layout.positions(step.cp_rank)[: targets.shape[1]].to(losses.device)
     bucket = torch.bucketize(positions, edges, right=True).expand_as(targets).flatten()
     pairs = torch.stack([losses.detach().double(), (targets.flatten() != IGNORED_LABEL).double()])
@@ -273,9 +273,9 @@ def sample_mean(losses: Tensor) -> Tensor:
     return mean
 
 
-def _check_no_mean(losses: Tensor, step: Step) -> None:
+def _check_no_mean(losses: Tensor, step: Opened) -> None:
     """Raise for losses that hold a mean over all ranks, which samples of a rank cannot weigh."""
-    nodes = {x.node for x in (*step.losses, *(step.outer_losses or ())) if x.node is not None}
+    nodes = {x.node for x in step.all_losses if x.node is not None}
     if nodes and depends_on(losses, nodes, min(nodes)):
         raise ValueError(
             f"sample_mean() got {outputs.describe(losses)}, computed from a mean over all ranks "
@@ -285,7 +285,7 @@ def _check_no_mean(losses: Tensor, step: Step) -> None:
         )
 
 
-def _check_alike(losses: Tensor, step: Step) -> None:
+def _check_alike(losses: Tensor, step: Opened) -> None:
     """Raise on all ranks if context ranks have computed different losses. Collective."""
     context, *others = step.loss_groups
     if context.size == 1:
@@ -347,7 +347,7 @@ def _mean_over(
     groups: Sequence[Transport],
     total: Tensor,
     count: Tensor,
-    step: Step | None,
+    step: Opened | None,
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:

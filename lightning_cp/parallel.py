@@ -23,6 +23,7 @@ from lightning_cp.data import outputs
 from lightning_cp.data.consistency import BatchChecks, find_differing
 from lightning_cp.data.sharding import check_local, shard, token_dim, unshard, unshard_value
 from lightning_cp.data.step_builder import check_not_sharded, open_step
+from lightning_cp.data.structure import Flat, flatten
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.loss import local_targets
@@ -40,7 +41,7 @@ from lightning_cp.options import (
     check_choice,
 )
 from lightning_cp.routing import Unsharded
-from lightning_cp.step import Step, StepMask, StepReference, UnshardedStep
+from lightning_cp.step import BatchOfParts, Opened, Step, StepMask, StepReference
 from lightning_cp.torch_private import Nested, checkpoint_contexts
 
 
@@ -87,14 +88,14 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
     num_unsharded = active_step.num_unsharded()
-    if kept_limit(step) == 0 and store_of(step) is None:
+    if not isinstance(step, Step) or (kept_limit(step) == 0 and store_of(step) is None):
         return nullcontext(), reenter(step, num_unsharded=num_unsharded)
     forward, recompute = region_contexts(step)
     return forward, Nested(_reenter_regions(step, num_unsharded=num_unsharded), recompute)
 
 
 @contextmanager
-def run_step(step: Step) -> Iterator[None]:
+def run_step(step: Opened) -> Iterator[None]:
     """Make a step the active one, with routing, adapters and checkpointing."""
     guards.forget_backward()
     with (
@@ -311,9 +312,8 @@ class ContextParallel:
             sharded, not shifted. If ``sequence_dims`` keeps every tensor full, the batch itself:
             then open a step for each part of it.
         """
-        outer = active_step.opened()
-        if not isinstance(outer, UnshardedStep):
-            outer = None
+        active = active_step.opened()
+        outer = active if isinstance(active, BatchOfParts) else None
         if training is None:
             training = torch.is_grad_enabled() if outer is None else outer.training
         opened, local = self._open(batch, training, outer, sequence_dims)
@@ -353,7 +353,7 @@ class ContextParallel:
         """
         training = torch.is_grad_enabled() if training is None else training
         opened, full = self._build(
-            batch, training, self._alone, None, sequence_dims, is_stock=stock
+            flatten(batch), training, self._alone, None, sequence_dims, is_stock=stock
         )
         if routed:
             with run_step(opened):
@@ -367,42 +367,42 @@ class ContextParallel:
         self,
         batch: Any,
         training: bool,
-        outer: UnshardedStep | None,
+        outer: BatchOfParts | None,
         sequence_dims: SequenceDims | None,
-    ) -> tuple[Step, Any]:
+    ) -> tuple[Opened, Any]:
         """Build the step of a batch; an error of one rank is raised on all of them."""
         if outer is not None and outer.groups is self._alone:  # on this rank only, as `alone`
             return self._build(
-                batch, training, self._alone, outer, sequence_dims, is_stock=outer.is_stock
+                flatten(batch), training, self._alone, outer, sequence_dims, is_stock=outer.is_stock
             )
         values = self.checks.count_batch(training) if outer is None else outer.is_checked
 
-        def build() -> tuple[Step, Any]:
-            check_not_sharded(batch, active_step.opened())
+        def build(flat: Flat) -> tuple[Opened, Any]:
+            check_not_sharded(flat, active_step.opened())
             return self._build(
-                batch, training, self._groups, outer, sequence_dims, is_checked=values
+                flat, training, self._groups, outer, sequence_dims, is_checked=values
             )
 
         return self.checks.checked(batch, build, training=training, values=values)
 
     def _build(
         self,
-        batch: Any,
+        flat: Flat,
         training: bool,
         groups: Groups,
-        outer: UnshardedStep | None = None,
+        outer: BatchOfParts | None = None,
         sequence_dims: SequenceDims | None = None,
         *,
         is_checked: bool = False,
         is_stock: bool = False,
-    ) -> tuple[Step, Any]:
+    ) -> tuple[Opened, Any]:
         """Build the step of a batch; no rank waits for another."""
         options = self._options
         if groups is self._alone:
             options = replace(options, kernel="reference")
         is_usual = outer is None and sequence_dims is None
-        step, local = open_step(
-            batch,
+        opened, local = open_step(
+            flat,
             options,
             groups,
             training=training,
@@ -413,8 +413,9 @@ class ContextParallel:
             is_checked=is_checked,
             is_stock=is_stock,
         )
-        attach(self._store, step)
-        return step, local
+        if isinstance(opened, Step):
+            attach(self._store, opened)
+        return opened, local
 
     def position_ids(self) -> Tensor:
         """Return the position ids of this rank's tokens, [B, L].
@@ -488,7 +489,7 @@ class ContextParallel:
         the batch, keys of ``sequence_dims``, and what a model of a known library returns per token
         (logits, hidden states). Any other value must be the same on all ranks.
         """
-        if isinstance(active_step.opened(), UnshardedStep):
+        if isinstance(active_step.opened(), BatchOfParts):
             return output  # its parts were unsharded in their own steps
         step = self._active("unshard_all()")
         changed, others = {}, []

@@ -24,7 +24,7 @@ from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.precision import as_autocast
-from lightning_cp.step import Step, UnshardedStep
+from lightning_cp.step import Step
 from lightning_cp.torch_private import (
     Detour,
     constant_in_graphs,
@@ -170,7 +170,7 @@ _MIXING = {"conv1d", "batch_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"}
 def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise for convolutions and recurrences along this rank's tokens, and statistics over them."""
     step = active_step.opened()
-    if step is None or step.cp_size == 1 or isinstance(step, UnshardedStep):
+    if not isinstance(step, Step) or step.cp_size == 1:
         return
     x = kwargs.get("input", args[0] if args else None)
     if not isinstance(x, Tensor):

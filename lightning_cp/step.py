@@ -5,7 +5,7 @@ Attention, loss and unshard read it; they add cached values and the losses that 
 """
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, update_wrapper
 from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, TypeVar
@@ -72,72 +72,60 @@ class StepCache:
         self.values: dict[object, dict[Hashable, Any]] = {}
 
 
-class Shard(NamedTuple):
-    """A tensor that a step has yielded: this rank's part of a full one along a dim.
+class Yielded(NamedTuple):
+    """A value that a step has yielded.
 
     Args:
-        local: the part.
-        dim: the sequence dim.
-        full: the full tensor.
-        version: of the part when it was yielded; later ones were changed in place.
+        name: its name in the batch; several values may have the same, or none.
+        local: what the user received.
+        full: the value of the full batch.
+        dim: the sequence dim, if it is a shard; None for others.
+        version: of a shard when it was yielded; later ones were changed in place.
     """
 
-    local: Tensor
-    dim: int
-    full: Tensor
-    version: int | None
+    name: str | None
+    local: Any
+    full: Any
+    dim: int | None = None
+    version: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One batch under context parallelism, as this rank sees it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Opened:
+    """What ``cp.step(batch)`` has opened: a `Step`, or a `BatchOfParts`.
 
     Args:
-        layout: which rank owns which position.
         groups: the ranks that this rank works with.
         options: how attention is computed.
-        batch_size: the number of samples.
-        documents: int64 [B, S] on the host, None where each sequence is one document.
-        padding: bool [B, S] on the host, true where the user's batch is padded; None for nowhere.
-        position_ids: int64 [B, L], this rank's shard.
         training: whether the loss is averaged over the data axis too.
-        has_position_ids: whether the batch contains position ids; else they were counted.
-        is_checked: whether the ranks compare what they hold in this step.
+        is_checked: whether the ranks compare what they hold.
         is_stock: on full sequences, with models of other libraries unchanged: the reference of a
             comparison.
-        branches: parts of documents that do not see each other; None where there are none.
+        outer: the batch of which this is a part, if any.
     """
 
-    layout: Layout
     groups: Groups
     options: Options
-    batch_size: int
-    documents: IntArray | None
-    padding: BoolArray | None
-    position_ids: Tensor
     training: bool
-    has_position_ids: bool = False
     is_checked: bool = False
     is_stock: bool = False
-    branches: Branches | None = None
+    outer: "BatchOfParts | None" = field(default=None, repr=False)
     uid: int = field(default_factory=lambda: next(_uids))
-    cache: StepCache = field(default_factory=StepCache, repr=False)
-    # The values that the user received, by name; several tensors of a batch may have the same.
-    yielded: dict[str | None, list[Any]] = field(default_factory=dict, repr=False)
-    # Those of them that are shards.
-    shards: list[Shard] = field(default_factory=list, repr=False)
-    # Means over the tokens, or the samples, of all ranks that were computed in this step. A step
-    # without any has a loss of unknown kind.
+    # Means over the tokens, or the samples, of all ranks that were computed in it. Without any, its
+    # loss is of unknown kind.
     losses: list[LossMark] = field(default_factory=list, repr=False)
-    # The losses of the step that yielded its batch unsharded, if this one works on a part of it.
-    outer_losses: list[LossMark] | None = field(default=None, repr=False)
     # Losses that must be the same on all context ranks, which have not compared them yet.
     uncompared: list[Tensor] = field(default_factory=list, repr=False)
 
     @property
-    def position_edges(self) -> tuple[int, ...]:
-        """Return where buckets of global positions begin, for losses by position."""
-        return self.options.position_edges
+    def steps(self) -> "Sequence[Step]":
+        """Return the steps whose tokens it has: itself, or those of the parts opened so far."""
+        raise NotImplementedError
+
+    @property
+    def seq_len(self) -> int:
+        """Return the tokens per sequence, of the longest part."""
+        raise NotImplementedError
 
     @property
     def cp_rank(self) -> int:
@@ -147,7 +135,124 @@ class Step:
     @property
     def cp_size(self) -> int:
         """Return the number of context ranks."""
+        return self.groups.context.size
+
+    @property
+    def loss_groups(self) -> tuple[Transport, ...]:
+        """Return the groups over which the loss is one mean.
+
+        In training also the data axis, whose ranks take the same number of steps. In evaluation
+        their loaders may have different lengths, and a rank would wait forever for one that has
+        finished.
+        """
+        groups = self.groups
+        return (groups.context, groups.data) if self.training else (groups.context,)
+
+    @property
+    def all_losses(self) -> list[LossMark]:
+        """Return its losses, and those of the batch that it is a part of."""
+        return self.losses if self.outer is None else [*self.losses, *self.outer.losses]
+
+    def note_loss(self, mark: LossMark) -> None:
+        """Record a token mean, also in the batch that this is a part of."""
+        self.losses.append(mark)
+        if self.outer is not None:
+            self.outer.losses.append(mark)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples of the full batch."""
+        return sum(step.batch_size for step in self.steps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the full batch, without padding."""
+        return sum(step.count_tokens() for step in self.steps)
+
+    def work_by_rank(self) -> list[int]:
+        """Return each rank's visible pairs, summed over the masks of all attention calls."""
+        bounds = [(s.layout, x) for s in self.steps for x, _ in s.cache.bounds.values()]
+        works = [layout.work(x) for layout, x in bounds]
+        work = [sum(one[rank] for one in works) for rank in range(self.cp_size)]
+        size = self.groups.inside.size  # the ranks of a Ulysses group share their work
+        groups = [work[at : at + size] for at in range(0, self.cp_size, size)]
+        return [sum(group) // size for group in groups for _ in group]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchOfParts(Opened):
+    """A batch that was yielded unsharded: its user opens a step for each part of it.
+
+    It collects the losses of those steps. Nothing that needs a sequence works in it: see
+    `active_step.current`.
+
+    Args:
+        longest: tokens per sequence of its longest part.
+        parts: the steps of the parts that have been opened.
+    """
+
+    longest: int
+    parts: "list[Step]" = field(default_factory=list, repr=False)
+
+    @property
+    def seq_len(self) -> int:
+        """Return the tokens per sequence of its longest part."""
+        return self.longest
+
+    @property
+    def steps(self) -> "Sequence[Step]":
+        """Return the steps of its parts that have been opened."""
+        return self.parts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step(Opened):
+    """One batch under context parallelism, as this rank sees it.
+
+    Args:
+        layout: which rank owns which position.
+        batch_size: the number of samples.
+        documents: int64 [B, S] on the host, None where each sequence is one document.
+        padding: bool [B, S] on the host, true where the user's batch is padded; None for nowhere.
+        position_ids: int64 [B, L], this rank's shard.
+        has_position_ids: whether the batch contains position ids; else they were counted.
+        branches: parts of documents that do not see each other; None where there are none.
+        yielded: what the user received.
+    """
+
+    layout: Layout
+    batch_size: int
+    documents: IntArray | None
+    padding: BoolArray | None
+    position_ids: Tensor
+    has_position_ids: bool = False
+    branches: Branches | None = None
+    yielded: list[Yielded] = field(default_factory=list, repr=False)
+    cache: StepCache = field(default_factory=StepCache, repr=False)
+
+    @property
+    def steps(self) -> "Sequence[Step]":
+        """Return this step."""
+        return (self,)
+
+    @property
+    def seq_len(self) -> int:
+        """Return the tokens per sequence."""
+        return self.layout.seq_len
+
+    @property
+    def cp_size(self) -> int:
+        """Return the number of context ranks."""
         return self.layout.cp_size
+
+    def shard_of(self, x: object) -> Yielded | None:
+        """Return how a tensor was sharded, if the step has yielded it; None for others."""
+        return next((y for y in self.yielded if y.dim is not None and y.local is x), None)
+
+    def count_tokens(self) -> int:
+        """Return the number of tokens, without padding."""
+        padding = 0 if self.padding is None else int(self.padding.sum())
+        return self.batch_size * self.layout.seq_len - padding
 
     @cached_property
     def tensor_len(self) -> int:
@@ -170,23 +275,6 @@ class Step:
         )
         return runs
 
-    def note_loss(self, mark: LossMark) -> None:
-        """Record a token mean, also in the step that this one is a part of."""
-        self.losses.append(mark)
-        if self.outer_losses is not None:
-            self.outer_losses.append(mark)
-
-    @property
-    def loss_groups(self) -> tuple[Transport, ...]:
-        """Return the groups over which the loss is one mean.
-
-        In training also the data axis, whose ranks take the same number of steps. In evaluation
-        their loaders may have different lengths, and a rank would wait forever for one that has
-        finished.
-        """
-        groups = self.groups
-        return (groups.context, groups.data) if self.training else (groups.context,)
-
     def bounds(self, mask: Mask) -> Bounds:
         """Return the bounds of a mask, with the documents and padding of this step."""
         key = mask.key()
@@ -199,83 +287,6 @@ class Step:
             )
             self.cache.bounds[key] = bounds, mask.tensors()
         return self.cache.bounds[key][0]
-
-    @property
-    def num_samples(self) -> int:
-        """Return the number of samples of the full batch."""
-        return self.batch_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of the full batch, without padding."""
-        padding = 0 if self.padding is None else int(self.padding.sum())
-        return self.batch_size * self.layout.seq_len - padding
-
-    def work_by_rank(self) -> list[int]:
-        """Return each rank's visible pairs, summed over the masks of all attention calls."""
-        works = [self.layout.work(bounds) for bounds, _ in self.cache.bounds.values()]
-        work = [sum(one[rank] for one in works) for rank in range(self.cp_size)]
-        size = self.groups.inside.size  # the ranks of a Ulysses group share their work
-        groups = [work[at : at + size] for at in range(0, self.cp_size, size)]
-        return [sum(group) // size for group in groups for _ in group]
-
-
-class _Unavailable:
-    """Stands for the layout of a step whose batch was not sharded: any use raises."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise not_sharded()
-
-
-@dataclass(frozen=True, eq=False)
-class UnshardedStep(Step):
-    """The step of a batch that was yielded unsharded: its user opens a step for each part of it.
-
-    It collects the losses of those steps. Nothing that needs a sequence works in it: see `current`.
-    """
-
-    parts: list[Step] = field(default_factory=list, repr=False)
-
-    @property
-    def cp_size(self) -> int:
-        """Return the number of context ranks."""
-        return self.groups.context.size
-
-    @property
-    def num_samples(self) -> int:
-        """Return the number of samples of its parts that have been opened."""
-        return sum(part.num_samples for part in self.parts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of its parts, without padding."""
-        return sum(part.num_tokens for part in self.parts)
-
-    def work_by_rank(self) -> list[int]:
-        """Return each rank's visible pairs, over all parts."""
-        works = [part.work_by_rank() for part in self.parts]
-        return [sum(work[rank] for work in works) for rank in range(self.cp_size)]
-
-
-def unsharded_step(
-    groups: Groups, options: Options, *, training: bool, is_checked: bool, is_stock: bool
-) -> UnshardedStep:
-    """Build the step of a batch that is not sharded."""
-    unavailable: Any = _Unavailable()
-    return UnshardedStep(
-        layout=unavailable,
-        groups=groups,
-        options=options,
-        batch_size=0,
-        documents=None,
-        padding=None,
-        position_ids=unavailable,
-        training=training,
-        is_checked=is_checked,
-        is_stock=is_stock,
-    )
 
 
 def not_sharded() -> RuntimeError:

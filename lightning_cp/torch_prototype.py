@@ -22,10 +22,11 @@ from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import FullBatch, unnamed_batch
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.data.step_builder import build_step, check_not_sharded
+from lightning_cp.data.structure import Flat
 from lightning_cp.geometry.layout import layout_of_shards
 from lightning_cp.options import AlgorithmName, LayoutName, check_choice
 from lightning_cp.parallel import ContextParallel, run_step
-from lightning_cp.step import Step
+from lightning_cp.step import Step, Yielded
 
 _ALGORITHMS: Final[dict[str, AlgorithmName]] = {"allgather": "gather", "alltoall": "ring"}
 
@@ -79,20 +80,21 @@ def context_parallel(
     named = {f"buffers[{i}]": x for i, x in enumerate(() if buffers is None else buffers)}
     freed = {id(x) for x in no_restore_buffers or ()}
 
-    def build() -> tuple[FullBatch, Step, dict[str, Tensor]]:
-        full = _read(buffers, buffer_seq_dims, freed)
-        check_not_sharded(full.tensors, active_step.opened())
+    def build(flat: Flat) -> Step:
+        full = _read(flat, buffers, buffer_seq_dims, freed)
+        check_not_sharded(flat, active_step.opened())
         layout = _layout_name(full.seq_len, cp.cp_size)
         options = replace(cp.options, layout=layout, algorithm=_algorithm)
-        return full, *build_step(full, options, cp.groups, training=training, is_checked=values)
+        return build_step(full, options, cp.groups, training=training, is_checked=values)
 
-    full, step, local = cp.checks.checked(named, build, training=training, values=values)
-    step.yielded[None] = list(full.tensors.values())
-    with _swapped(full, local, freed) as tables, run_step(step):
+    step = cp.checks.checked(named, build, training=training, values=values)
+    shards = dict(zip(named, step.yielded, strict=True))
+    step.yielded[:] = [Yielded(None, x, x) for x in named.values()]
+    with _swapped(shards, freed) as tables, run_step(step):
         yield cp
         if values and tables:
-            problem = _overwritten(full, tables, step)
-            cp.checks.check_batch({}, problem, training=training, values=False)
+            problem = _overwritten(named, tables, step)
+            cp.checks.check_batch(Flat(), problem, training=training, values=False)
 
 
 def context_parallel_unshard(
@@ -162,7 +164,10 @@ def _layout_name(seq_len: int, cp_size: int) -> LayoutName:
 
 
 def _read(
-    buffers: Sequence[Tensor] | None, buffer_seq_dims: Sequence[int] | None, freed: set[int]
+    flat: Flat,
+    buffers: Sequence[Tensor] | None,
+    buffer_seq_dims: Sequence[int] | None,
+    freed: set[int],
 ) -> FullBatch:
     """Return the buffers as a batch; raise if they cannot be sharded."""
     dims = _check_pairs("context_parallel", buffers, "buffer_seq_dims", buffer_seq_dims)
@@ -181,9 +186,9 @@ def _read(
         )
     if len(given) < len(buffers):
         raise ValueError("context_parallel(buffers=...) holds a tensor twice. Give it once.")
-    tensors = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
     seq_len, has_batch = buffers[0].shape[dims[0]], dims[0] > 0
-    for (name, x), dim in zip(tensors.items(), dims, strict=True):
+    for leaf, dim in zip(flat.leaves, dims, strict=True):
+        name, x = leaf.path, leaf.value
         is_table = has_batch and dim == 0 and (x.is_floating_point() or x.is_complex())
         if x.shape[dim] != seq_len and not (is_table and x.shape[dim] > seq_len):
             raise ValueError(
@@ -194,8 +199,7 @@ def _read(
                 "a context_parallel() of its own."
             )
     batch_size = buffers[0].shape[0] if has_batch else 1
-    named_dims = dict(zip(tensors, dims, strict=True))
-    return unnamed_batch(tensors, named_dims, batch_size=batch_size, seq_len=seq_len)
+    return unnamed_batch(flat, dims, batch_size=batch_size, seq_len=seq_len)
 
 
 def _check_pairs(
@@ -227,44 +231,45 @@ def _check_pairs(
 
 @contextmanager
 def _swapped(
-    full: FullBatch, local: dict[str, Tensor], freed: Container[int]
-) -> Iterator[dict[str, Tensor]]:
+    shards: dict[str, Yielded], freed: Container[int]
+) -> Iterator[dict[str, tuple[Tensor, int]]]:
     """Give the caller's tensors the contents of this rank's shards, and restore them on exit.
 
     Args:
-        full: the caller's tensors.
-        local: the shards by name; empty afterwards.
+        shards: by name; empty afterwards.
         freed: ids of tensors that are not restored.
 
     Yields:
-        The full tensors, by name, of those without a batch dim.
+        The full tensors, by name, of those without a batch dim, and their sequence dims.
     """
     tables = {}
     with ExitStack() as stack:
-        for name, x in full.tensors.items():
-            torch_private.swap_contents(x, local[name])
-            original = local.pop(name)
+        for name in list(shards):
+            _, original, x, dim, _ = shards.pop(name)
+            torch_private.swap_contents(x, original)
             if id(x) not in freed:
                 stack.callback(torch_private.swap_contents, x, original)
-                if all(size == 1 for size in x.shape[: full.dims[name]]):
-                    tables[name] = original
+                if dim is not None and all(size == 1 for size in x.shape[:dim]):
+                    tables[name] = original, dim
             del original
         yield tables
 
 
-def _overwritten(full: FullBatch, tables: Mapping[str, Tensor], step: Step) -> Exception | None:
+def _overwritten(
+    buffers: Mapping[str, Tensor], tables: Mapping[str, tuple[Tensor, int]], step: Step
+) -> Exception | None:
     """Return an error if this rank's shard of a table has become that of the first rank.
 
     DDP broadcasts the buffers of a module at the start of forward, also when a context has sharded
     them. A tensor without a batch dim may be one of them.
 
     Args:
-        full: the buffers, which hold shards.
-        tables: the full tensors of those without a batch dim.
+        buffers: the tensors that hold shards.
+        tables: the full tensors of those without a batch dim, and their sequence dims.
         step: the step that they are sharded in.
     """
-    for name, original in tables.items():
-        x, part = full.tensors[name], partial(shard, original, full.dims[name], layout=step.layout)
+    for name, (original, dim) in tables.items():
+        x, part = buffers[name], partial(shard, original, dim, layout=step.layout)
         if torch.equal(x, part(rank=0)) and not torch.equal(x, part(rank=step.cp_rank)):
             return RuntimeError(
                 f"{name} was overwritten inside context_parallel(), where it holds this rank's "

@@ -19,7 +19,7 @@ from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data.media import media_names
-from lightning_cp.data.structure import rebuild
+from lightning_cp.data.structure import flatten
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
@@ -247,7 +247,7 @@ def compare(
         float(full_loss),
         dict(zip(full, errors.tolist(), strict=True)),
         allowed,
-        batches.read_batch(part, sequence_dims=cp.options.sequence_dims).seq_len,
+        batches.read_batch(flatten(part), sequence_dims=cp.options.sequence_dims).seq_len,
         cp_size=cp.cp_size,
         earned=earned,
         precision=str(dtype).removeprefix("torch."),
@@ -257,11 +257,11 @@ def compare(
 
 def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
-    full = batches.read_batch(batch, sequence_dims=cp.options.sequence_dims)
+    full = batches.read_batch(flatten(batch), sequence_dims=cp.options.sequence_dims)
     if max_len is None or full.seq_len <= max_len or full.is_unsharded:
         return batch
-    if type(batch) is not dict or full.names.keys() != batch.keys():
-        return _truncate_nested(batch, full, max_len)
+    if type(batch) is not dict or [x.path for x in full.leaves] != list(batch):
+        return _truncate_nested(full, max_len)
     if any(batch.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k")):
         ids = torch.from_numpy(full.documents) if full.documents is not None else None
         batch = {k: v for k, v in batch.items() if not k.startswith(("cu_seq_lens", "max_length"))}
@@ -274,12 +274,12 @@ def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> A
         first = labelled[0] if labelled else 0
         start = min(max(0, first - max_len // 2), full.seq_len - max_len)
     return {
-        key: value.narrow(full.dims[key], start, max_len) if key in full.dims else value
-        for key, value in batch.items()
+        x.path: x.value if x.dim is None else x.value.narrow(x.dim, start, max_len)
+        for x in full.leaves
     }
 
 
-def _truncate_nested(batch: Any, full: batches.FullBatch, max_len: int) -> Any:
+def _truncate_nested(full: batches.FullBatch, max_len: int) -> Any:
     """Return the first tokens of a batch that is not a plain dict of tensors."""
     if (
         full.metadata.get("cu_seq_lens_q") is not None
@@ -290,10 +290,9 @@ def _truncate_nested(batch: Any, full: batches.FullBatch, max_len: int) -> Any:
             "`cu_seq_lens_q` is inside a nested batch. Use `document_ids`, or a larger max_len."
         )
     parts = {
-        path: x.narrow(full.dims[path], 0, max_len) if path in full.dims else x
-        for path, x in full.tensors.items()
+        x.path: x.value if x.dim is None else x.value.narrow(x.dim, 0, max_len) for x in full.leaves
     }
-    return rebuild(batch, parts)
+    return full.flat.rebuild(parts)
 
 
 @contextmanager

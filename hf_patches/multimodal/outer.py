@@ -126,8 +126,8 @@ def full_value(name: str, x: Any, step: Step) -> Any:
     """Return the full tensor of this rank's shard; other values as they are."""
     if not isinstance(x, Tensor) or name in _OF_LOGITS:
         return x
-    known = next((known for known in step.shards if known.local is x), None)
-    if known is not None:
+    known = step.shard_of(x)
+    if known is not None and known.dim is not None:
         is_unchanged = tensor_version(x) == known.version
         return known.full if is_unchanged else _unshard(x, known.dim, step)
     dim = SEQUENCE_DIMS.get(name)

@@ -6,10 +6,10 @@ that all ranks hold the same batch.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from torch import Tensor
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.media import MEDIA
 from lightning_cp.data.sharding import shard
-from lightning_cp.data.structure import Leaf, flatten, parts_of, rebuild
+from lightning_cp.data.structure import Flat, Leaf, parts_of
 from lightning_cp.geometry.branches import SHARED, Branches, read_branches
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.options import SequenceDims
-from lightning_cp.step import IGNORED_LABEL, Step, UnshardedStep
+from lightning_cp.step import IGNORED_LABEL, Opened, Yielded
+from lightning_cp.torch_private import tensor_version
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,
@@ -68,28 +69,34 @@ class FullBatch:
     """A batch before it is sharded.
 
     Args:
-        tensors: the values of the user's batch by path (`structure.flatten`).
-        dims: the sequence dim of each path that is sharded; empty if the user keeps all tensors
-            full.
+        flat: the user's batch; its values have their roles and sequence dims. None has a dim if the
+            user keeps all tensors full.
         batch_size: the number of samples.
-        seq_len: tokens per sequence; of the longest part if ``dims`` is empty.
+        seq_len: tokens per sequence; of the longest part if nothing is sharded.
         documents: [B, S] or [1, S], None where each sequence is one document.
         padding: [B, S], None where nothing is padding.
-        metadata: the values that describe the sequences, by name: ``position_ids``,
+        metadata: the values that describe the sequences, by role: ``position_ids``,
             ``attention_mask``.
-        names: the name of each path; None where it has none.
         branches: parts of documents that do not see each other; None where there are none.
     """
 
-    tensors: Mapping[str, Any]
-    dims: Mapping[str, int]
+    flat: Flat
     batch_size: int
     seq_len: int
-    documents: IntArray | None
-    padding: BoolArray | None
-    metadata: Mapping[str, Any]
-    names: Mapping[str, str | None]
+    documents: IntArray | None = None
+    padding: BoolArray | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     branches: Branches | None = None
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Return the values."""
+        return self.flat.leaves
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Return the sequence dim of each path that is sharded."""
+        return {leaf.path: leaf.dim for leaf in self.leaves if leaf.dim is not None}
 
     @property
     def is_unsharded(self) -> bool:
@@ -98,23 +105,37 @@ class FullBatch:
 
     @property
     def shows_padding(self) -> bool:
-        """Return whether shards may be padded: the name of a tensor tells the fill value."""
-        return all(self.names[path] is not None for path in self.dims)
+        """Return whether shards may be padded: the role of a tensor tells the fill value."""
+        return all(leaf.role is not None for leaf in self.leaves if leaf.dim is not None)
 
 
-def unnamed_batch(
-    tensors: Mapping[str, Tensor], dims: Mapping[str, int], *, batch_size: int, seq_len: int
-) -> FullBatch:
+def unnamed_batch(flat: Flat, dims: Sequence[int], *, batch_size: int, seq_len: int) -> FullBatch:
     """Return tensors of full sequences without documents and padding, as a batch.
 
     Ranks hold different numbers of tokens where the length does not divide.
     """
-    names = dict.fromkeys(tensors)
-    return FullBatch(tensors, dims, batch_size, seq_len, None, None, {}, names)
+    pairs = zip(flat.leaves, dims, strict=True)
+    leaves = tuple(replace(leaf, role=None, dim=dim) for leaf, dim in pairs)
+    return FullBatch(Flat(flat.batch, leaves), batch_size, seq_len)
+
+
+class _Rule(NamedTuple):
+    """The sequence dim of a value, None to keep it full, and whether the user has given it."""
+
+    dim: int | None
+    is_users: bool
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a batch, and the path that shows their length."""
+
+    anchor: str
+    batch_size: int
+    seq_len: int
 
 
 def read_batch(
-    batch: Any,
+    flat: Flat,
     *,
     sequence_dims: SequenceDims,
     checked_paths: set[str] | None = None,
@@ -122,88 +143,60 @@ def read_batch(
     """Find the sequence dims, documents and padding of a batch.
 
     Args:
-        batch: the user's batch.
+        flat: the user's batch.
         sequence_dims: the user's sequence dims, by name or by path.
         checked_paths: paths of unknown names that a former batch has shown to hold no sequence:
             they are not checked again, whatever their length; new ones are added.
     """
-    if not isinstance(batch, Tensor) and parts_of(batch) is None:
+    if not isinstance(flat.batch, Tensor) and parts_of(flat.batch) is None:
         raise TypeError(
-            f"cp.step() got a {type(batch).__name__}, but needs tensors in a dict, tuple, list or "
-            "data class, such as a Hugging Face batch. Name the tensors: "
+            f"cp.step() got a {type(flat.batch).__name__}, but needs tensors in a dict, tuple, "
+            "list or data class, such as a Hugging Face batch. Name the tensors: "
             '{"input_ids": ..., "labels": ...}.'
         )
-    leaves = flatten(batch)
-    tensors = {path: leaf.value for path, leaf in leaves.items()}
-    chosen = {path: _user_dim(path, leaf, sequence_dims) for path, leaf in leaves.items()}
-    named = {path for path, choice in chosen.items() if choice is not None}
-    known = _known_dims(leaves, chosen)
-    names = {path: leaf.name for path, leaf in leaves.items()}
-    if _is_unsharded(tensors, known, named):
-        longest = max(x.shape[1] for x in tensors.values() if isinstance(x, Tensor) and x.dim() > 1)
-        return FullBatch(tensors, {}, 0, longest, None, None, {}, names)
-    anchor, seq_len = _sequence(leaves, known, sequence_dims)
-    if seq_len < 1:
-        raise ValueError(
-            f"`{anchor}` has shape {tuple(tensors[anchor].shape)}: sequences of length 0, nothing "
-            "to attend to. Leave such batches out, in the data set or in the collate function."
-        )
-    if anchor not in known:  # no name is known: values in a list have none
-        names = {path: None if leaves[path].is_listed else name for path, name in names.items()}
+    rules = {x.path: rule for x in flat.leaves if (rule := _rule(x, sequence_dims)) is not None}
+    wide = [leaf for leaf in flat.tensors if leaf.value.dim() > 1]
+    if wide and all(rules.get(leaf.path) == (None, True) for leaf in wide):
+        return FullBatch(flat, 0, max(leaf.value.shape[1] for leaf in wide))
+    found = _find_sequences(flat.leaves, rules, sequence_dims)
     checked_paths = set() if checked_paths is None else checked_paths
-    dims = _dims(leaves, known, named, names, checked_paths, anchor, seq_len)
-    batch_size = tensors[anchor].shape[0]
-    metadata, (documents, padding) = _read_metadata(
-        {
-            path: leaf
-            for path, leaf in leaves.items()
-            if not (leaf.above and chosen[path] == (None,))
-        },
-        names,
-        dims,
-        batch_size,
-        seq_len,
-    )
-    ids = _read_ids("branch_ids", metadata.get("branch_ids"), batch_size, seq_len)
+    leaves, is_named = [], found.anchor in rules
+    for leaf in flat.leaves:
+        # No name is known: values in a list have none.
+        role = leaf.role if is_named or not leaf.is_listed else None
+        read = replace(leaf, role=role)
+        dim = _dim_of(read, rules.get(leaf.path), flat.leaves, found, checked_paths)
+        leaves.append(replace(read, dim=dim))
+    describing = [x for x in leaves if not (x.above and rules.get(x.path) == (None, True))]
+    metadata, documents, padding = _read_metadata(describing, found)
+    ids = _read_ids("branch_ids", metadata.get("branch_ids"), found)
     branches = None if ids is None else read_branches(ids, documents, padding)
     return FullBatch(
-        tensors, dims, batch_size, seq_len, documents, padding, metadata, names, branches
+        Flat(flat.batch, tuple(leaves)),
+        found.batch_size,
+        found.seq_len,
+        documents,
+        padding,
+        metadata,
+        branches,
     )
 
 
-def _user_dim(path: str, leaf: Leaf, dims: SequenceDims) -> tuple[int | None] | None:
-    """Return the dim that the user gives for a value, in a tuple; None where none is given.
+def _rule(leaf: Leaf, dims: SequenceDims) -> _Rule | None:
+    """Return the rule for a value: the user's, or that of its name.
 
     Its path takes precedence over a container that is kept full, and that over its name.
     """
-    if path in dims:
-        return (dims[path],)
-    for above in (*leaf.above, *leaf.names[:-1], *(leaf.names[-1:] if leaf.is_listed else ())):
-        if above in dims and dims[above] is None:
-            return (None,)
-    return (dims[leaf.name],) if leaf.name is not None and leaf.name in dims else None
-
-
-def _known_dims(
-    leaves: Mapping[str, Leaf], chosen: Mapping[str, tuple[int | None] | None]
-) -> dict[str, int | None]:
-    """Return the sequence dim of each path that is known."""
-    known = {}
-    for path, leaf in leaves.items():
-        choice = chosen[path]
-        if choice is not None:
-            known[path] = choice[0]
-        elif leaf.name is not None and leaf.name in SEQUENCE_DIMS:
-            known[path] = SEQUENCE_DIMS[leaf.name]
-    return known
-
-
-def _is_unsharded(
-    tensors: Mapping[str, Any], known: Mapping[str, int | None], named: Collection[str]
-) -> bool:
-    """Return whether the user keeps every tensor full that could hold a sequence."""
-    paths = [path for path, x in tensors.items() if isinstance(x, Tensor) and x.dim() > 1]
-    return bool(paths) and all(path in named and known[path] is None for path in paths)
+    if leaf.path in dims:
+        return _Rule(dims[leaf.path], True)
+    inner = leaf.names if leaf.is_listed else leaf.names[:-1]
+    if any(above in dims and dims[above] is None for above in (*leaf.above, *inner)):
+        return _Rule(None, True)
+    if leaf.role is not None and leaf.role in dims:
+        return _Rule(dims[leaf.role], True)
+    if leaf.role is not None and leaf.role in SEQUENCE_DIMS:
+        return _Rule(SEQUENCE_DIMS[leaf.role], False)
+    return None
 
 
 @lru_cache(maxsize=16)
@@ -213,118 +206,116 @@ def _priority(names: tuple[str, ...]) -> dict[str, int]:
     return {name: index for index, name in enumerate(order)}
 
 
-def _sequence(
-    leaves: Mapping[str, Leaf],
-    known: Mapping[str, int | None],
-    sequence_dims: SequenceDims,
-) -> tuple[str, int]:
-    """Return the path that determines the sequence length, and that length."""
+def _find_sequences(
+    leaves: Sequence[Leaf], rules: Mapping[str, _Rule], sequence_dims: SequenceDims
+) -> _Sequences:
+    """Find the value that determines the sequence length."""
     priority = _priority(tuple(sequence_dims))
-    last = len(priority)
-    for path in sorted(known, key=lambda path: priority.get(str(leaves[path].name), last)):
-        dim, leaf = known[path], leaves[path]
-        value = leaf.value
-        if not isinstance(value, Tensor) or dim is None:
+    known = [leaf for leaf in leaves if leaf.path in rules and isinstance(leaf.value, Tensor)]
+    for leaf in sorted(known, key=lambda leaf: priority.get(str(leaf.role), len(priority))):
+        dim, value = rules[leaf.path].dim, leaf.value
+        if dim is None:
             continue
-        if value.dim() < 2 and leaf.name in _TOKENS:
+        if value.dim() < 2 and leaf.role in _TOKENS:
             raise ValueError(
-                f"`{path}` has shape {tuple(value.shape)}, but needs a batch dim: give "
+                f"`{leaf.path}` has shape {tuple(value.shape)}, but needs a batch dim: give "
                 "[batch, tokens], for one sample x.unsqueeze(0)."
             )
         if value.dim() > 1 and _has_dim(value, dim):
-            return path, value.shape[dim]
-    return _unnamed_sequence(leaves, known)
+            return _sequences(leaf, dim)
+    return _sequences(_unnamed_anchor(leaves, rules), 1)
 
 
-def _unnamed_sequence(
-    leaves: Mapping[str, Leaf], known: Mapping[str, int | None]
-) -> tuple[str, int]:
-    """Find the sequence length in tensors that have an index and no name: [batch, tokens, ...]."""
-    unnamed = {
-        path: leaf.value
-        for path, leaf in leaves.items()
-        if path not in known and (leaf.is_listed or leaf.name is None)
+def _sequences(anchor: Leaf, dim: int) -> _Sequences:
+    shape = tuple(anchor.value.shape)
+    if shape[dim] < 1:
+        raise ValueError(
+            f"`{anchor.path}` has shape {shape}: sequences of length 0, nothing to attend to. "
+            "Leave such batches out, in the data set or in the collate function."
+        )
+    return _Sequences(anchor.path, shape[0], shape[dim])
+
+
+def _unnamed_anchor(leaves: Sequence[Leaf], rules: Mapping[str, _Rule]) -> Leaf:
+    """Find the sequences in tensors that have an index and no name: [batch, tokens, ...]."""
+    unnamed = [
+        leaf
+        for leaf in leaves
+        if leaf.path not in rules and (leaf.is_listed or leaf.role is None)
         if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1
-    }
+    ]
     if not unnamed:
         raise ValueError(
-            f"The batch has the keys {sorted(leaves)}, and none of them is known to hold a "
-            "sequence. Give its dim: sequence_dims={'my_tokens': 1}."
+            f"The batch has the keys {sorted(x.path for x in leaves)}, and none of them is known "
+            "to hold a sequence. Give its dim: sequence_dims={'my_tokens': 1}."
         )
     # [batch, features] looks like [batch, tokens]: floating-point tensors are ambiguous.
-    sure = [path for path, x in unnamed.items() if x.dim() > 2 or not x.is_floating_point()]
-    if not sure or len({unnamed[path].shape[:2] for path in sure}) > 1:
-        shapes = ", ".join(f"`{path}` {tuple(x.shape)}" for path, x in unnamed.items())
-        entries = ", ".join(f"'{path}': 1" for path in unnamed)
+    sure = [x for x in unnamed if x.value.dim() > 2 or not x.value.is_floating_point()]
+    if not sure or len({x.value.shape[:2] for x in sure}) > 1:
+        shapes = ", ".join(f"`{x.path}` {tuple(x.value.shape)}" for x in unnamed)
+        entries = ", ".join(f"'{x.path}': 1" for x in unnamed)
         raise ValueError(
             f"The batch holds tensors without names, and their shapes do not show the sequence "
             f"dim: {shapes}. Give it for each: sequence_dims={{{entries}}}, the dim of the tokens, "
             "or None to keep one full; or give a dict."
         )
-    return sure[0], unnamed[sure[0]].shape[1]
+    return sure[0]
 
 
 def _has_dim(x: Tensor, dim: int) -> bool:
     return -x.dim() <= dim < x.dim()
 
 
-def _dims(
-    leaves: Mapping[str, Leaf],
-    known: Mapping[str, int | None],
-    named: Collection[str],
-    names: Mapping[str, str | None],
+def _dim_of(
+    leaf: Leaf,
+    rule: _Rule | None,
+    leaves: Sequence[Leaf],
+    found: _Sequences,
     checked_paths: set[str],
-    anchor: str,
-    seq_len: int,
-) -> dict[str, int]:
-    """Return the dim along which each path is sharded; those that are kept full are left out."""
-    dims = {}
-    batch_size = leaves[anchor].value.shape[0]
-    for path, leaf in leaves.items():
-        value = leaf.value
-        if path not in known and names[path] is None and isinstance(value, Tensor):
-            if _is_unnamed_sequence(path, value, batch_size, seq_len):
-                dims[path] = 1
-            continue
-        if path not in known and path not in checked_paths and value is not None:
+) -> int | None:
+    """Return the dim along which a value is sharded; None to keep it full."""
+    path, value, seq_len = leaf.path, leaf.value, found.seq_len
+    if value is None:
+        return None
+    if rule is None:
+        if leaf.role is None and isinstance(value, Tensor):
+            return 1 if _is_unnamed_sequence(path, value, found) else None
+        if path not in checked_paths:
             _check_unknown(path, value, seq_len)
             checked_paths.add(path)
-        dim = known.get(path)
-        if path not in named and _is_ready_mask(leaf.name, value, seq_len):
-            dim = -2  # queries are sharded, keys are not
-        if dim is None or value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"`{path}` holds a sequence and would be sharded along dim {dim}, but is a "
-                f"{type(value).__name__}. Give a tensor, or keep it full: "
-                f"sequence_dims={{'{path}': None}}."
-            )
-        if not _has_dim(value, dim):
-            if path in named:
-                raise ValueError(
-                    f"sequence_dims={{'{path}': {dim}}}, but `{path}` has shape "
-                    f"{tuple(value.shape)}."
-                )
-            if leaf.is_listed:
-                raise ValueError(
-                    f"`{path}` has shape {tuple(value.shape)}: a list of samples cannot be "
-                    "sharded. Stack them, [batch, tokens], or keep it full: "
-                    f"sequence_dims={{'{path}': None}}."
-                )
-            continue  # labels of shape [batch] belong to samples, not to tokens
-        if value.shape[dim] != seq_len:
+        return None
+    dim = rule.dim
+    if not rule.is_users and _is_ready_mask(leaf.role, value, seq_len):
+        dim = -2  # queries are sharded, keys are not
+    if dim is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"`{path}` holds a sequence and would be sharded along dim {dim}, but is a "
+            f"{type(value).__name__}. Give a tensor, or keep it full: "
+            f"sequence_dims={{'{path}': None}}."
+        )
+    shape = tuple(value.shape)
+    if not _has_dim(value, dim):
+        if rule.is_users:
+            raise ValueError(f"sequence_dims={{'{path}': {dim}}}, but `{path}` has shape {shape}.")
+        if leaf.is_listed:
             raise ValueError(
-                f"The batch holds two sequence lengths: `{anchor}` has {seq_len} tokens, `{path}` "
-                f"of shape {tuple(value.shape)} has {value.shape[dim]}. "
-                f"{_fix(leaves, anchor, path)}"
+                f"`{path}` has shape {shape}: a list of samples cannot be sharded. Stack them, "
+                f"[batch, tokens], or keep it full: sequence_dims={{'{path}': None}}."
             )
-        dims[path] = dim
-    return dims
+        return None  # labels of shape [batch] belong to samples, not to tokens
+    if shape[dim] != seq_len:
+        raise ValueError(
+            f"The batch holds two sequence lengths: `{found.anchor}` has {seq_len} tokens, "
+            f"`{path}` of shape {shape} has {shape[dim]}. {_fix(leaves, found.anchor, leaf)}"
+        )
+    return dim
 
 
-def _is_unnamed_sequence(path: str, x: Tensor, batch_size: int, seq_len: int) -> bool:
+def _is_unnamed_sequence(path: str, x: Tensor, found: _Sequences) -> bool:
     """Return whether a tensor without a name is [batch, tokens, ...]; raise if it may be either."""
+    _, batch_size, seq_len = found
     if x.dim() < 2 and (x.dim() == 0 or x.shape[0] == batch_size or x.shape[0] != seq_len):
         return False
     if x.shape[:2] == (batch_size, seq_len) and seq_len not in x.shape[2:]:
@@ -338,15 +329,15 @@ def _is_unnamed_sequence(path: str, x: Tensor, batch_size: int, seq_len: int) ->
     )
 
 
-def _fix(leaves: Mapping[str, Leaf], one: str, other: str) -> str:
+def _fix(leaves: Sequence[Leaf], anchor: str, other: Leaf) -> str:
     """Return how to fix two sequence lengths in one batch."""
-    parents = [leaves[path].parent for path in (one, other)]
-    if parents[0] == parents[1]:
+    parent = next(leaf.parent for leaf in leaves if leaf.path == anchor)
+    if parent == other.parent:
         return (
             "Open one `cp.step` for each sequence (encoder and decoder, pairs), or keep this one "
-            f"full: sequence_dims={{'{other}': None}}."
+            f"full: sequence_dims={{'{other.path}': None}}."
         )
-    return _separate_steps(parents)
+    return _separate_steps([parent, other.parent])
 
 
 def _separate_steps(parents: Sequence[str]) -> str:
@@ -394,76 +385,67 @@ _METADATA: Final = (
 )
 """The names of values that describe documents, padding and positions."""
 
-_Structure = tuple[IntArray | None, BoolArray | None]
-"""Documents and padding."""
-
 
 def _read_metadata(
-    leaves: Mapping[str, Leaf],
-    names: Mapping[str, str | None],
-    dims: Mapping[str, int],
-    batch_size: int,
-    seq_len: int,
-) -> tuple[dict[str, Any], _Structure]:
-    """Return the values that describe the sequences, by name, and their documents and padding.
+    leaves: Sequence[Leaf], found: _Sequences
+) -> tuple[dict[str, Any], IntArray | None, BoolArray | None]:
+    """Return the values that describe the sequences, by role, and their documents and padding.
 
     In a container with tokens they describe these tokens, and all such containers must agree. In
     other containers they describe all tokens.
     """
-    groups: dict[str, dict[str, Any]] = {}
-    for path, leaf in leaves.items():
-        name = names[path]
-        if name in _TOKENS and path in dims and leaf.value.shape[0] != batch_size:
-            raise ValueError(
-                f"`{path}` of shape {tuple(leaf.value.shape)} has another batch size than the "
-                f"batch, {batch_size}. {_separate_steps([x.parent for x in leaves.values()])}"
-            )
-        if name in _METADATA or name in _TOKENS:
-            _add(groups.setdefault(leaf.parent, {}), str(name), path, leaf)
-    parents = [parent for parent, values in groups.items() if values.keys() & set(_TOKENS)]
+    groups: dict[str, dict[str, Any]] = {x.parent: {} for x in leaves if x.role in _TOKENS}
     common: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        if names[path] in _METADATA and leaf.parent not in parents:
-            _add(common, str(names[path]), path, leaf)
-    views = {parent: {**common, **groups[parent]} for parent in parents} or {"": common}
+    for leaf in leaves:
+        if leaf.role in _TOKENS and leaf.dim is not None and len(leaf.value) != found.batch_size:
+            raise ValueError(
+                f"`{leaf.path}` of shape {tuple(leaf.value.shape)} has another batch size than the "
+                f"batch, {found.batch_size}. {_separate_steps([x.parent for x in leaves])}"
+            )
+        if leaf.role in _METADATA:
+            _add(groups.get(leaf.parent, common), leaf)
+    views = {parent: {**common, **own} for parent, own in groups.items()} or {"": common}
     (first, metadata), *others = views.items()
-    documents, padding = _read_structure(metadata, batch_size, seq_len)
+    documents, padding = _read_structure(metadata, found)
     for parent, other in others:
-        other_documents, other_padding = _read_structure(other, batch_size, seq_len)
-        pairs = {
-            "documents": (documents, other_documents),
-            "padding": (padding, other_padding),
-            "position ids": (
-                _positions(metadata, documents, seq_len),
-                _positions(other, other_documents, seq_len),
-            ),
-        }
-        for what, (one, another) in pairs.items():
-            if (one is None) != (another is None) or not np.array_equal(one, another):  # type: ignore[arg-type]
+        both = (_read_all(values, found) for values in (metadata, other))
+        for what, one, another in zip(_STRUCTURE, *both, strict=True):
+            if (one is None) != (another is None) or not np.array_equal(one, another):
                 raise ValueError(
                     f"`{first}` and `{parent}` are in one batch, and have different {what}. "
                     f"{_separate_steps(list(views))}"
                 )
         metadata = {**other, **metadata}
-    return metadata, (documents, padding)
+    return metadata, documents, padding
 
 
-def _add(values: dict[str, Any], name: str, path: str, leaf: Leaf) -> None:
-    """Add a value to those of its container; metadata of one name must be equal."""
-    known = values.get(name)
-    if name in _METADATA and known is not None:
-        same = torch.as_tensor(known).shape == torch.as_tensor(leaf.value).shape
-        if not same or not bool((torch.as_tensor(known) == torch.as_tensor(leaf.value)).all()):
-            raise ValueError(
-                f"The batch holds several `{name}`, and `{path}` differs from another. "
-                f"{_separate_steps([leaf.parent or path])}"
-            )
-    values[name] = leaf.value
+def _add(values: dict[str, Any], leaf: Leaf) -> None:
+    """Add a value to those of its container; those of one role must be equal."""
+    known = values.setdefault(str(leaf.role), leaf.value)
+    if known is None or known is leaf.value:
+        values[str(leaf.role)] = leaf.value
+        return
+    one, other = torch.as_tensor(known), torch.as_tensor(leaf.value)
+    if one.shape != other.shape or not bool((one == other).all()):
+        raise ValueError(
+            f"The batch holds several `{leaf.role}`, and `{leaf.path}` differs from another. "
+            f"{_separate_steps([leaf.parent or leaf.path])}"
+        )
 
 
-def _read_structure(metadata: Mapping[str, Any], batch_size: int, seq_len: int) -> _Structure:
-    padding = _read_padding(metadata, seq_len)
-    return _read_documents(metadata, batch_size, seq_len, padding), padding
+_STRUCTURE: Final = ("documents", "padding", "position ids")
+
+
+def _read_all(metadata: Mapping[str, Any], found: _Sequences) -> tuple[Any, ...]:
+    documents, padding = _read_structure(metadata, found)
+    return documents, padding, _positions(metadata, documents, found.seq_len)
+
+
+def _read_structure(
+    metadata: Mapping[str, Any], found: _Sequences
+) -> tuple[IntArray | None, BoolArray | None]:
+    padding = _read_padding(metadata, found.seq_len)
+    return _read_documents(metadata, found, padding), padding
 
 
 def _positions(metadata: Mapping[str, Any], documents: IntArray | None, seq_len: int) -> IntArray:
@@ -496,14 +478,12 @@ def _read_padding(metadata: Mapping[str, Any], seq_len: int) -> BoolArray | None
 
 
 def _read_documents(
-    metadata: Mapping[str, Any], batch_size: int, seq_len: int, padding: BoolArray | None
+    metadata: Mapping[str, Any], found: _Sequences, padding: BoolArray | None
 ) -> IntArray | None:
     """Return the documents, from any of the three values that may describe them."""
     sources = {
-        "document_ids": _read_ids(
-            "document_ids", metadata.get("document_ids"), batch_size, seq_len
-        ),
-        "cu_seq_lens_q": _documents_from_lengths(metadata, batch_size, seq_len),
+        "document_ids": _read_ids("document_ids", metadata.get("document_ids"), found),
+        "cu_seq_lens_q": _documents_from_lengths(metadata, found),
     }
     has_documents = any(x is not None for x in sources.values())
     # Positions of branches start again where the document does not.
@@ -532,10 +512,10 @@ def _read_documents(
     return ids if (ids != ids[:, :1]).any() or (ids == NO_DOCUMENT).any() else None
 
 
-def _read_ids(name: str, value: object, batch_size: int, seq_len: int) -> IntArray | None:
+def _read_ids(name: str, value: object, found: _Sequences) -> IntArray | None:
     if value is None:
         return None
-    ids = torch.as_tensor(value)
+    ids, (_, batch_size, seq_len) = torch.as_tensor(value), found
     if ids.is_floating_point() or ids.dim() != 2 or ids.shape[0] not in (1, batch_size):
         raise ValueError(
             f"`{name}` must be integers of shape [{batch_size}, {seq_len}], but are "
@@ -544,9 +524,8 @@ def _read_ids(name: str, value: object, batch_size: int, seq_len: int) -> IntArr
     return ids.detach().cpu().numpy().astype(np.int64)
 
 
-def _documents_from_lengths(
-    metadata: Mapping[str, Any], batch_size: int, seq_len: int
-) -> IntArray | None:
+def _documents_from_lengths(metadata: Mapping[str, Any], found: _Sequences) -> IntArray | None:
+    _, batch_size, seq_len = found
     lengths = [metadata.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     lengths = [x for x in lengths if x is not None]
     if not lengths:
@@ -654,32 +633,30 @@ def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
     return positions - np.maximum.accumulate(np.where(change, positions, 0), 1)
 
 
-def shard_batch(full: FullBatch, *, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the values by path, those with a sequence dim sharded to what ``rank`` owns."""
-    return {
-        path: shard(x, full.dims[path], layout=layout, rank=rank, fill=_fill(full, path))
-        if path in full.dims
-        else x
-        for path, x in full.tensors.items()
-    }
+def shard_leaf(leaf: Leaf, *, layout: Layout, rank: int) -> Yielded:
+    """Return a value as a step yields it: this rank's shard, if it has a sequence dim."""
+    x = leaf.value
+    if leaf.dim is None:
+        return Yielded(leaf.role, x, x)
+    local = shard(x, leaf.dim, layout=layout, rank=rank, fill=_fill(leaf))
+    return Yielded(leaf.role, local, x, leaf.dim, tensor_version(local))
 
 
-def _fill(full: FullBatch, path: str) -> int:
-    return _FILL.get(full.names[path] or "", 0)
+def _fill(leaf: Leaf) -> int:
+    return _FILL.get(leaf.role or "", 0)
 
 
-def describe_filled(step: Step) -> str:
+def describe_filled(opened: Opened) -> str:
     """Return a hint on integers of unknown names that sharding has padded with 0; else nothing.
 
     Labels among them are not ignored there by a loss that does not ask for padding.
     """
-    for part in step.parts if isinstance(step, UnshardedStep) else [step]:
-        layout, shards = part.layout, [id(known.local) for known in part.shards]
+    for step in opened.steps:
+        layout = step.layout
         names = [
-            name
-            for name, values in part.yielded.items()
-            if name not in SEQUENCE_DIMS
-            and any(id(x) in shards and _holds_integers(x) for x in values)
+            x.name
+            for x in step.yielded
+            if x.name not in SEQUENCE_DIMS and x.dim is not None and _holds_integers(x.local)
         ]
         if names and layout.shows_padding and layout.padded_len > layout.seq_len:
             return (
@@ -696,68 +673,51 @@ def _holds_integers(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def named_values(batch: Any, name: str) -> list[Any]:
-    """Return all values of a batch that have a name.
-
-    Example:
-        >>> named_values({"text": {"labels": 1, "input_ids": torch.zeros(1, 2)}}, "labels")
-        [1]
-    """
-    return [leaf.value for leaf in flatten(batch).values() if leaf.name == name]
-
-
-def unpack_documents(batch: Any, full: FullBatch) -> Any:
+def unpack_documents(full: FullBatch) -> Any:
     """Return the batch with every document as a sample of its own, padded at its end.
 
     A model that ignores documents then computes what it should compute for packed ones. Position
     ids are kept if the batch has some.
     """
     if full.documents is None:
-        return batch
+        return full.flat.batch
     intervals = [
         (sample, int(start), int(stop))
         for sample in range(full.batch_size)
         for start, stop in _intervals(full.documents[min(sample, len(full.documents) - 1)])
     ]
-    longest = max(stop - start for _, start, stop in intervals)
-    packing = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    # Items of media follow each other in the order of the documents.
     unpacked = {
-        path: _unpacked(full, x, full.dims.get(path), _fill(full, path), intervals, longest)
-        for path, x in full.tensors.items()
-        # Items of media follow each other in the order of the documents.
-        if full.names[path] not in (*packing, *MEDIA)
-    } | {path: x for path, x in full.tensors.items() if full.names[path] in MEDIA}
+        x.path: x.value if x.role in MEDIA else _unpacked(x, full.batch_size, intervals)
+        for x in full.leaves
+        if x.role not in _PACKING
+    }
     added: dict[str, dict[str, Any]] = {}
     if full.metadata.get("attention_mask") is None:
-        leaves = flatten(batch)
-        for path in full.dims:
-            if full.names[path] in _TOKENS:
-                tokens = full.tensors[path]
-                ones = tokens.new_ones(full.batch_size, full.seq_len, dtype=torch.int64)
-                mask = _unpacked(full, ones, 1, 0, intervals, longest)
-                added[leaves[path].parent] = {"attention_mask": mask}
-    return rebuild(batch, unpacked, added=added)
+        for leaf in full.leaves:
+            if leaf.dim is not None and leaf.role in _TOKENS:
+                ones = leaf.value.new_ones(full.batch_size, full.seq_len, dtype=torch.int64)
+                mask = _unpacked(Leaf("", ones, dim=1), full.batch_size, intervals)
+                added[leaf.parent] = {"attention_mask": mask}
+    return full.flat.rebuild(unpacked, added=added)
 
 
-def _unpacked(
-    full: FullBatch,
-    x: Any,
-    dim: int | None,
-    fill: int,
-    intervals: Sequence[tuple[int, int, int]],
-    longest: int,
-) -> Any:
+_PACKING: Final = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def _unpacked(leaf: Leaf, batch_size: int, intervals: Sequence[tuple[int, int, int]]) -> Any:
     """Return one value of the batch with a sample for each of ``intervals``."""
+    x, dim = leaf.value, leaf.dim
     if dim is None:
-        has_samples = isinstance(x, Tensor) and x.dim() > 0 and len(x) == full.batch_size
+        has_samples = isinstance(x, Tensor) and x.dim() > 0 and len(x) == batch_size
         return x[[sample for sample, _, _ in intervals]] if has_samples else x
-    parts = []
+    longest, parts = max(stop - start for _, start, stop in intervals), []
     for sample, start, stop in intervals:
-        source = x[sample : sample + 1] if x.shape[0] == full.batch_size else x[:1]
+        source = x[sample : sample + 1] if x.shape[0] == batch_size else x[:1]
         part = source.narrow(dim, start, stop - start)
         shape = list(part.shape)
         shape[dim] = longest - (stop - start)
-        parts.append(torch.cat([part, part.new_full((1,), fill).expand(shape)], dim))
+        parts.append(torch.cat([part, part.new_full((1,), _fill(leaf)).expand(shape)], dim))
     return torch.cat(parts)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_cp.comm.collective_errors import any_rank, gather_texts
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import Transport, gather
-from lightning_cp.data.media import MEDIA, media_names
+from lightning_cp.data.media import MEDIA, media_of
 from lightning_cp.data.outputs import Leaf, checksum, checksums, digest, form
-from lightning_cp.data.structure import flatten
+from lightning_cp.data.structure import Flat, flatten
 
 T = TypeVar("T")
 
@@ -37,18 +37,17 @@ class Fingerprint:
     contents: int = 0
 
 
-def build_fingerprint(batch: Any, *, values: bool) -> Fingerprint:
+def build_fingerprint(flat: Flat, *, values: bool) -> Fingerprint:
     """Describe a batch in two integers."""
-    leaves = flatten(batch)
     # Sorted: the order of keys does not matter.
-    tensors = {x: leaves[x].value for x in sorted(leaves) if isinstance(leaves[x].value, Tensor)}
+    leaves = sorted(flat.tensors, key=lambda leaf: leaf.path)
     text = ", ".join(
-        f"{path} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        for path, x in tensors.items()
+        f"{x.path} {tuple(x.value.shape)} {str(x.value.dtype).removeprefix('torch.')}"
+        for x in leaves
     )
     contents = 0
-    for x in tensors.values() if values else ():
-        contents = (contents * 31 + int(checksum(x, x.device))) % (1 << 56)
+    for x in leaves if values else ():
+        contents = (contents * 31 + int(checksum(x.value, x.value.device))) % (1 << 56)
     return Fingerprint(text, digest(text), contents)
 
 
@@ -97,26 +96,27 @@ class BatchChecks:
         self._counts[training] += 1
         return self._counts[training] <= self._num_batches
 
-    def checked(self, batch: Any, build: Callable[[], T], *, training: bool, values: bool) -> T:
+    def checked(self, batch: Any, build: Callable[[Flat], T], *, training: bool, values: bool) -> T:
         """Return what a function makes of a batch; what it raises on one rank is raised on all.
 
         Collective. The other arguments are those of `check_batch`.
         """
-        problem = None
+        problem, flat = None, Flat()
         try:
-            built = build()
+            flat = flatten(batch)
+            built = build(flat)
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = error
-        self.check_batch(batch, problem, training=training, values=values)
+        self.check_batch(flat, problem, training=training, values=values)
         return built
 
     def check_batch(
-        self, batch: Any, problem: Exception | None, *, training: bool, values: bool
+        self, flat: Flat, problem: Exception | None, *, training: bool, values: bool
     ) -> None:
         """Raise on all ranks if one refuses its batch, or if context ranks differ. Collective.
 
         Args:
-            batch: the full batch.
+            flat: the full batch.
             problem: why this rank refuses it, if it does.
             training: whether the data ranks take part.
             values: whether to compare contents too.
@@ -124,13 +124,13 @@ class BatchChecks:
         context, tensor, fingerprint = self._groups.context, self._groups.tensor, Fingerprint()
         try:
             if problem is None and context.size * tensor.size > 1:
-                fingerprint = build_fingerprint(batch, values=values)
+                fingerprint = build_fingerprint(flat, values=values)
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = error
         problem = compare_batches(fingerprint, problem, context, self.released)
         problem = compare_batches(fingerprint, problem, tensor, axis="tensor")
         if training and self._groups.data.size > 1:
-            failed = self.compare_media(batch, problem)
+            failed = self.compare_media(flat, problem)
             # That group would not take part in the loss, and this one would wait for it.
             if failed and problem is None:
                 problem = ValueError(
@@ -140,17 +140,17 @@ class BatchChecks:
         if problem is not None:
             raise problem
 
-    def compare_media(self, batch: Any, problem: Exception | None = None) -> bool:
+    def compare_media(self, flat: Flat, problem: Exception | None = None) -> bool:
         """Find media that some data ranks hold and others do not. Collective over data ranks.
 
         Args:
-            batch: the full batch.
+            flat: the full batch.
             problem: why this rank refuses it, if it does.
 
         Returns:
             Whether a data rank refuses its batch.
         """
-        held = media_names(batch) if problem is None else set()
+        held = media_of(flat) if problem is None else set()
         flags = [flag for name in MEDIA for flag in (name in held, name not in held)]
         failed, *flags = any_rank([problem is not None, *flags], self._groups.data)
         pairs = zip(MEDIA, flags[::2], flags[1::2], strict=True)

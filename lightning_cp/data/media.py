@@ -3,7 +3,7 @@
 
 from typing import Any, Final
 
-from lightning_cp.data.structure import flatten
+from lightning_cp.data.structure import Flat, flatten
 
 MEDIA: Final = (
     "acoustic_tokenizer_chunk_size",
@@ -77,5 +77,9 @@ def media_names(batch: Any) -> set[str]:
         >>> media_names({"input_ids": torch.ones(1, 4), "pixel_values": torch.ones(1, 3, 8, 8)})
         {'pixel_values'}
     """
-    leaves = flatten(batch).values()
-    return {x.name for x in leaves if x.name in MEDIA and x.value is not None}
+    return media_of(flatten(batch))
+
+
+def media_of(flat: Flat) -> set[str]:
+    """Return the same for a batch that is taken apart."""
+    return {str(x.role) for x in flat.leaves if x.role in MEDIA and x.value is not None}

@@ -18,7 +18,7 @@ from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import enter_backward_of
 from lightning_cp.precision import accumulation_dtype
-from lightning_cp.step import IGNORED_LABEL, Step, UnshardedStep
+from lightning_cp.step import IGNORED_LABEL, Opened, Step, not_sharded
 from lightning_cp.torch_private import outside_graphs
 
 
@@ -66,8 +66,10 @@ def unshard(x: Tensor, dim: int, *, layout: Layout, transport: Transport, uid: i
     return full
 
 
-def unshard_value(x: Any, dim: int, step: Step) -> Any:
+def unshard_value(x: Any, dim: int, step: Opened) -> Any:
     """Return a tensor or an array of this rank's tokens as full sequences, on its own device."""
+    if not isinstance(step, Step):
+        raise not_sharded()
     local = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
     check_local(local, dim, step)
     transport = step.groups.context
@@ -86,13 +88,13 @@ def check_local(x: Tensor, dim: int, step: Step) -> None:
         )
 
 
-def token_dim(leaf: Leaf, step: Step) -> int | None:
+def token_dim(leaf: Leaf, step: Opened) -> int | None:
     """Return the sequence dim of a value that is known to hold tokens; None for others."""
     x = leaf.value
-    if not isinstance(x, Tensor | np.ndarray) or isinstance(step, UnshardedStep):
+    if not isinstance(x, Tensor | np.ndarray) or not isinstance(step, Step):
         return None
-    known = next((known.dim for known in step.shards if known.local is x), leaf.dim)
-    dim = step.options.sequence_dims.get(leaf.key, known)
+    known = step.shard_of(x)
+    dim = step.options.sequence_dims.get(leaf.key, leaf.dim if known is None else known.dim)
     if dim is None or not -x.ndim <= dim < x.ndim:
         return None
     # Full already, by unshard(): then it is the same on all ranks.

@@ -10,21 +10,20 @@ from lightning_cp.data.batch import (
     FullBatch,
     build_position_ids,
     read_batch,
-    shard_batch,
+    shard_leaf,
     unpack_documents,
 )
 from lightning_cp.data.sharding import shard
-from lightning_cp.data.structure import flatten, rebuild
+from lightning_cp.data.structure import Flat, flatten
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options, SequenceDims
-from lightning_cp.step import LossMark, Shard, Step, UnshardedStep, unsharded_step
-from lightning_cp.torch_private import tensor_version
+from lightning_cp.step import BatchOfParts, Opened, Step
 
 
 def open_step(
-    batch: Any,
+    flat: Flat,
     options: Options,
     groups: Groups,
     *,
@@ -32,38 +31,43 @@ def open_step(
     balance: Mask | None = None,
     sequence_dims: SequenceDims | None = None,
     checked_paths: set[str] | None = None,
-    outer: UnshardedStep | None = None,
+    outer: BatchOfParts | None = None,
     is_checked: bool = False,
     is_stock: bool = False,
-) -> tuple[Step, Any]:
+) -> tuple[Opened, Any]:
     """Build the step of a batch, and this rank's shard of the batch.
 
     Args:
-        batch: the full batch.
+        flat: the full batch.
         options: how it is sharded, and attention computed.
         groups: the ranks that share it.
         training: whether the loss is averaged over the data axis too.
         balance: the mask under which ranks have equal work; causal by default.
         sequence_dims: of this batch, instead of those of the options.
         checked_paths: see `read_batch`.
-        outer: the step that yielded its batch unsharded, if this is a part of that batch.
+        outer: the batch that this is a part of, if any.
         is_checked: whether the ranks compare what they hold.
         is_stock: whether models of other libraries run unchanged. Some of them ignore documents:
             each document becomes a sample of its own.
     """
     dims = options.sequence_dims if sequence_dims is None else sequence_dims
-    full = read_batch(batch, sequence_dims=dims, checked_paths=checked_paths)
-    if not full.dims:
+    full = read_batch(flat, sequence_dims=dims, checked_paths=checked_paths)
+    if full.is_unsharded:
         if outer is not None:
             raise ValueError(
                 "cp.step() got a part of a batch that was not sharded, and "
                 f"sequence_dims={dict(dims)} keeps all of the part full too. Give the sequence "
                 "dims of the part: cp.step(part, sequence_dims={...}), {} for known names."
             )
-        step: Step = unsharded_step(
-            groups, options, training=training, is_checked=is_checked, is_stock=is_stock
+        parts = BatchOfParts(
+            groups=groups,
+            options=options,
+            training=training,
+            is_checked=is_checked,
+            is_stock=is_stock,
+            longest=full.seq_len,
         )
-        return step, batch
+        return parts, flat.batch
     if is_stock and full.branches is not None:
         raise ValueError(
             "A batch with `branch_ids` cannot be compared with a stock model, which knows no "
@@ -71,9 +75,9 @@ def open_step(
             "copy of what it shares."
         )
     if is_stock and full.documents is not None:
-        batch = unpack_documents(batch, full)
-        full = read_batch(batch, sequence_dims=dims, checked_paths=checked_paths)
-    step, local = build_step(
+        flat = flatten(unpack_documents(full))
+        full = read_batch(flat, sequence_dims=dims, checked_paths=checked_paths)
+    step = build_step(
         full,
         options,
         groups,
@@ -81,17 +85,12 @@ def open_step(
         balance=balance,
         is_checked=is_checked,
         is_stock=is_stock,
-        outer_losses=None if outer is None else outer.losses,
-    )
-    for path, x in local.items():
-        step.yielded.setdefault(full.names[path], []).append(x)
-    step.shards.extend(
-        Shard(local[path], dim, full.tensors[path], tensor_version(local[path]))
-        for path, dim in full.dims.items()
+        outer=outer,
     )
     if outer is not None:
         outer.parts.append(step)
-    return step, rebuild(batch, local)
+    pairs = zip(full.leaves, step.yielded, strict=True)
+    return step, flat.rebuild({leaf.path: value.local for leaf, value in pairs})
 
 
 def build_step(
@@ -103,9 +102,9 @@ def build_step(
     balance: Mask | None = None,
     is_checked: bool = False,
     is_stock: bool = False,
-    outer_losses: list[LossMark] | None = None,
-) -> tuple[Step, dict[str, Any]]:
-    """Build the step of a batch that has been read, and this rank's values by path.
+    outer: BatchOfParts | None = None,
+) -> Step:
+    """Build the step of a batch that has been read; it holds this rank's values.
 
     Args:
         full: the full batch; at least one of its tensors is sharded.
@@ -115,29 +114,27 @@ def build_step(
         balance: the mask under which ranks have equal work; causal by default.
         is_checked: whether the ranks compare what they hold.
         is_stock: see `open_step`.
-        outer_losses: the losses of the step that yielded its batch unsharded, if there is one.
+        outer: see `open_step`.
     """
-    context = groups.context
-    layout = _choose_layout(full, options, balance, context.size)
-    local = shard_batch(full, layout=layout, rank=context.rank)
-    device = next(local[path].device for path in full.dims)
-    position_ids = build_position_ids(full, device)
-    step = Step(
+    layout, rank = _choose_layout(full, options, balance, groups.context.size), groups.context.rank
+    yielded = [shard_leaf(leaf, layout=layout, rank=rank) for leaf in full.leaves]
+    device = next(value.local.device for value in yielded if value.dim is not None)
+    return Step(
         layout=layout,
         groups=groups,
         options=options,
         batch_size=full.batch_size,
         documents=full.documents,
         padding=full.padding,
-        position_ids=shard(position_ids, -1, layout=layout, rank=context.rank),
+        position_ids=shard(build_position_ids(full, device), -1, layout=layout, rank=rank),
         training=training,
         has_position_ids=isinstance(full.metadata.get("position_ids"), Tensor),
         is_checked=is_checked,
         is_stock=is_stock,
         branches=full.branches,
-        outer_losses=outer_losses,
+        outer=outer,
+        yielded=yielded,
     )
-    return step, local
 
 
 def _choose_layout(full: FullBatch, options: Options, balance: Mask | None, cp_size: int) -> Layout:
@@ -157,15 +154,15 @@ def _choose_layout(full: FullBatch, options: Options, balance: Mask | None, cp_s
     )
 
 
-def check_not_sharded(batch: Any, active: Step | None) -> None:
+def check_not_sharded(flat: Flat, active: Opened | None) -> None:
     """Raise if a batch holds shards of the active step."""
-    if active is None or active.cp_size == 1:
+    if not isinstance(active, Step) or active.cp_size == 1:
         return
-    shards = {id(x) for values in active.yielded.values() for x in values if isinstance(x, Tensor)}
-    for path, leaf in flatten(batch).items():
-        if id(leaf.value) in shards:
+    given = {id(y.local) for y in active.yielded if isinstance(y.local, Tensor)}
+    for leaf in flat.leaves:
+        if id(leaf.value) in given:
             raise ValueError(
-                f"The batch holds `{path}`, which is already this rank's shard: the active step "
-                "has sharded it. Use it as it is; or keep the batch full, and open a step for each "
-                "part: sequence_dims={'a': None, 'b': None}."
+                f"The batch holds `{leaf.path}`, which is already this rank's shard: the active "
+                "step has sharded it. Use it as it is; or keep the batch full, and open a step for "
+                "each part: sequence_dims={'a': None, 'b': None}."
             )

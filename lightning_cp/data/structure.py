@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flattening of nested batches (dicts, lists, tuples, data classes) to paths, and rebuilding them.
+"""Flattening of nested batches (dicts, lists, tuples, data classes), and rebuilding them.
 
 Knows containers only; `batch.py` knows what the tensors mean.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
 
@@ -20,21 +21,22 @@ class Leaf:
     """One value of a batch: a tensor, or anything without tensors inside.
 
     Args:
+        path: keys, field names and indices, joined by dots.
         value: the value.
         names: the keys and field names of its path, outermost first, without list indices.
         above: the paths of its containers, outermost first, without the batch itself.
         is_listed: whether it is an element of a list or tuple.
+        role: the name that tells what it means, at first the last of ``names``; None for none.
+        dim: the sequence dim, if it is sharded; None for others.
     """
 
+    path: str
     value: Any
     names: tuple[str, ...] = ()
     above: tuple[str, ...] = ()
     is_listed: bool = False
-
-    @property
-    def name(self) -> str | None:
-        """Return the last name of the path; None if there is none."""
-        return self.names[-1] if self.names else None
+    role: str | None = None
+    dim: int | None = None
 
     @property
     def parent(self) -> str:
@@ -42,28 +44,69 @@ class Leaf:
         return self.above[-1] if self.above else ""
 
 
-def flatten(batch: Any) -> dict[str, Leaf]:
-    """Return every value of a batch by its path: keys, field names and indices, joined by dots.
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A batch taken apart: its values, in their order, and how to put others in their places.
 
-    Containers without tensors are values themselves.
+    Args:
+        batch: the batch, which is not changed.
+        leaves: its values.
+    """
+
+    batch: Any = None
+    leaves: tuple[Leaf, ...] = ()
+
+    @property
+    def tensors(self) -> list[Leaf]:
+        """Return the values that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.value, Tensor)]
+
+    def named(self, name: str) -> list[Any]:
+        """Return all values of a name.
+
+        Example:
+            >>> import torch
+            >>> flatten({"text": {"labels": 1, "input_ids": torch.zeros(1, 2)}}).named("labels")
+            [1]
+        """
+        return [leaf.value for leaf in self.leaves if leaf.role == name]
+
+    def rebuild(
+        self, values: Mapping[str, Any], *, added: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Any:
+        """Return a batch of the same structure with other values.
+
+        Args:
+            values: the values by path. Without one, a key is left out; other places become None.
+            added: keys and values for dicts, by the path of the dict.
+        """
+        if isinstance(self.batch, Tensor):
+            return values[BARE]
+        paths = {leaf.path for leaf in self.leaves}
+        return _rebuilt(self.batch, "", paths, values, added or {})
+
+
+def flatten(batch: Any) -> Flat:
+    """Take a batch apart into its values. Containers without tensors are values themselves.
 
     Example:
         >>> import torch
         >>> x = torch.zeros(2, 3)
-        >>> list(flatten({"text": {"input_ids": x}, "pair": (x, x), "sizes": [1, 2]}))
+        >>> flat = flatten({"text": {"input_ids": x}, "pair": (x, x), "sizes": [1, 2]})
+        >>> [leaf.path for leaf in flat.leaves]
         ['text.input_ids', 'pair.0', 'pair.1', 'sizes']
     """
     if isinstance(batch, Tensor):
-        return {BARE: Leaf(batch)}
-    leaves: dict[str, Leaf] = {}
-    for path, leaf in _walk(batch, "", Leaf(None)):
-        if path in leaves:
+        return Flat(batch, (Leaf(BARE, batch),))
+    leaves = tuple(_walk(batch, Leaf("", None)))
+    paths = Counter(leaf.path for leaf in leaves)
+    for path, count in paths.items():
+        if count > 1:
             raise ValueError(
                 f"The batch holds two values with the path `{path}`: a key with a dot in it, and a "
                 "container. Rename one of them."
             )
-        leaves[path] = leaf
-    return leaves
+    return Flat(batch, leaves)
 
 
 def parts_of(x: Any) -> dict[Any, Any] | None:
@@ -103,21 +146,6 @@ def holds_tensors(x: Any) -> bool:
     return isinstance(x, Tensor) or any(map(holds_tensors, (parts_of(x) or {}).values()))
 
 
-def rebuild(
-    batch: Any, values: Mapping[str, Any], *, added: Mapping[str, Mapping[str, Any]] | None = None
-) -> Any:
-    """Return a batch of the same structure with other values.
-
-    Args:
-        batch: the batch that was flattened; it is not changed.
-        values: the values by path. Without a value, a key is left out; other places become None.
-        added: keys and values for dicts, by the path of the dict.
-    """
-    if isinstance(batch, Tensor):
-        return values[BARE]
-    return _rebuilt(batch, "", values, added or {})
-
-
 def _name_of(x: Any, key: Any) -> tuple[str, bool]:
     """Return the path element of a key, and whether it is a name, not an index."""
     if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -125,26 +153,31 @@ def _name_of(x: Any, key: Any) -> tuple[str, bool]:
     return str(key), not isinstance(x, list | tuple)
 
 
-def _walk(x: Any, path: str, above: Leaf) -> Iterator[tuple[str, Leaf]]:
+def _walk(x: Any, above: Leaf) -> Iterator[Leaf]:
     for key, value in (parts_of(x) or {}).items():
         name, is_name = _name_of(x, key)
-        inner = f"{path}.{name}" if path else name
+        path = f"{above.path}.{name}" if above.path else name
         names = (*above.names, name) if is_name else above.names
         if not isinstance(value, Tensor) and holds_tensors(value):
-            yield from _walk(value, inner, Leaf(None, names, (*above.above, inner)))
+            yield from _walk(value, Leaf(path, None, names, (*above.above, path)))
         else:
-            yield inner, Leaf(value, names, above.above, is_listed=not is_name)
+            role = names[-1] if names else None
+            yield Leaf(path, value, names, above.above, not is_name, role)
 
 
 def _rebuilt(
-    x: Any, path: str, values: Mapping[str, Any], added: Mapping[str, Mapping[str, Any]]
+    x: Any,
+    path: str,
+    leaves: Container[str],
+    values: Mapping[str, Any],
+    added: Mapping[str, Mapping[str, Any]],
 ) -> Any:
     is_mapping, parts = isinstance(x, Mapping), {}
     for key, value in (parts_of(x) or {}).items():
         name, _ = _name_of(x, key)
         inner = f"{path}.{name}" if path else name
-        if not isinstance(value, Tensor) and holds_tensors(value):
-            parts[key] = _rebuilt(value, inner, values, added)
+        if inner not in leaves:
+            parts[key] = _rebuilt(value, inner, leaves, values, added)
         elif inner in values or not is_mapping:
             parts[key] = values.get(inner)
     return with_parts(x, {**parts, **(added.get(path, {}) if is_mapping else {})})

@@ -16,7 +16,7 @@ from lightning_cp.accumulate import GradientWindow
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.fsdp.sharding import drop_gradients, set_gradient_reduction
 from lightning_cp.precision import accumulation_dtype
-from lightning_cp.step import Step
+from lightning_cp.step import Opened
 
 
 class Accumulation:
@@ -45,7 +45,7 @@ class Accumulation:
         if is_first and module.automatic_optimization:
             self.window = GradientWindow()
 
-    def weigh(self, loss: Tensor, module: LightningModule, step: Step) -> Tensor:
+    def weigh(self, loss: Tensor, module: LightningModule, step: Opened) -> Tensor:
         """Return a loss, which Lightning has divided by the number of batches, by its tokens."""
         if module.trainer.accumulate_grad_batches == 1:  # a mean over all tokens already
             return loss

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_cp.lightning import private
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import LossMark, Step
+from lightning_cp.step import LossMark, Opened
 
 Sync = Literal["never", "epoch", "always"]
 """When a logged mean is reduced over the data axis too."""
@@ -74,7 +74,7 @@ def _replaced_log(module: Any, log: Any) -> Iterator[None]:
 
 @contextmanager
 def recorded_logs(
-    module: Any, step: Step | None, *, training: bool, sync: Sync | None
+    module: Any, step: Opened | None, *, training: bool, sync: Sync | None
 ) -> Iterator[list[Logged]]:
     """Record what a step logs; weight a token mean by its tokens in the mean over an epoch.
 
@@ -201,7 +201,7 @@ def _reduction(options: dict[str, Any]) -> str:
     return "mean" if name.lower() == "avg" else name.lower()
 
 
-def loss_of(value: Any, step: Step | None) -> LossMark | None:
+def loss_of(value: Any, step: Opened | None) -> LossMark | None:
     """Return the token mean of the step that a value is, by its memory; None for other values."""
     if not isinstance(value, Tensor) or step is None:
         return None

@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_cp.data.batch import named_values
+from lightning_cp.data.structure import flatten
 from lightning_cp.loss import global_mean
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import IGNORED_LABEL, Step
+from lightning_cp.step import IGNORED_LABEL, Opened
 
 LossName = Literal["auto", "local_mean"]
 
@@ -39,7 +39,7 @@ def check_manual_optimization(policy: LossName) -> None:
 
 def count_labels(local: Any) -> Tensor | None:
     """Return the number of valid labels that this rank holds; None without one `labels` tensor."""
-    labels, *others = named_values(local, "labels") or [None]
+    labels, *others = flatten(local).named("labels") or [None]
     if others:
         return None
     return (labels != IGNORED_LABEL).sum() if isinstance(labels, Tensor) else None
@@ -51,7 +51,7 @@ def take_loss(output: Any) -> Any:
 
 
 def to_global_loss(
-    output: Any, *, policy: LossName, step: Step, num_labels: Tensor | None, cp: ContextParallel
+    output: Any, *, policy: LossName, step: Opened, num_labels: Tensor | None, cp: ContextParallel
 ) -> Any:
     """Return the output of a training step with a loss that is a mean over all ranks' tokens.
 

@@ -36,7 +36,7 @@ from lightning_cp.planner.memory import (
     plan_memory,
 )
 from lightning_cp.planner.shapes import ModelShape
-from lightning_cp.step import Step, UnshardedStep
+from lightning_cp.step import Opened, Step
 
 _logger = logging.getLogger("lightning_cp")
 
@@ -85,9 +85,9 @@ class MemoryCheck:
         Without the attention that ``keep_attention="auto"`` keeps in what it leaves free.
         """
 
-    def check(self, step: Step) -> None:
+    def check(self, step: Opened) -> None:
         """Plan a step. The first time collective: raises on all ranks."""
-        if isinstance(step, UnshardedStep):  # the module opens steps for its parts
+        if not isinstance(step, Step):  # the module opens steps for its parts
             self._warn_undecided()
             return
         is_first, self._is_first = self._is_first, False

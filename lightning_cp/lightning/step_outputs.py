@@ -17,7 +17,7 @@ from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.lightning.logs import Logged, loss_of
 from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import Step, UnshardedStep
+from lightning_cp.step import Opened, Step
 
 _Padding = tuple[bool, ...]
 """Whether sharding pads a batch, and whether it has padding of its own at the start, at the end.
@@ -111,7 +111,7 @@ class StepOutputs:
         """Return whether a trial run is in progress."""
         return self._trials.is_running
 
-    def is_due(self, stage: str, step: Step, loader: object = 0) -> bool:
+    def is_due(self, stage: str, step: Opened, loader: object = 0) -> bool:
         """Return whether no trial run was made on a batch of this stage, padding and loader."""
         return self.is_on and (stage, _padding_of(step), loader) not in self._verified
 
@@ -123,7 +123,7 @@ class StepOutputs:
         """Return whether a flag is set on any rank that takes part in this rank's runs."""
         return self._trials.any_rank(flag)
 
-    def verify(self, call: ModuleCall, batch: Any, step: Step, loader: object = 0) -> None:
+    def verify(self, call: ModuleCall, batch: Any, step: Opened, loader: object = 0) -> None:
         """Make a trial run; raise if sharding changes a value. Collective.
 
         Args:
@@ -146,7 +146,7 @@ class StepOutputs:
         call: ModuleCall,
         output: Any,
         logs: list[Logged],
-        step: Step,
+        step: Opened,
         *,
         batch: Any,
         may_verify: bool = True,
@@ -197,7 +197,7 @@ class StepOutputs:
         return outputs.rebuild(output, full)
 
     def _sort(
-        self, call: ModuleCall, output: Any, logs: list[Logged], step: Step
+        self, call: ModuleCall, output: Any, logs: list[Logged], step: Opened
     ) -> tuple[dict[str, tuple[int, Any]], list[_Output]]:
         """Return the values per token, by path, with their dim; and those that ranks must share."""
         tokens, others = {}, []
@@ -231,15 +231,15 @@ class StepOutputs:
 
 
 def _keys_to_settle(
-    stage: str, step: Step, others: Sequence[_Output], logs: Sequence[Logged]
+    stage: str, step: Opened, others: Sequence[_Output], logs: Sequence[Logged]
 ) -> list[_Key]:
     """Return the keys of the values that only a trial run can show to be right."""
     names = [other.key for other in others] + [f"log {log.name}" for log in logs if log.reduction]
     return [(stage, _padding_of(step), name) for name in names]
 
 
-def _padding_of(step: Step) -> _Padding:
-    if isinstance(step, UnshardedStep):
+def _padding_of(step: Opened) -> _Padding:
+    if not isinstance(step, Step):
         return ()
     is_extended = step.layout.padded_len > step.layout.seq_len
     if step.padding is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_cp import active_step
 from lightning_cp.compare import has_room, is_in_turn
+from lightning_cp.data.structure import flatten
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning.logs import Sync, disabled_logs, recorded_logs
 from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
@@ -23,7 +24,7 @@ from lightning_cp.lightning.module_state import restored_metrics
 from lightning_cp.lightning.step_outputs import StepOutputs
 from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import Step
+from lightning_cp.step import Opened
 from lightning_cp.verification import TOLERANCES, Report, verify
 
 
@@ -76,7 +77,7 @@ class StepRunner:
         self.outputs = StepOutputs(
             cp, verify=verify_steps, max_len=verify_max_len, lockstep=lockstep
         )
-        self.last_step: Step | None = None
+        self.last_step: Opened | None = None
         self._num_labels: Tensor | None = None
         self._num_trained, self._is_due = 0, False
 
@@ -109,7 +110,7 @@ class StepRunner:
         with self._cp.step(batch, training=False) as local:
             step = self._begin(local)
             if self._lockstep and self._cp.groups.data.size > 1:
-                self._cp.checks.compare_media(batch)
+                self._cp.checks.compare_media(flatten(batch))
                 self._check_media()
             is_sanity_check = outputs.is_on and self._module.trainer.sanity_checking
             if outputs.any_data_rank(is_sanity_check or outputs.is_due(stage, step, loader)):
@@ -162,7 +163,7 @@ class StepRunner:
                 stock=self._stock,
             )
 
-    def _begin(self, local: Any) -> Step:
+    def _begin(self, local: Any) -> Opened:
         """Make the open step the last one; count its labels if the loss policy needs them."""
         step = active_step.opened()
         assert step is not None  # noqa: S101
@@ -184,7 +185,7 @@ class StepRunner:
                 "or replicate the parameters: parameter_sharding='none'."
             )
 
-    def _is_trial_due(self, step: Step) -> bool:
+    def _is_trial_due(self, step: Opened) -> bool:
         """Return whether a training step needs a trial run, the same on all data ranks."""
         if not self.outputs.is_on:
             return False
@@ -202,7 +203,7 @@ class StepRunner:
         # Later there are states of the optimizer.
         return is_first or not self.outputs.any_rank(not has_room(self._module))
 
-    def _make_trial(self, call: ModuleCall, batch: Any, step: Step) -> None:
+    def _make_trial(self, call: ModuleCall, batch: Any, step: Opened) -> None:
         """Compare what a training step logs, and the gradients of a declared local mean."""
         try:
             self.outputs.verify(call, batch, step)

@@ -55,7 +55,7 @@ from lightning_cp.options import (
 )
 from lightning_cp.parallel import reenter
 from lightning_cp.planner.memory import MemoryPlan
-from lightning_cp.step import Step
+from lightning_cp.step import Opened
 from lightning_cp.verification import Report
 
 
@@ -220,7 +220,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     # ---------------------------------------------------------------- public properties
 
     @property
-    def last_step(self) -> Step | None:
+    def last_step(self) -> Opened | None:
         """Return the step of this run that was opened last; None before the first."""
         return None if self._steps is None else self._steps.last_step
 

@@ -36,7 +36,7 @@ from lightning_cp.lightning.loss_policy import take_loss
 from lightning_cp.lightning.module_state import metrics_of, restored_metrics
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.restore import kept_numbers, restored_state, user_hooks
-from lightning_cp.step import Step
+from lightning_cp.step import Opened
 
 _METRIC_FIX: Final = (
     "The states of a metric are reduced over all ranks: update it with the tokens of this rank "
@@ -130,7 +130,7 @@ class ModuleCall:
 
     def _run_once(
         self, batch: Any, weights: Weights | None, *, alone: bool
-    ) -> tuple[Step, Any, list[Logged]]:
+    ) -> tuple[Opened, Any, list[Logged]]:
         """Run the step, and backward if it trains, on gradients of its own."""
         cp, module = self.cp, self.module
         if weights is not None:
@@ -154,7 +154,7 @@ class ModuleCall:
                 check_reduced(find_units(module))
         return step, output, logs
 
-    def _loss(self, output: Any, step: Step) -> Tensor | None:
+    def _loss(self, output: Any, step: Opened) -> Tensor | None:
         """Return the loss of training; None for others, which are refused or declared."""
         loss = take_loss(output) if self.is_training and step.losses else None
         return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None

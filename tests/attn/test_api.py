@@ -31,6 +31,19 @@ from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
 
 
+def _step(layout, groups, options, batch_size, position_ids):
+    return Step(
+        layout=layout,
+        groups=groups,
+        options=options,
+        batch_size=batch_size,
+        documents=None,
+        padding=None,
+        position_ids=position_ids,
+        training=True,
+    )
+
+
 def draw(*shape):
     return torch.randn(*shape)
 
@@ -97,7 +110,16 @@ def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(al
 
         groups = Groups(transport, LoneTransport(), transport, LoneTransport())
         nothing = torch.zeros(2, layout.tensor_len(transport.rank))
-        step = Step(layout, groups, Options(algorithm=algorithm), 2, None, None, nothing, True)
+        step = Step(
+            layout=layout,
+            groups=groups,
+            options=Options(algorithm=algorithm),
+            batch_size=2,
+            documents=None,
+            padding=None,
+            position_ids=nothing,
+            training=True,
+        )
         leaves = [cut(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         mask = StepMask(causal=True, reference=StepReference(step))
         out = attention(*leaves, mask=mask, bias=cut(bias))
@@ -295,7 +317,16 @@ def own_step(transport, wire, kernel, layout):
     groups = Groups(transport, LoneTransport(), transport, LoneTransport())
     nothing = torch.zeros(1, layout.local_len)
     options = Options(algorithm="gather", kernel=kernel, gradient_wire=wire)
-    return Step(layout, groups, options, 1, None, None, nothing, True)
+    return Step(
+        layout=layout,
+        groups=groups,
+        options=options,
+        batch_size=1,
+        documents=None,
+        padding=None,
+        position_ids=nothing,
+        training=True,
+    )
 
 
 @pytest.mark.parametrize("wire", ["float32", "model"])

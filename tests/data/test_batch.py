@@ -8,6 +8,7 @@ import torch
 from lightning_cp import Mask, attention, token_mean
 from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, unpack_documents
 from lightning_cp.data.consistency import find_differing
+from lightning_cp.data.structure import flatten
 from tests import doors
 from tests.ranks import run_threads
 
@@ -15,7 +16,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 
 def read(batch, sequence_dims=None, **more):
-    return read_batch(batch, sequence_dims={**(sequence_dims or {}), **more})
+    return read_batch(flatten(batch), sequence_dims={**(sequence_dims or {}), **more})
 
 
 def test_a_step_yields_exactly_the_users_keys():
@@ -205,7 +206,7 @@ def test_documents_become_rows_of_their_own():
         "document_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1]]),
         "name": torch.tensor([7, 8]),
     }
-    rows = unpack_documents(batch, read(batch))
+    rows = unpack_documents(read(batch))
     assert rows["attention_mask"].sum(1).tolist() == [2, 4, 5]
     assert rows["input_ids"][1, :4].tolist() == TOKENS[0, 2:].tolist()
     assert rows["labels"][0].tolist() == [*TOKENS[0, :2].tolist(), -100, -100, -100]

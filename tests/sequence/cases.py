@@ -82,7 +82,16 @@ class Case:
         groups = Groups(transport, LoneTransport(), transport, LoneTransport())
         ids = torch.zeros(self.batch, layout.tensor_len(transport.rank))
         documents, padding = self.document_ids, self.is_padding
-        return Step(layout, groups, Options(), self.batch, documents, padding, ids, True)
+        return Step(
+            layout=layout,
+            groups=groups,
+            options=Options(),
+            batch_size=self.batch,
+            documents=documents,
+            padding=padding,
+            position_ids=ids,
+            training=True,
+        )
 
     def cut(self, x, dim, rank):
         return shard(x, dim, layout=self.build_layout(), rank=rank)
