@@ -11,13 +11,14 @@ from functools import cached_property, update_wrapper
 from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lightning_cp.comm.mesh import Groups
+from lightning_cp.comm.mesh import Groups, lone_groups
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.branches import Branches
-from lightning_cp.geometry.layout import Layout
+from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, Mask
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.options import Options
@@ -287,6 +288,24 @@ class Step(Opened):
             )
             self.cache.bounds[key] = bounds, mask.tensors()
         return self.cache.bounds[key][0]
+
+
+def full_step(seq_len: int) -> Step:
+    """Return a step of one rank with full sequences, for an attention call outside of steps."""
+    return Step(
+        layout=build_layout("contiguous", seq_len=seq_len, cp_size=1),
+        groups=_LONE,
+        options=_OUTSIDE,
+        batch_size=1,
+        documents=None,
+        padding=None,
+        position_ids=_NONE,
+        training=True,
+        uid=0,
+    )
+
+
+_LONE, _OUTSIDE, _NONE = lone_groups(), Options(algorithm="gather"), torch.empty(0)
 
 
 def not_sharded() -> RuntimeError:

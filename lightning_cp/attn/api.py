@@ -17,12 +17,12 @@ from lightning_cp.attn.call import (
     check_qkv,
     shapes_of,
 )
-from lightning_cp.attn.choose import build_step_call, build_unsharded_call
+from lightning_cp.attn.choose import build_call
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.branches import BranchMask
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
-from lightning_cp.step import PerStep, Step, StepMask
+from lightning_cp.step import PerStep, Step, StepMask, full_step
 from lightning_cp.torch_private import outside_graphs, within
 
 
@@ -78,15 +78,12 @@ def attention(
             "sharded over several ranks. Set it to 0 (attention_dropout=0.0 in most model "
             "configs); dropout on activations is fine."
         )
+    if step is None:
+        check_qkv("attention", q, k, v)
+        step = full_step(q.shape[2])
     score_bias = None
     if bias is not None or alibi is not None:
-        score_bias = _read_bias(bias, alibi, q, q.shape[2] if step is None else step.layout.seq_len)
-    if step is None:
-        _check_tensors(q, k, v, sinks)
-        scores = _read_scores(q, scale, softcap)
-        has_bias = score_bias is not None
-        call = build_unsharded_call(mask, scores, q, k, v, has_bias=has_bias)
-        return call.run(q, k, v, sinks, score_bias)
+        score_bias = _read_bias(bias, alibi, q, step.layout.seq_len)
     if step.branches is None:
         return _attend(step, mask, q, k, v, scale, softcap, sinks, score_bias)
     check_branches(mask, step, has_slopes=alibi is not None)
@@ -141,17 +138,34 @@ def _attend(
     score_bias: ScoreBias | None,
 ) -> Tensor:
     """Attend under one mask of a step."""
-    # All layers make the same call: it is checked and planned once.
+    has_bias = score_bias is not None
+    call = find_call(step, mask, q, k, v, scale, softcap, sinks, has_bias=has_bias)
+    return _run_padded(call, q, k, v, sinks, score_bias, step)
+
+
+def find_call(
+    step: Step,
+    mask: Mask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    *,
+    has_bias: bool,
+) -> AttentionCall:
+    """Return a call of a step: all layers make the same one, which is checked and planned once."""
     tensors = (q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape)
-    key = (mask.key(), q.shape, k.shape, v.shape, *tensors, scale, softcap, score_bias is None)
+    key = (mask.key(), q.shape, k.shape, v.shape, *tensors, scale, softcap, has_bias)
     call = _calls.get(step, key)
     if call is None:
         _check_tensors(q, k, v, sinks)
-        scores, has_bias = _read_scores(q, scale, softcap), score_bias is not None
+        scores = _read_scores(q, scale, softcap)
         _check_length(q, step)
-        call = build_step_call(mask, step, scores, q, k, v, has_bias=has_bias)
+        call = build_call(mask, step, scores, q, k, v, has_bias=has_bias)
         _calls.put(step, call, key)
-    return _run_padded(call, q, k, v, sinks, score_bias, step)
+    return call
 
 
 def _run_padded(

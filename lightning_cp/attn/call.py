@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all attention calls share: the interface, typed biases, options and input checks.
+"""What all attention calls share: the interface, typed biases and input checks.
 
 Knows neither kernels nor communication. Read next: `choose.py`, which builds the calls.
 
@@ -8,15 +8,13 @@ Dv head dims.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_cp.attn.tiles import PlacedTile
 from lightning_cp.data.sharding import pad_end
-from lightning_cp.options import GradientWire
-from lightning_cp.step import Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,43 +106,6 @@ class AttentionCall(Protocol):
         Returns:
             [B, H, L, Dv] in the dtype of ``q``.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """Options of the user for one attention call; the defaults are those outside a step.
-
-    Args:
-        algorithm: ``auto`` or a name.
-        kernel: ``auto`` or a name.
-        memory_bytes: the memory budget; None for the default.
-        gradient_wire: precision of gradients of keys and values in reduce-scatters.
-        compiles: whether kernels can be compiled on the GPUs of all ranks, as far as is known.
-        uid: the step; 0 outside a step.
-        may_keep: whether activation checkpointing may keep the result.
-    """
-
-    algorithm: str = "gather"
-    kernel: str = "auto"
-    memory_bytes: int | None = None
-    gradient_wire: GradientWire = "float32"
-    compiles: bool = True
-    uid: int = 0
-    may_keep: bool = True
-
-    @classmethod
-    def of(cls, step: Step) -> Self:
-        """Return the options of a step."""
-        options = step.options
-        memory = options.attention_memory
-        return cls(
-            algorithm=options.algorithm,
-            kernel=options.kernel,
-            memory_bytes=None if memory is None else int(memory * 2**30),
-            gradient_wire=options.gradient_wire,
-            compiles=step.groups.compiles,
-            uid=step.uid,
-        )
 
 
 def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,7 +7,7 @@ that ranks agree without a message. The result is a call that is ready to run: `
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -19,7 +19,7 @@ from lightning_cp.attn.accumulators import wire_dtype
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import Kernel, Request, Scores
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
-from lightning_cp.attn.call import AttentionCall, CallOptions
+from lightning_cp.attn.call import AttentionCall
 from lightning_cp.attn.cost import (
     ExchangeChoice,
     ExchangeName,
@@ -30,12 +30,12 @@ from lightning_cp.attn.cost import (
 from lightning_cp.attn.flex.from_mask import FlexCall, build_flex_call, longest_key_buffer
 from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES, needs_plain_torch
 from lightning_cp.attn.plan import Plan, QueryShard, build_plan, resolve_algorithm
-from lightning_cp.attn.ulysses import UlyssesCall, place_of
+from lightning_cp.attn.ulysses import Place, UlyssesCall, place_of
 from lightning_cp.comm.mesh import Groups
-from lightning_cp.comm.transport import LoneTransport, Transport
+from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.bounds import Bounds
-from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.options import Options
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
 from lightning_cp.torch_private import can_compile
@@ -59,6 +59,7 @@ class CallSpec:
         problem: sizes of the call over all ranks.
         has_bias: whether a bias or ALiBi slopes are added to the scores.
         options: of the user.
+        compiles: whether kernels can be compiled on the GPUs of all ranks, as far as is known.
     """
 
     bounds: Bounds
@@ -67,7 +68,8 @@ class CallSpec:
     request: Request
     problem: Problem
     has_bias: bool
-    options: CallOptions
+    options: Options
+    compiles: bool = True
 
     @property
     def algorithms(self) -> tuple[ExchangeName, ...]:
@@ -78,76 +80,74 @@ class CallSpec:
     @property
     def memory_budget(self) -> float:
         """Return the bytes that the call may allocate beyond its inputs and its output."""
-        if self.options.memory_bytes is not None:
-            return float(self.options.memory_bytes)
+        if self.options.attention_memory is not None:
+            return float(int(self.options.attention_memory * 2**30))
         return default_memory_budget(self.problem, algorithms=self.algorithms)
 
 
-def build_step_call(
+def build_call(
     mask: Mask, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool
 ) -> AttentionCall:
-    """Choose and plan a call of a step.
+    """Choose and plan a call.
 
     Args:
         mask: in global positions.
-        step: layout, documents, padding and options.
+        step: layout, documents, padding and options; outside of steps that of `full_step`.
         scores: scale and softcap.
         q: queries, for shape, dtype and device.
         k: keys, likewise.
         v: values, likewise.
         has_bias: whether a bias or ALiBi slopes are added to the scores.
     """
-    bounds = step.bounds(mask)
-    _check_batch(bounds, q)
-    groups, (swap, shard, num_kv_heads) = step.groups, place_of(step, q, k)
+    groups, place = step.groups, place_of(step, q, k)
+    spec = _describe(mask, step, place, scores, q, k, v, has_bias=has_bias)
     # Attention in a window is quick to compute again, and its result is as large as any other.
     is_cheap = step.options.keep_attention == "auto" and mask.is_windowed(step.layout.seq_len)
-    options = replace(CallOptions.of(step), may_keep=not is_cheap)
-    sizes = (step.cp_size, groups.inside.size)
-    spec = _build_spec(bounds, shard, num_kv_heads, scores, (q, k, v), sizes, options, has_bias)
-    call: BlockwiseCall | FlexCall
-    if takes_flex(spec):
-        call, algorithm, kernel = _flex_call(spec, groups.attend), "gather", "flex"
+    kernel = choose_kernel(spec)
+    call: AttentionCall
+    if kernel is None:
+        call = _flex_call(spec, groups.attend, step.uid, may_keep=not is_cheap)
+        names = "gather", "flex"
     else:
-        selected = select_kernel(options.kernel, spec.request).for_step()
-        choice = choose_head_groups(spec)
-        call = _blockwise_call(spec, groups.attend, selected, choice)
-        algorithm, kernel = choice.algorithm, selected.name
-    if step.cp_rank == 0:
-        _log_choice(step.cp_size, name_algorithm(algorithm, groups), step.layout.name, kernel)
-    return call if swap is None else UlyssesCall(swap, groups.inside, call)
+        exchange = choose_head_groups(spec)
+        plan = _plan(spec, exchange)
+        call = BlockwiseCall(
+            plan,
+            groups.attend,
+            kernel.for_step(),
+            scores,
+            step.uid,
+            step.options.gradient_wire,
+            not is_cheap,
+        )
+        names = exchange.algorithm, kernel.name
+    if step.uid and step.cp_rank == 0:
+        _log_choice(step.cp_size, name_algorithm(names[0], groups), step.layout.name, names[1])
+    return call if place.swap is None else UlyssesCall(place.swap, groups.inside, call)
 
 
-def build_unsharded_call(
-    mask: Mask, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool
-) -> AttentionCall:
-    """Choose and plan a call outside a step: one rank, full sequences; arguments as above."""
-    bounds = mask.bounds(q.shape[2])
-    _check_batch(bounds, q)
-    layout, options = build_layout("contiguous", seq_len=k.shape[2], cp_size=1), CallOptions()
-    shard = QueryShard(layout, 0)
-    spec = _build_spec(bounds, shard, k.shape[1], scores, (q, k, v), (1, 1), options, has_bias)
-    if takes_flex(spec):
-        return _flex_call(spec, LoneTransport())
-    kernel = select_kernel("auto", spec.request)
-    return _blockwise_call(spec, LoneTransport(), kernel, ExchangeChoice("gather", 1, 1))
-
-
-def _build_spec(
-    bounds: Bounds,
-    query_shard: QueryShard,
-    num_kv_heads: int,
+def _describe(
+    mask: Mask,
+    step: Step,
+    place: Place,
     scores: Scores,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    sizes: tuple[int, int],
-    options: CallOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
     has_bias: bool,
 ) -> CallSpec:
-    (q, k, v), (cp_size, ulysses_size), seq_len = tensors, sizes, query_shard.layout.seq_len
-    request = Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1]))
+    """Return what the choice depends on; raise for a mask of another batch."""
+    bounds, options, seq_len = step.bounds(mask), step.options, step.layout.seq_len
+    if bounds.num_samples not in (1, q.shape[0]):
+        raise ValueError(
+            f"attention(): the mask has {bounds.num_samples} samples (documents, spans or "
+            f"padding), but the tensors have a batch of {q.shape[0]}. Build the mask from the same "
+            "batch."
+        )
     problem = Problem(
         seq_len=seq_len,
-        cp_size=cp_size,
+        cp_size=step.cp_size,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim=q.shape[-1],
@@ -155,36 +155,38 @@ def _build_spec(
         itemsize=q.dtype.itemsize,
         batch_size=q.shape[0],
         kind="full" if (bounds.last[:, 0] >= seq_len).all() else "causal",
-        ulysses_size=ulysses_size,
+        ulysses_size=step.groups.inside.size,
         wire_itemsize=wire_dtype(q.dtype, options.gradient_wire).itemsize,
     )
-    return CallSpec(bounds, query_shard, num_kv_heads, request, problem, has_bias, options)
-
-
-def _check_batch(bounds: Bounds, q: Tensor) -> None:
-    if bounds.num_samples not in (1, q.shape[0]):
-        raise ValueError(
-            f"attention(): the mask has {bounds.num_samples} samples (documents, spans or "
-            f"padding), but the tensors have a batch of {q.shape[0]}. Build the mask from the same "
-            "batch."
-        )
+    return CallSpec(
+        bounds,
+        place.query_shard,
+        place.num_kv_heads,
+        Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1])),
+        problem,
+        has_bias,
+        options,
+        step.groups.compiles,
+    )
 
 
 # --- kernel ---
 
 
-def takes_flex(spec: CallSpec) -> bool:
-    """Return whether FlexAttention computes a call."""
-    options = spec.options
-    if options.kernel != "auto" or spec.request.device.type != "cuda":
-        return options.kernel == "flex"
-    if not options.compiles:
-        return False
-    preferred = prefers_flex(spec, select_kernel("auto", spec.request))
-    is_ring = options.algorithm == "ring"
-    if preferred and is_ring and spec.query_shard.is_first:
+def choose_kernel(spec: CallSpec) -> Kernel | None:
+    """Return the blockwise kernel of a call; None for FlexAttention."""
+    name = spec.options.kernel
+    if name == "flex":
+        return None
+    kernel = select_kernel(name, spec.request)
+    may_compile = name == "auto" and spec.request.device.type == "cuda" and spec.compiles
+    if not may_compile or not prefers_flex(spec, kernel):
+        return kernel
+    if spec.options.algorithm != "ring":
+        return None
+    if spec.query_shard.is_first:
         _warn_slow_ring()
-    return preferred and not is_ring
+    return kernel
 
 
 def prefers_flex(spec: CallSpec, kernel: Kernel) -> bool:
@@ -272,42 +274,27 @@ def name_algorithm(algorithm: str, groups: Groups) -> str:
     return "ulysses" if groups.attend.size == 1 else f"ulysses x {exchange}"
 
 
-# --- calls ---
-
-
-def _blockwise_call(
-    spec: CallSpec, transport: Transport, kernel: Kernel, choice: ExchangeChoice
-) -> BlockwiseCall:
-    options, plan = spec.options, _plan(spec, choice)
-    scores, wire = spec.request.scores, options.gradient_wire
-    return BlockwiseCall(plan, transport, kernel, scores, options.uid, wire, options.may_keep)
+# --- plans ---
 
 
 def _plan(spec: CallSpec, choice: ExchangeChoice) -> Plan:
     """Plan a blockwise call; once for bounds that later batches share."""
-    build = _shared_plan if spec.bounds.is_shared else _build_plan
-    groups = choice.num_groups_forward, choice.num_groups_backward
-    return build(choice.algorithm, spec.bounds, spec.query_shard, spec.num_kv_heads, groups)
-
-
-def _build_plan(
-    algorithm: str, bounds: Bounds, shard: QueryShard, num_kv_heads: int, groups: tuple[int, int]
-) -> Plan:
-    return build_plan(
-        algorithm,
-        layout=shard.layout,
-        bounds=bounds,
-        rank=shard.rank,
-        num_kv_heads=num_kv_heads,
-        num_groups=groups[0],
-        num_backward_groups=groups[1],
+    build = _shared_plan if spec.bounds.is_shared else build_plan
+    return build(
+        choice.algorithm,
+        layout=spec.query_shard.layout,
+        bounds=spec.bounds,
+        rank=spec.query_shard.rank,
+        num_kv_heads=spec.num_kv_heads,
+        num_groups=choice.num_groups_forward,
+        num_backward_groups=choice.num_groups_backward,
     )
 
 
-_shared_plan = lru_cache(maxsize=16)(_build_plan)
+_shared_plan = lru_cache(maxsize=16)(build_plan)
 
 
-def _flex_call(spec: CallSpec, transport: Transport) -> FlexCall:
+def _flex_call(spec: CallSpec, transport: Transport, uid: int, *, may_keep: bool) -> FlexCall:
     request, problem, options = spec.request, spec.problem, spec.options
     layout = spec.query_shard.layout
     plain = needs_plain_torch(request.device, request.dtype, options.kernel, layout.local_len)
@@ -330,9 +317,9 @@ def _flex_call(spec: CallSpec, transport: Transport) -> FlexCall:
         # In plain torch, entries that are not needed would be computed with.
         buffer_len=None if plain else buffer_len,
         plain=plain,
-        uid=options.uid,
+        uid=uid,
         gradient_wire=options.gradient_wire,
-        may_keep=options.may_keep,
+        may_keep=may_keep,
     )
 
 

@@ -14,7 +14,7 @@ from lightning_cp.attn import choose
 from lightning_cp.attn.api import calls_of
 from lightning_cp.attn.blockwise.kernels.base import Request, Scores
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
-from lightning_cp.attn.call import Bias, CallOptions
+from lightning_cp.attn.call import Bias
 from lightning_cp.attn.choose import CallSpec, choose_head_groups
 from lightning_cp.attn.cost import Problem
 from lightning_cp.attn.flex.api import FlexArguments, attend_in_step
@@ -377,9 +377,9 @@ def choose_groups(algorithm, seq_len, cp_size, *, budget=None, inside=1):
         Request(torch.device("cuda"), torch.bfloat16, Scores(1.0), head_dim=128),
         Problem(seq_len, cp_size, 32, 8, head_dim=128, value_dim=128, ulysses_size=inside),
         has_bias=False,
-        options=CallOptions(
+        options=Options(
             algorithm=algorithm,
-            memory_bytes=budget,
+            attention_memory=None if budget is None else budget / 2**30,
         ),
     )
     return choose_head_groups(spec)

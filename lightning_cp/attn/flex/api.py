@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from lightning_cp.active_step import current, num_unsharded
-from lightning_cp.attn.call import CallOptions, check_qkv
+from lightning_cp.attn.call import check_qkv
 from lightning_cp.attn.flex.block_mask import kind_of
 from lightning_cp.attn.flex.kernel import (
     FORWARD_ONLY,
@@ -168,7 +168,7 @@ def attend_in_step(
 ) -> FlexOutput:
     """Attend as `flex_attention` does inside a step, whatever step is active."""
     score_mod, block_mask, scale, aux, kernel_options = arguments
-    options, inside, tensor_len = CallOptions.of(step), step.groups.inside, q.shape[2]
+    options, inside, tensor_len = step.options, step.groups.inside, q.shape[2]
     mask, (swap, query_shard, _) = _sequence_mask(block_mask, q, step), place_of(step, q, k)
     batch, heads = q.shape[:2]
     if step.cp_size > 1:
@@ -192,7 +192,7 @@ def attend_in_step(
         k,
         v,
         functions,
-        KVRoute(query_shard.layout, transport, options.uid, wire),
+        KVRoute(query_shard.layout, transport, step.uid, wire),
         scale=scale,
         plain=plain,
         aux=aux,
