@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_patches.input_checks import check_no_weights
+from hf_patches.input_checks import check_dense_mask, check_no_weights
 from hf_patches.mask_reader import mask_of_step
 from hf_patches.names import NAMES, active, find_in_modules, stock_name
 from hf_patches.positions import temperature
@@ -167,15 +167,7 @@ def _mask(module: nn.Module, mask: object, step: Step) -> tuple[Mask, Tensor | N
         # A layer without a mask sees all tokens, or all up to its own.
         causal = bool(getattr(module, "is_causal", True))
         return StepMask(causal=causal, reference=StepReference(step)), None
-    tensor_len, seq_len = step.tensor_len, step.layout.seq_len
-    if not isinstance(mask, Tensor) or mask.shape[-2:] != (tensor_len, seq_len):
-        what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"{type(module).__name__} got an attention mask {what} inside a step whose ranks hold "
-            f"{tensor_len} of {seq_len} tokens. A dense mask has this rank's queries and the keys "
-            f"of the full sequence: [batch, 1, {tensor_len}, {seq_len}]; put the full mask into "
-            "the batch, as `attention_mask`, and cp.step(...) shards it."
-        )
+    mask = check_dense_mask(module, mask, step)
     if not mask.is_floating_point() and stock_name(module.config) == "eager":  # type: ignore[arg-type]
         raise ValueError(
             f"{type(module).__name__} got an attention mask of {mask.dtype}, but its attention is "

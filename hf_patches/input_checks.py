@@ -60,6 +60,20 @@ def check_no_weights(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def check_dense_mask(module: nn.Module, mask: object, step: Step) -> Tensor:
+    """Return a mask; raise unless it has this rank's queries and the keys of full sequences."""
+    tensor_len, seq_len = step.tensor_len, step.layout.seq_len
+    if isinstance(mask, Tensor) and mask.shape[-2:] == (tensor_len, seq_len):
+        return mask
+    what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    raise ValueError(
+        f"{type(module).__name__} got an attention mask {what} inside a step whose ranks hold "
+        f"{tensor_len} of {seq_len} tokens. A dense mask has this rank's queries and the keys of "
+        f"the full sequence: [batch, 1, {tensor_len}, {seq_len}]; put the full mask into the "
+        "batch, as `attention_mask`, and cp.step(...) shards it."
+    )
+
+
 def check_call(
     model: PreTrainedModel, arguments: Mapping[str, Any], step: Step, *, takes_media: bool = False
 ) -> None:

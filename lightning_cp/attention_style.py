@@ -27,7 +27,7 @@ from lightning_cp.geometry.layout import Layout, layout_of_shards
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.patch import replace_method
-from lightning_cp.step import Step
+from lightning_cp.step import Opened, Step
 from lightning_cp.torch_private import in_backward, outside_graphs
 
 _NAME = "ContextParallelAttention"
@@ -98,11 +98,11 @@ class ContextParallelAttention(ParallelStyle):
         positions = torch.arange(layout.seq_len, device=x.device)
         full = unnamed_batch(flatten(positions), [0], batch_size=batch_size, seq_len=layout.seq_len)
         options = replace(self._cp.options, layout=self._layout)
-        training = torch.is_grad_enabled()
-        step = build_step(full, options, self._cp.groups, training=training)
         # Equal calls are the same step, so that activation checkpointing may repeat one in
         # backward.
-        return replace(step, uid=hash((id(self._cp), layout, batch_size)))
+        uid, training = hash((id(self._cp), layout, batch_size)), torch.is_grad_enabled()
+        groups = self._cp.groups
+        return build_step(full, Opened(groups=groups, options=options, training=training, uid=uid))
 
     def _compare(self, x: Tensor, *, has_positions: bool) -> Layout:
         """Return the layout of the ranks' shards; raise on all ranks if one cannot be served."""

@@ -352,9 +352,9 @@ class ContextParallel:
             The batch's keys and tensors, not sharded.
         """
         training = torch.is_grad_enabled() if training is None else training
-        opened, full = self._build(
-            flatten(batch), training, self._alone, None, sequence_dims, is_stock=stock
-        )
+        options = replace(self._options, kernel="reference")
+        terms = Opened(groups=self._alone, options=options, training=training, is_stock=stock)
+        opened, full = self._build(flatten(batch), terms, sequence_dims)
         if routed:
             with run_step(opened):
                 yield full
@@ -371,47 +371,36 @@ class ContextParallel:
         sequence_dims: SequenceDims | None,
     ) -> tuple[Opened, Any]:
         """Build the step of a batch; an error of one rank is raised on all of them."""
-        if outer is not None and outer.groups is self._alone:  # on this rank only, as `alone`
-            return self._build(
-                flatten(batch), training, self._alone, outer, sequence_dims, is_stock=outer.is_stock
-            )
+        of = self if outer is None else outer
         values = self.checks.count_batch(training) if outer is None else outer.is_checked
+        terms = Opened(
+            groups=of.groups,
+            options=of.options,
+            training=training,
+            is_checked=values,
+            is_stock=outer is not None and outer.is_stock,
+            outer=outer,
+        )
 
         def build(flat: Flat) -> tuple[Opened, Any]:
             check_not_sharded(flat, active_step.opened())
-            return self._build(
-                flat, training, self._groups, outer, sequence_dims, is_checked=values
-            )
+            return self._build(flat, terms, sequence_dims)
 
+        if of.groups is self._alone:  # on this rank only, as `alone`
+            return build(flatten(batch))
         return self.checks.checked(batch, build, training=training, values=values)
 
     def _build(
-        self,
-        flat: Flat,
-        training: bool,
-        groups: Groups,
-        outer: BatchOfParts | None = None,
-        sequence_dims: SequenceDims | None = None,
-        *,
-        is_checked: bool = False,
-        is_stock: bool = False,
+        self, flat: Flat, terms: Opened, sequence_dims: SequenceDims | None
     ) -> tuple[Opened, Any]:
         """Build the step of a batch; no rank waits for another."""
-        options = self._options
-        if groups is self._alone:
-            options = replace(options, kernel="reference")
-        is_usual = outer is None and sequence_dims is None
+        is_usual = terms.outer is None and sequence_dims is None
         opened, local = open_step(
             flat,
-            options,
-            groups,
-            training=training,
+            terms,
             balance=self._balance,
             sequence_dims=sequence_dims,
             checked_paths=self._checked_paths if is_usual else None,
-            outer=outer,
-            is_checked=is_checked,
-            is_stock=is_stock,
         )
         if isinstance(opened, Step):
             attach(self._store, opened)

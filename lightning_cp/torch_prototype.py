@@ -26,7 +26,7 @@ from lightning_cp.data.structure import Flat
 from lightning_cp.geometry.layout import layout_of_shards
 from lightning_cp.options import AlgorithmName, LayoutName, check_choice
 from lightning_cp.parallel import ContextParallel, run_step
-from lightning_cp.step import Step, Yielded
+from lightning_cp.step import Opened, Step, Yielded
 
 _ALGORITHMS: Final[dict[str, AlgorithmName]] = {"allgather": "gather", "alltoall": "ring"}
 
@@ -85,7 +85,8 @@ def context_parallel(
         check_not_sharded(flat, active_step.opened())
         layout = _layout_name(full.seq_len, cp.cp_size)
         options = replace(cp.options, layout=layout, algorithm=_algorithm)
-        return build_step(full, options, cp.groups, training=training, is_checked=values)
+        terms = Opened(groups=cp.groups, options=options, training=training, is_checked=values)
+        return build_step(full, terms)
 
     step = cp.checks.checked(named, build, training=training, values=values)
     shards = dict(zip(named, step.yielded, strict=True))

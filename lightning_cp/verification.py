@@ -22,7 +22,6 @@ from lightning_cp.data.media import media_names
 from lightning_cp.data.structure import flatten
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import IGNORED_LABEL
 
 MIXING: Final = (
     "Something mixes tokens that is not routed: attention written as matmul and softmax, a "
@@ -260,39 +259,7 @@ def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> A
     full = batches.read_batch(flatten(batch), sequence_dims=cp.options.sequence_dims)
     if max_len is None or full.seq_len <= max_len or full.is_unsharded:
         return batch
-    if type(batch) is not dict or [x.path for x in full.leaves] != list(batch):
-        return _truncate_nested(full, max_len)
-    if any(batch.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k")):
-        ids = torch.from_numpy(full.documents) if full.documents is not None else None
-        batch = {k: v for k, v in batch.items() if not k.startswith(("cu_seq_lens", "max_length"))}
-        batch |= {"document_ids": ids} if ids is not None else {}
-        return truncate_batch(batch, cp=cp, max_len=max_len)
-    start = 0
-    labels = batch.get("labels")
-    if isinstance(labels, Tensor) and labels.dim() > 1:
-        labelled = (labels != IGNORED_LABEL).any(0).nonzero().flatten().tolist()
-        first = labelled[0] if labelled else 0
-        start = min(max(0, first - max_len // 2), full.seq_len - max_len)
-    return {
-        x.path: x.value if x.dim is None else x.value.narrow(x.dim, start, max_len)
-        for x in full.leaves
-    }
-
-
-def _truncate_nested(full: batches.FullBatch, max_len: int) -> Any:
-    """Return the first tokens of a batch that is not a plain dict of tensors."""
-    if (
-        full.metadata.get("cu_seq_lens_q") is not None
-        or full.metadata.get("cu_seq_lens_k") is not None
-    ):
-        raise ValueError(
-            f"Sequences of {full.seq_len} tokens cannot be truncated to max_len={max_len}: "
-            "`cu_seq_lens_q` is inside a nested batch. Use `document_ids`, or a larger max_len."
-        )
-    parts = {
-        x.path: x.value if x.dim is None else x.value.narrow(x.dim, 0, max_len) for x in full.leaves
-    }
-    return full.flat.rebuild(parts)
+    return batches.truncate(full, max_len)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_patches.input_checks import name_arguments, parameters_of
+from hf_patches.input_checks import check_dense_mask, name_arguments, parameters_of
 from hf_patches.mixers.common import (
     GatheredKeys,
     Replacement,
@@ -114,7 +114,7 @@ class _Attention(Replacement):
     def _run(self, arguments: dict[str, Any], step: Step) -> Any:
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor):  # the caller's, which the layer's own code reads
-            _check_shape(self.module, mask, step)
+            check_dense_mask(self.module, mask, step)
         else:
             arguments["attention_mask"] = self._mask(mask, step, arguments["hidden_states"])
         if arguments.get("alibi") is not None:
@@ -133,16 +133,6 @@ class _Attention(Replacement):
         if self.kind == "MptAttention":
             return ~visible  # true where a key is hidden
         return visible if self.has_bool_mask else additive_mask(visible, hidden.dtype)
-
-
-def _check_shape(module: nn.Module, mask: Tensor, step: Step) -> None:
-    shape = (step.tensor_len, step.layout.seq_len)
-    if mask.shape[-2:] != shape:
-        raise ValueError(
-            f"{type(module).__name__} got an attention mask of shape {tuple(mask.shape)} in "
-            f"a step whose ranks hold {shape[0]} of {shape[1]} tokens. Put the full mask into "
-            "the batch, as `attention_mask`, and cp.step(...) shards it."
-        )
 
 
 def _add_alibi(module: Any, arguments: dict[str, Any], step: Step) -> None:

@@ -702,7 +702,8 @@ def unpack_documents(full: FullBatch) -> Any:
     return full.flat.rebuild(unpacked, added=added)
 
 
-_PACKING: Final = ("document_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LENGTHS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PACKING: Final = ("document_ids", *_LENGTHS)
 
 
 def _unpacked(leaf: Leaf, batch_size: int, intervals: Sequence[tuple[int, int, int]]) -> Any:
@@ -747,6 +748,30 @@ def pad_samples(batch: Any) -> Any:
         if isinstance(labels, Tensor) and labels.shape == mask.shape:
             padded[key] = labels.masked_fill(padding, IGNORED_LABEL)
     return padded
+
+
+def truncate(full: FullBatch, max_len: int) -> Any:
+    """Return the batch with ``max_len`` tokens per sequence, around the first that has a label."""
+    has_lengths = any(full.metadata.get(role) is not None for role in _LENGTHS[:2])
+    dropped = {x.path: x for x in full.leaves if has_lengths and x.role in _LENGTHS}
+    if any(leaf.parent or leaf.is_listed for leaf in dropped.values()):
+        raise ValueError(
+            f"Sequences of {full.seq_len} tokens cannot be truncated to max_len={max_len}: "
+            "`cu_seq_lens_q` is inside a nested batch. Use `document_ids`, or a larger max_len."
+        )
+    labels = [x.value for x in full.leaves if x.role == "labels" and x.dim is not None]
+    labelled = (labels[0] != IGNORED_LABEL).any(0).nonzero().flatten().tolist() if labels else []
+    first = labelled[0] if labelled else 0
+    start = min(max(0, first - max_len // 2), full.seq_len - max_len)
+    values = {
+        x.path: x.value if x.dim is None else x.value.narrow(x.dim, start, max_len)
+        for x in full.leaves
+        if x.path not in dropped
+    }
+    if not dropped or full.documents is None:
+        return full.flat.rebuild(values)
+    documents = torch.from_numpy(full.documents).narrow(1, start, max_len)
+    return full.flat.rebuild(values, added={"": {"document_ids": documents}})
 
 
 def _intervals(ids: IntArray) -> list[tuple[int, int]]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cp.comm.mesh import Groups
 from lightning_cp.data.batch import (
     FullBatch,
     build_position_ids,
@@ -24,33 +23,25 @@ from lightning_cp.step import BatchOfParts, Opened, Step
 
 def open_step(
     flat: Flat,
-    options: Options,
-    groups: Groups,
+    terms: Opened,
     *,
-    training: bool,
     balance: Mask | None = None,
     sequence_dims: SequenceDims | None = None,
     checked_paths: set[str] | None = None,
-    outer: BatchOfParts | None = None,
-    is_checked: bool = False,
-    is_stock: bool = False,
 ) -> tuple[Opened, Any]:
     """Build the step of a batch, and this rank's shard of the batch.
 
     Args:
         flat: the full batch.
-        options: how it is sharded, and attention computed.
-        groups: the ranks that share it.
-        training: whether the loss is averaged over the data axis too.
+        terms: ranks, options, and what else does not depend on the batch. Under ``is_stock``,
+            models of other libraries run unchanged. Some of them ignore documents: each document
+            becomes a sample of its own.
         balance: the mask under which ranks have equal work; causal by default.
         sequence_dims: of this batch, instead of those of the options.
         checked_paths: see `read_batch`.
-        outer: the batch that this is a part of, if any.
-        is_checked: whether the ranks compare what they hold.
-        is_stock: whether models of other libraries run unchanged. Some of them ignore documents:
-            each document becomes a sample of its own.
     """
-    dims = options.sequence_dims if sequence_dims is None else sequence_dims
+    outer = terms.outer
+    dims = terms.options.sequence_dims if sequence_dims is None else sequence_dims
     full = read_batch(flat, sequence_dims=dims, checked_paths=checked_paths)
     if full.is_unsharded:
         if outer is not None:
@@ -59,80 +50,43 @@ def open_step(
                 f"sequence_dims={dict(dims)} keeps all of the part full too. Give the sequence "
                 "dims of the part: cp.step(part, sequence_dims={...}), {} for known names."
             )
-        parts = BatchOfParts(
-            groups=groups,
-            options=options,
-            training=training,
-            is_checked=is_checked,
-            is_stock=is_stock,
-            longest=full.seq_len,
-        )
-        return parts, flat.batch
-    if is_stock and full.branches is not None:
+        return BatchOfParts(**vars(terms), longest=full.seq_len), flat.batch
+    if terms.is_stock and full.branches is not None:
         raise ValueError(
             "A batch with `branch_ids` cannot be compared with a stock model, which knows no "
             "branches. Compare a batch in which each branch is a document of its own, behind a "
             "copy of what it shares."
         )
-    if is_stock and full.documents is not None:
+    if terms.is_stock and full.documents is not None:
         flat = flatten(unpack_documents(full))
         full = read_batch(flat, sequence_dims=dims, checked_paths=checked_paths)
-    step = build_step(
-        full,
-        options,
-        groups,
-        training=training,
-        balance=balance,
-        is_checked=is_checked,
-        is_stock=is_stock,
-        outer=outer,
-    )
+    step = build_step(full, terms, balance)
     if outer is not None:
         outer.parts.append(step)
     pairs = zip(full.leaves, step.yielded, strict=True)
     return step, flat.rebuild({leaf.path: value.local for leaf, value in pairs})
 
 
-def build_step(
-    full: FullBatch,
-    options: Options,
-    groups: Groups,
-    *,
-    training: bool,
-    balance: Mask | None = None,
-    is_checked: bool = False,
-    is_stock: bool = False,
-    outer: BatchOfParts | None = None,
-) -> Step:
+def build_step(full: FullBatch, terms: Opened, balance: Mask | None = None) -> Step:
     """Build the step of a batch that has been read; it holds this rank's values.
 
     Args:
         full: the full batch; at least one of its tensors is sharded.
-        options: how it is sharded, and attention computed.
-        groups: the ranks that share it.
-        training: whether the loss is averaged over the data axis too.
-        balance: the mask under which ranks have equal work; causal by default.
-        is_checked: whether the ranks compare what they hold.
-        is_stock: see `open_step`.
-        outer: see `open_step`.
+        terms: as for `open_step`.
+        balance: as for `open_step`.
     """
-    layout, rank = _choose_layout(full, options, balance, groups.context.size), groups.context.rank
+    rank, layout = terms.cp_rank, _choose_layout(full, terms.options, balance, terms.cp_size)
     yielded = [shard_leaf(leaf, layout=layout, rank=rank) for leaf in full.leaves]
     device = next(value.local.device for value in yielded if value.dim is not None)
     return Step(
+        **vars(terms),
         layout=layout,
-        groups=groups,
-        options=options,
         batch_size=full.batch_size,
         documents=full.documents,
         padding=full.padding,
         position_ids=shard(build_position_ids(full, device), -1, layout=layout, rank=rank),
-        training=training,
         has_position_ids=isinstance(full.metadata.get("position_ids"), Tensor),
-        is_checked=is_checked,
-        is_stock=is_stock,
         branches=full.branches,
-        outer=outer,
         yielded=yielded,
     )
 

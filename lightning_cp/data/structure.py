@@ -16,7 +16,7 @@ BARE: Final = "batch"
 """The path of a batch that is one tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One value of a batch: a tensor, or anything without tensors inside.
 
@@ -44,7 +44,7 @@ class Leaf:
         return self.above[-1] if self.above else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Flat:
     """A batch taken apart: its values, in their order, and how to put others in their places.
 

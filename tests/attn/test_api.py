@@ -1,5 +1,6 @@
 """The verb on one process; several ranks are in tests/parity."""
 
+import functools
 import logging
 import weakref
 
@@ -155,7 +156,13 @@ def test_layers_share_one_plan(monkeypatch):
 
 def test_rows_of_one_document_are_planned_once(monkeypatch):
     built, build = [], choose.build_plan
-    monkeypatch.setattr(choose, "build_plan", lambda *a, **kw: built.append(a) or build(*a, **kw))
+
+    def count(*args, **kwargs):
+        built.append(args)
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(choose, "build_plan", count)
+    monkeypatch.setattr(choose, "_shared_plan", functools.lru_cache(count))
     q, found = draw(1, 2, 71, 4), []
     cp = doors.parallel(None, layout="contiguous")
     for length in (71, 71, 67, 71):
