@@ -9,13 +9,11 @@ changed here is who gets which batch, and what is counted once per rank.
 import functools
 import itertools
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,10 +48,13 @@ from hf_patches.trainer_steps import is_for_user
 from hf_patches.trainer_steps import verify_steps as verify_first_steps
 from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
+from lightning_cp.comm.collective_errors import raise_on_all
+from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch, require
-from lightning_cp.verification import Report
+from lightning_cp.restore import restored_random_states
+from lightning_cp.verification import Report, require_passed
 
 _logger = logging.getLogger(__name__)
 
@@ -87,6 +88,13 @@ class TrainerHandle:
     def num_data_ranks(self) -> int:
         """Return the number of groups of context ranks: each group gets batches of its own."""
         return 1 if self.mesh is None else self.mesh["dp_replicate"].size()
+
+    @property
+    def groups(self) -> list[Transport]:
+        """Return the context ranks, and those with other batches."""
+        if self.mesh is None:
+            return []
+        return [self.cp.groups.context, GroupTransport(self.mesh["dp_replicate"].get_group())]
 
     def remove(self) -> None:
         """Restore the trainer, the accelerator and the models; prepared loaders stay."""
@@ -186,7 +194,9 @@ def context_parallel(
     return handle
 
 
-def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report]:
+def verify(
+    trainer: Any, *, num_batches: int = 1, check: bool = True, **options: Any
+) -> list[Report]:
     """Compare a trainer's first batches with the stock model: loss and every gradient. Collective.
 
     After `context_parallel`, before ``train()``. What is compared is the model's own loss of a
@@ -196,6 +206,7 @@ def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report
     Args:
         trainer: under context parallelism.
         num_batches: how many.
+        check: raise on all ranks if results differ. Otherwise look at ``passed`` of the reports.
         options: of `hf_patches.verify`: ``max_len``, ``tolerance``, ``oracle``.
 
     Returns:
@@ -224,51 +235,25 @@ def verify(trainer: Any, *, num_batches: int = 1, **options: Any) -> list[Report
             f"{accelerator.device.type}: under FSDP2 train() moves it. Call verify(trainer) in "
             "on_train_begin() of a TrainerCallback."
         )
-    batches: list[dict[str, Any]] = []
-    with _together(accelerator, device):
-        batches += _first_batches(trainer, num_batches)
+    failure = "verify() failed on another rank; see its error."
+    batches = raise_on_all(lambda: _first_batches(trainer, num_batches), failure, *handle.groups)
     reports = list[Report]()
     for batch in batches:
-        # After each one: under FSDP2 the next is a collective of all ranks.
-        with _together(accelerator, device):
-            reports.append(verify_model(model, batch, cp=handle.cp, **options))
-    is_wrong = torch.tensor([not all(report.passed for report in reports)], device=device)
-    if bool(accelerator.gather(is_wrong).any()):
-        wrong = next((report for report in reports if not report.passed), None)
-        raise RuntimeError(
-            f"Context parallelism changes the results of this {type(trainer).__name__}: "
-            f"{wrong.summary() if wrong else 'another data rank has found it'}."
-            + (f"\n{wrong}" if wrong else "")
+        compare = functools.partial(
+            verify_model, model, batch, cp=handle.cp, check=False, **options
         )
+        # After each one: under FSDP2 the next is a collective of all ranks.
+        reports.append(raise_on_all(compare, failure, *handle.groups))
+    if check:
+        require_passed(reports, f"this {type(trainer).__name__}", *handle.groups)
     return reports
-
-
-@contextmanager
-def _together(accelerator: Any, device: torch.device) -> Iterator[None]:
-    """Raise on all ranks if one of them raises inside."""
-    problem = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
-        problem = error
-    flag = torch.tensor([problem is not None], device=device)
-    has_failed = bool(accelerator.gather(flag).any())
-    if problem is not None:
-        raise problem
-    if has_failed:
-        raise RuntimeError("verify() failed on another rank; see its error.")
 
 
 def _first_batches(trainer: Any, number: int) -> list[dict[str, Any]]:
     """Return the first batches of a trainer's loader; random states stay as they are."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            loader = trainer.get_train_dataloader()
-            batches = [dict(batch) for batch in itertools.islice(loader, number)]
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with restored_random_states(trainer.model):
+        loader = trainer.get_train_dataloader()
+        batches = [dict(batch) for batch in itertools.islice(loader, number)]
     if hasattr(loader, "end"):
         loader.end()  # for accelerate: it is not iterated any more
     if len(batches) < number:

@@ -16,7 +16,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
@@ -28,21 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_patches.trainer_private import logged_metrics
 from hf_patches.whole_rows import RowsHandle
-from lightning_cp.comm.collective_errors import from_all
 from lightning_cp.comm.transport import GroupTransport
-from lightning_cp.compare import (
-    Run,
-    TrialRuns,
-    Value,
-    Weights,
-    are_near,
-    copied,
-    has_room,
-    is_in_turn,
-    no_dropout,
-    own_gradients,
-    take_gradients,
-)
+from lightning_cp.compare import Run, TrialRuns, Value, copied, is_in_turn
 from lightning_cp.data import outputs
 from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
 from lightning_cp.data.media import media_names
@@ -50,9 +37,16 @@ from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.structure import flatten
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
-from lightning_cp.restore import UpdatesWeightsError, restored_state, user_hooks
+from lightning_cp.restore import UpdatesWeightsError, user_hooks
 from lightning_cp.step import IGNORED_LABEL
-from lightning_cp.verification import truncate_batch
+from lightning_cp.verification import (
+    Weights,
+    has_room,
+    take_gradients,
+    truncate_batch,
+    without_trace,
+)
+from lightning_cp.whose_code import LIBRARIES, is_of_user
 
 _logger = logging.getLogger(__name__)
 
@@ -70,10 +64,7 @@ _LOSS_FLOOR, _METRIC_FLOOR = 2e-5, float("inf")
 _LOW_GRADIENT: Final = 0.3
 
 _DATA: Final = ("train_dataset", "eval_dataset")
-_LIBRARIES: Final = frozenset(
-    ("transformers", "trl", "accelerate", "peft", "hf_patches", "lightning_cp", "torch")
-)
-_BELOW: Final = sys.stdlib_module_names | {"torch", "accelerate"}
+_BELOW: Final = sys.stdlib_module_names | {"torch", "accelerate", "torchmetrics"}
 """Whose functions count processes for those who call them."""
 
 
@@ -99,7 +90,7 @@ def verify_steps(
     # FSDP2 holds unreduced gradients of the batches before, which a trial run would drop.
     is_amid_update = False
     # An own training step may compute its loss by itself.
-    is_own = not _is_of_library(type(trainer).training_step)
+    is_own = is_of_user(type(trainer).training_step)
     for stage in ("training_step" if is_own else "compute_loss", "prediction_step"):
         function = getattr(trainer, stage)
 
@@ -298,11 +289,11 @@ class _TrainerCall:
     """Whether users see the rank among the data ranks where full sequences run."""
     differing: dict[str, tuple[float, float]] = field(default_factory=dict)
     """The first number that differs of each place that users keep some in, and one device's."""
-    _numbers: list[dict[str, float]] = field(default_factory=list)
-    may_draw: bool = False
-    _evaluates: bool = False
-    _fixed: set[str] = field(default_factory=set)
-    _is_fixed: bool = True
+    may_draw: bool = field(init=False)
+    leaves_out: bool = True
+
+    def __post_init__(self) -> None:
+        self.may_draw = self.stage != "prediction_step"
 
     def precision(self) -> torch.dtype:
         """Return the lowest precision in which the step computes."""
@@ -331,26 +322,24 @@ class _TrainerCall:
             "returns each row once."
         )
 
-    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
-        """Run the step, collect its values, and undo what it changes."""
-        del seed  # it runs with two, and leaves out what depends on them
-        if not alone:
-            run = self._run_sharded(batch)
-            self._find_differing()
-            return self._comparable(run)
-        self._evaluates = False
-        run = self._run_twice(batch)
-        if not self._is_fixed and self.stage != "prediction_step":  # dropout by a function
-            self._evaluates = True
-            run = self._run_twice(batch)
-        return self._comparable(run)
+    def report_kept(self, wrong: Mapping[str, tuple[float, float]]) -> str:
+        """Note numbers that the step has kept, for a warning, and those of one device."""
+        for path, (value, expected) in wrong.items():
+            is_same = abs(value - expected) <= _LOSS_FLOOR
+            if not is_same and "._metrics[" not in path:  # those are compared
+                # A list may hold one for each step so far.
+                self.differing.setdefault(path.partition("[")[0], (value, expected))
+        return ""
 
-    def _run_sharded(self, batch: Any) -> Run:
-        """Run on the ranks; say so if that raises where full sequences did not."""
+    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
+        """Run the step, collect its values, and undo what it changes.
+
+        An error of a run on the ranks says that full sequences raise none.
+        """
         try:
-            return self._run_once(batch, alone=False)
+            return self._run_once(batch, alone=alone, seed=seed)
         except Exception as error:
-            if _raised_in(error) in ("hf_patches", "lightning_cp"):
+            if alone or _raised_in(error) in ("hf_patches", "lightning_cp"):
                 raise
             raise ValueError(
                 f"{self.stage}() runs on full sequences, and raises on {self.cp.cp_size} ranks: "
@@ -358,88 +347,28 @@ class _TrainerCall:
                 f"{self.skip}."
             ) from error
 
-    def _run_twice(self, batch: Any) -> Run:
-        """Run as one device with two seeds; find values that depend on them. Collective.
-
-        All ranks leave out the same values: those that some rank draws, measures or does not have.
-        """
-        problem, answer = None, None
-        try:
-            run, other = (self._run_once(batch, alone=True, seed=seed) for seed in (0, 1))
-            answer = self._compare_seeds(run, other)
-        except Exception as error:  # noqa: BLE001  raised below, after all ranks know
-            problem = error
-        found = from_all(answer)
-        answers = [x for x in found if x is not None]
-        if problem is not None:
-            raise problem
-        if len(answers) < len(found):
-            raise RuntimeError("It raised on another rank.")
-        self._fixed = set.intersection(*(names for names, _ in answers))
-        self._is_fixed = all(answer for _, answer in answers)
-        return run
-
-    def _compare_seeds(self, run: Run, other: Run) -> tuple[set[str], bool]:
-        """Return the values that are the same with both seeds, and whether gradients are."""
-        precision = self.precision()
-        fixed = {
-            name
-            for name, value in run.values.items()
-            if name in other.values
-            and outputs.is_close(value.leaf.value, other.values[name].leaf.value, precision)
-        }
-        lost = {name for name in run.values if name.startswith("output") and name not in fixed}
-        return fixed, not lost and are_near(run.gradients, other.gradients)
-
-    def _find_differing(self) -> None:
-        """Find numbers that differ from those of one device, but not from seed to seed."""
-        full, other, mine = self._numbers[-3:]
-        precision = self.precision()
-        for path in sorted(full.keys() & other.keys() & mine.keys()):
-            expected, value = full[path], mine[path]
-            if value == expected:
-                continue
-            is_fixed = outputs.is_close(other[path], expected, precision)
-            is_same = outputs.is_close(value, expected, precision)
-            is_same |= abs(value - expected) <= _LOSS_FLOOR
-            if is_fixed and not is_same and "._metrics[" not in path:  # those are compared
-                # A list may hold one for each step so far.
-                self.differing.setdefault(path.partition("[")[0], (value, expected))
-
-    def _comparable(self, run: Run) -> Run:
-        """Return a run without the values that depend on the seed."""
-        values = {name: x for name, x in run.values.items() if name in self._fixed}
-        return Run(values, gradients=run.gradients if self._is_fixed else {})
-
-    def _run_once(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
+    def _run_once(self, batch: Any, *, alone: bool, seed: int) -> Run:
         trainer = self.trainer
         model = self.model
         if isinstance(model, DistributedDataParallel):
             model = model.module
         callbacks = trainer.callback_handler.callbacks
-        functions = [trainer.compute_loss_func] if trainer.compute_loss_func else []
-        with ExitStack() as stack:
-            reached = stack.enter_context(
-                restored_state(
-                    model,
-                    *(trainer, trainer.state, trainer.control, trainer.args, *callbacks),
-                    *_updates(trainer),
-                    functions=functions,
-                    leave=_DATA,
-                )
-            )
-            is_last = trainer.accelerator.sync_gradients
-            weights = stack.enter_context(own_gradients(model, is_reduced=is_last))
-            if alone:
-                stack.enter_context(
-                    _as_one_device(trainer, self.models, self.data, sees_rank=self.sees_rank)
-                )
-            logs = stack.enter_context(_recorded_logs(trainer))
-            no_dropout(model)
-            if self._evaluates:
-                model.eval()
-            if seed:  # else as in the step that follows
-                reached.reseed(seed)
+        prepared = without_trace(
+            model,
+            *(trainer, trainer.state, trainer.control, trainer.args, *callbacks),
+            *_updates(trainer),
+            functions=[trainer.compute_loss_func] if trainer.compute_loss_func else [],
+            leave=_DATA,
+            is_reduced=trainer.accelerator.sync_gradients,
+            evaluates=not self.may_draw and self.stage != "prediction_step",
+            seed=seed,
+        )
+        one_device = _as_one_device(trainer, self.models, self.data, sees_rank=self.sees_rank)
+        with (
+            prepared as (reached, weights),
+            one_device if alone else nullcontext(),
+            _recorded_logs(trainer) as logs,
+        ):
             if user_hooks(model):  # what they keep may be used by the next step
                 self._call(model, batch, weights)
                 model.zero_grad(set_to_none=True)
@@ -447,26 +376,27 @@ class _TrainerCall:
             for x in reached.trained.values():
                 x.grad = None
             result = self._call(model, batch, weights)
-            if not _is_of_library(type(trainer).log):
+            if is_of_user(type(trainer).log):
                 self._log()
-            values = {
-                f"output{leaf.path}": Value(
-                    leaf, f"returned output{leaf.path}", is_loss=True, floor=_LOSS_FLOOR
-                )
-                for leaf in outputs.leaves(_detached(result))
-            }
-            metrics = {"metrics": logged_metrics(trainer), "log": logs}
-            for kind, numbers in metrics.items():
-                for path, number in _numbers(numbers):
-                    leaf, is_metric = Leaf("", number), kind == "metrics"
-                    floor = _METRIC_FLOOR if is_metric else 0.0
-                    values[f"{kind} {path}"] = Value(
-                        leaf, f"logged {path}", is_loss=is_metric, floor=floor
-                    )
-            values |= self._outside_gradients(reached.trained)
-            self._numbers.append(reached.numbers())
-            context = None if alone else self.cp.groups.context
-            return Run(values, gradients=take_gradients(model, context))
+            values = self._values(result, logs) | self._outside_gradients(reached.trained)
+            gradients = take_gradients(model, None if alone else self.cp.groups.context)
+            return Run(values, gradients=gradients, kept=reached.numbers())
+
+    def _values(self, result: Any, logs: Mapping[str, list[Any]]) -> dict[str, Value]:
+        """Return what the step has returned and logged, by name."""
+        values = {
+            f"output{leaf.path}": Value(
+                leaf, f"returned output{leaf.path}", is_loss=True, floor=_LOSS_FLOOR
+            )
+            for leaf in outputs.leaves(_detached(result))
+        }
+        for path, number in _numbers(logged_metrics(self.trainer)):
+            values[f"metrics {path}"] = Value(
+                Leaf("", number), f"logged {path}", is_loss=True, floor=_METRIC_FLOOR
+            )
+        for path, number in _numbers(logs):
+            values[f"log {path}"] = Value(Leaf("", number), f"logged {path}")
+        return values
 
     def _log(self) -> None:
         """Call the user's own log(), which may add values to those of a step."""
@@ -536,7 +466,7 @@ def _recorded_logs(trainer: Any) -> Iterator[dict[str, list[Any]]]:
             logs.setdefault(name, []).append(value)
 
     owners = [cls for cls in type(trainer).__mro__ if "log" in vars(cls)]
-    with Patch(next(cls for cls in owners if _is_of_library(cls)), "log", log):
+    with Patch(next(cls for cls in owners if not is_of_user(cls)), "log", log):
         yield logs
 
 
@@ -624,7 +554,7 @@ def _collectives(sees_rank: bool) -> list[tuple[Any, str, Any]]:
     return [
         (module, name, value)
         for title, module in [*sys.modules.items()]
-        if title in _COLLECTIVES or title.partition(".")[0] not in _LIBRARIES | _BELOW
+        if title in _COLLECTIVES or title.partition(".")[0] not in LIBRARIES | _BELOW
         for name, value in [*getattr(module, "__dict__", {}).items()]
         if id(value) in functions
     ]
@@ -669,7 +599,7 @@ def is_for_user(through: Collection[str] = ()) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (root := _root_of(frame)) and (root in _BELOW or root in through):
         frame = frame.f_back
-    return frame is not None and _root_of(frame) not in _LIBRARIES
+    return frame is not None and _root_of(frame) not in LIBRARIES
 
 
 def _root_of(frame: FrameType) -> str:
@@ -682,8 +612,3 @@ def _raised_in(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else _root_of(trace.tb_frame)
-
-
-def _is_of_library(x: Any) -> bool:
-    """Return whether a function or a class is of a library that we know."""
-    return str(getattr(x, "__module__", "")).partition(".")[0] in _LIBRARIES

@@ -23,7 +23,14 @@ from hf_patches.private import attention_name
 from hf_patches.whole_rows import takes_full_sequences
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import IGNORED_LABEL
-from lightning_cp.verification import TOLERANCES, Gradients, Report, compare, gradients
+from lightning_cp.verification import (
+    TOLERANCES,
+    Gradients,
+    Report,
+    compare,
+    gradients,
+    require_passed,
+)
 
 # With these dtypes a float64 copy shows how much of a difference is rounding.
 _ROUNDED: Final = {torch.float32, torch.float16, torch.bfloat16}
@@ -38,12 +45,12 @@ def verify(
     tolerance: float | None = None,
     oracle: bool = True,
     allow_unknown: bool = False,
+    check: bool = True,
 ) -> Report:
     """Compare loss and every gradient with those of the stock model. Collective.
 
-    Dropout is off and gradients are set to None; a model that is not enabled is enabled for the
-    comparison. The stock model runs on full sequences on every rank, with each packed document as
-    a sample of its own.
+    Dropout is off; a model that is not enabled is enabled for the comparison. The stock model runs
+    on full sequences on every rank, with each packed document as a sample of its own.
 
     If the parameters are not sharded, the tolerance is measured: the stock model also runs in
     float64, and the error of context parallelism may be twice that of the stock model in its own
@@ -60,9 +67,13 @@ def verify(
             FSDP2's mixed precision, which parameters do not show.
         oracle: whether to run in float64, which takes a copy of the model on every rank.
         allow_unknown: also accept an architecture that is not in the table.
+        check: raise on all ranks if results differ. Otherwise look at ``report.passed``.
 
     Returns:
-        The report: ``report.passed``, and ``print(report)`` for a table.
+        The report; ``print(report)`` for a table.
+
+    Raises:
+        RuntimeError: if results differ; it names the worst parameters.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,9 +93,8 @@ def verify(
     if parameter.dtype == torch.float64 and tolerance is None:
         # Stock models compute norms, softmax and losses in float32 at best.
         tolerance = TOLERANCES[torch.float32]
-    devices = [parameter.device] if parameter.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), _masks_of_float32():
+        with _masks_of_float32():
             report = compare(
                 model,
                 _without_blind_labels(batch),
@@ -105,6 +115,8 @@ def verify(
             "No token of this batch has a label, so there is nothing to compare: each label is "
             "-100, or belongs to the first token of a document. Give longer or other sequences."
         )
+    if check:
+        require_passed([report], "this model", cp.groups.context, cp.groups.data)
     return report
 
 

@@ -8,38 +8,26 @@ ranks. How a step runs is up to its `StepCall`: a LightningModule's and a Traine
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from lightning_cp import active_step
 from lightning_cp.adapters import output_dims
-from lightning_cp.comm.collective_errors import any_rank, gather_texts
+from lightning_cp.comm.collective_errors import any_rank, from_all, gather_texts
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
-from lightning_cp.data.consistency import CURE, find_differing
+from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.sharding import token_dim, unshard_value
-from lightning_cp.data.structure import flatten
-from lightning_cp.fsdp.replication import set_averaging
-from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.restore import NotRestoredError
 from lightning_cp.step import Opened, Step
-from lightning_cp.torch_private import (
-    accumulation_hooks,
-    drop_unreduced_gradients,
-    take_used,
-    tensor_version,
-)
-from lightning_cp.verification import MIXING, relative_errors, truncate_batch
+from lightning_cp.verification import MIXING, distances, relative, truncate_batch
 
 Kind = int | Literal["same"]
 """The dim along which a value holds tokens, or ``same`` for one value on all context ranks."""
@@ -50,11 +38,6 @@ LONGEST_MEDIA = 16384
 # Largest error of a gradient, relative to its norm, that rounding explains in float32 and float64.
 # Lower precisions are not compared: few tokens and the choices of a router differ by half and more.
 _GRADIENT = 2e-3
-
-_COPIED = 1 << 26
-"""Numbers of weights that are copied at most, of the first parameters."""
-
-_DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 # Equal computations of a number on several ranks may differ by atomic additions alone.
 _ULPS = 8
@@ -132,6 +115,9 @@ class StepCall(Protocol):
     may_draw: bool
     """Whether random numbers may enter what it returns; in evaluation mode once this is False."""
 
+    leaves_out: bool
+    """Whether values that differ from seed to seed are left out: measurements of one process."""
+
     def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
         """Run the step on a full batch: sharded, or ``alone``, as one device would.
 
@@ -140,6 +126,12 @@ class StepCall(Protocol):
 
     def cure(self, value: Value) -> str:
         """Return how to make a value that differs, for errors."""
+
+    def report_kept(self, wrong: Mapping[str, tuple[float, float]]) -> str:
+        """Return the error for numbers that the step has kept, and those of one device.
+
+        Empty if they are no reason to raise.
+        """
 
 
 class TrialRuns:
@@ -171,13 +163,10 @@ class TrialRuns:
         Returns:
             For each part that the step accepts, the finding for each value by name.
         """
-        parts, problem = list[Any](), None
-        try:
-            parts = self._trial_batches(batch, step)
-        except Exception as error:  # noqa: BLE001  raised below, on all ranks
-            problem = error
         with active_step.outside():
-            self._cp.checks.check_batch(flatten(batch), problem, training=False, values=True)
+            parts = self._cp.checks.checked(
+                batch, lambda _: self._trial_batches(batch, step), training=False, values=True
+            )
             results, failure = self.compare_runs(call, self.equal_number(parts))
             # Truncation may cut off placeholders of media.
             is_cut = failure is not None and not results and bool(media_names(batch))
@@ -251,27 +240,47 @@ class TrialRuns:
         """
         failure: Exception | None = None
         results: list[dict[str, Finding]] = []
+        settled: set[str] | None = None
         for part in parts:
             # Full sequences first: all ranks compute the same there, so that an error is raised by
             # all of them. A step that does not accept shorter sequences is run on the next part.
-            problem = None
-            try:
-                full = self._run(call, part, alone=True)
-            except Exception as error:  # noqa: BLE001  raised by the caller if no part is accepted
-                failure = problem = error
-            if isinstance(problem, NotRestoredError):
-                raise problem
-            if self._any_rank(problem is not None)[0]:
+            is_first = not results and (call.may_draw or call.leaves_out)
+            runs, problem = self._run_alone(call, part, 2 if is_first else 1)
+            failure = problem or failure
+            if not runs:
                 continue
-            # Modules of dropout are switched off; functions are by evaluation mode alone, which
-            # hides what only training does.
-            if call.may_draw and not results:
-                other = self._run(call, part, alone=True, seed=1)
-                if self._any_rank(not _are_alike(full, other, call.precision()))[0]:
-                    call.may_draw = False
-                    full = self._run(call, part, alone=True)
-            results.append(self._compare(call, part, self._run(call, part, alone=False), full))
+            if is_first and call.leaves_out:
+                names = _settled(runs[0], runs[1], call.precision())
+                settled = set.intersection(*from_all(names))
+            sharded = self._run(call, part, alone=False)
+            results.append(
+                self._compare(call, part, _only(sharded, settled), _only(runs[0], settled))
+            )
         return results, failure
+
+    def _run_alone(
+        self, call: StepCall, part: Any, num_seeds: int
+    ) -> tuple[list[Run], Exception | None]:
+        """Return runs on full sequences, each with a seed of its own; none if a rank raises.
+
+        Modules of dropout are switched off; functions are by evaluation mode alone, which hides
+        what only training does.
+        """
+        runs, problem = list[Run](), None
+        try:
+            runs = [self._run(call, part, alone=True, seed=seed) for seed in range(num_seeds)]
+        except NotRestoredError:
+            raise
+        except Exception as error:  # noqa: BLE001  raised by the caller if no part is accepted
+            problem = error
+        is_drawn = call.may_draw and len(runs) > 1 and _is_drawn(call, *runs)
+        failed, is_drawn = self._any_rank(problem is not None, is_drawn)
+        if failed:
+            return [], problem or RuntimeError("It raised on another rank.")
+        if is_drawn:
+            call.may_draw = False
+            return self._run_alone(call, part, 2 if call.leaves_out else 1)
+        return runs, None
 
     def _run(self, call: StepCall, part: Any, *, alone: bool, seed: int = 0) -> Run:
         self.is_running = True
@@ -302,19 +311,17 @@ class TrialRuns:
                 or not outputs.is_close(run.kept[name], full.kept[name], precision)
             ]
 
-        common = [name for name, number in full.kept.items() if sharded.kept.get(name) != number]
-        suspects = differ(sharded, (name for name in common if name in sharded.kept))
+        common = sharded.kept.keys() & full.kept.keys()
+        suspects = differ(sharded, (x for x in common if sharded.kept[x] != full.kept[x]))
         message = ""
         if self._any_rank(bool(suspects))[0]:
-            again = self._run(call, part, alone=True)
-            own = {*differ(again, suspects)}
-            if wrong := [name for name in suspects if name not in own]:
-                more = f" ({len(wrong) - 1} more differ.)" if len(wrong) > 1 else ""
-                message = (
-                    f"{call.stage}() kept {wrong[0]}: {sharded.kept[wrong[0]]:.6g} on this rank, "
-                    f"but {full.kept[wrong[0]]:.6g} on full sequences.{more} {CURE} If both are "
-                    f"right and differ for another reason: {call.skip}."
-                )
+            own = differ(self._run(call, part, alone=True), suspects)
+            wrong = {
+                name: (sharded.kept[name], full.kept[name])
+                for name in sorted(suspects)
+                if name not in own
+            }
+            message = call.report_kept(wrong) if wrong else ""
         if any_rank([bool(message)], self._cp.groups.context)[0]:
             return message or f"{call.stage}() kept a wrong number on another rank; see its error."
         return ""
@@ -366,9 +373,12 @@ class TrialRuns:
         same = self._everywhere(
             dims[name] is None
             and shared[name]
-            and (
-                outputs.is_close(combined[name], other.leaf.value, precision, is_loss=value.is_loss)
-                or _is_within(combined[name], other.leaf.value, value.floor)
+            and outputs.is_close(
+                combined[name],
+                other.leaf.value,
+                precision,
+                is_loss=value.is_loss,
+                floor=value.floor,
             )
             for name, (value, other) in pairs.items()
         )
@@ -449,11 +459,14 @@ class TrialRuns:
         is_low = torch.get_float32_matmul_precision() != "highest"
         if is_low or call.precision() in (torch.float16, torch.bfloat16):
             return ""
-        context = self._cp.groups.context
-        errors, total = relative_errors(sharded.gradients, full.gradients, context)
+        found = distances(sharded.gradients, full.gradients, self._cp.groups.context)
+        if not bool(found[1].isfinite().all()):
+            return ""
+        errors = dict(zip(full.gradients, relative(*found, floor=1e-2).tolist(), strict=True))
         name, worst = max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
         if worst <= _GRADIENT:
             return ""
+        total = float(relative(*(x.norm() for x in found)))
         return (
             f"{call.stage}() has the loss of one device, but other gradients: that of `{name}` "
             f"differs by {worst:.1e} of its norm, all of them by {total:.1e}. Code that runs in "
@@ -464,128 +477,31 @@ class TrialRuns:
         )
 
 
-class Weights:
-    """The weights of a model in a compared step, which may change small ones before backward.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [*model.parameters()]
-        self._copies: dict[int, Tensor] = {}
-        num_copied = 0
-        for parameter in self._parameters:
-            num_copied += (x := _local(parameter)).numel()
-            if not x.is_meta and num_copied <= _COPIED:
-                self._copies[id(parameter)] = x.clone()
-        self._state = self._read()
-        self._changed: list[Tensor] = []
-
-    def end_forward(self) -> None:
-        """Say that backward begins: what has changed so far is put back."""
-        state = self._read()
-        for parameter, then, now in zip(self._parameters, self._state, state, strict=True):
-            if then != now and id(parameter) in self._copies:
-                self._changed.append(parameter)
-        self._state = [
-            now if id(parameter) in self._copies else then
-            for parameter, then, now in zip(self._parameters, self._state, state, strict=True)
-        ]
-
-    def check(self) -> None:
-        """Raise if weights have changed in backward, or large ones before."""
-        if self._state != self._read():
-            raise RuntimeError(
-                "A step changed weights while it was compared with one device: large ones, or in "
-                "backward, where a hook updates them before gradients are averaged over the ranks. "
-                "Update weights after backward: by an optimizer, or in a callback at the end of "
-                "the step."
-            )
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore weights that have changed before backward."""
-        for parameter in self._changed:
-            _local(parameter).copy_(self._copies[id(parameter)])
-
-    def _read(self) -> list[tuple[int | None, float]]:
-        # The sum as well: writing to `parameter.data` counts no version.
-        sums = [_sum(_local(x)) for x in self._parameters]
-        versions = [tensor_version(x) for x in self._parameters]
-        return [*zip(versions, sums, strict=True)]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    x = parameter.detach()
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _sum(x: Tensor) -> float:
-    if x.is_meta or type(x) is not Tensor:  # packed weights have operators of their own
-        return 0.0
-    return x.sum(dtype=torch.float64).nan_to_num().item()
-
-
-@contextmanager
-def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[Weights]:
-    """Give a model gradients of its own inside a ``with`` block, and put the former ones back.
-
-    FSDP2 reduces them in each backward; those of replicated parameters are not averaged. What
-    changes weights before `Weights.end_forward` is undone; a later change raises.
-
-    Args:
-        model: the model.
-        is_reduced: whether FSDP2 reduces gradients in the run; else it accumulates them.
-    """
-    reshard(model)  # an evaluation may have left units gathered
-    former = [(parameter, parameter.grad) for parameter in model.parameters()]
-    weights = Weights(model)
-    # Those of shards see averaged gradients, as on one device, and may update weights.
-    hooks = [accumulation_hooks(p) for p, _ in former if isinstance(p, DTensor)]
-    saved = [dict(by_id) for by_id in hooks]
-    for by_id in hooks:
-        by_id.clear()
-    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    for parameter, _ in former:
-        parameter.grad = None
-    for unit in units:
-        unit.set_requires_gradient_sync(True, recurse=False)
-    set_averaging(model, enabled=False)
-    try:
-        yield weights
-        weights.check()
-    finally:
-        for by_id, hooks_of_user in zip(hooks, saved, strict=True):
-            by_id.update(hooks_of_user)
-        reshard(model)
-        for unit in units:
-            drop_unreduced_gradients(unit)
-            unit.set_requires_gradient_sync(is_reduced, recurse=False)
-            for _ in take_used(unit):
-                pass
-        set_averaging(model, enabled=True)
-        weights.put_back()
-        for parameter, gradient in former:
-            parameter.grad = gradient
-
-
-def are_near(gradients: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Return whether two runs have the same gradients, but for a part of what rounding explains."""
-    total = sum(float(x.double().square().sum()) for x in gradients.values())
-    pairs = [(x, others[name]) for name, x in gradients.items()]
-    distance = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
-    return not distance > 1e-8 * total
-
-
-def _are_alike(run: Run, other: Run, precision: torch.dtype) -> bool:
-    """Return whether two runs on full sequences have given the same."""
-    is_same = run.values.keys() == other.values.keys() and all(
-        outputs.is_close(other.values[name].leaf.value, value.leaf.value, precision)
+def _settled(run: Run, other: Run, precision: torch.dtype) -> set[str]:
+    """Return the names of values that are the same with two seeds; ``gradients`` if these are."""
+    names = {
+        name
         for name, value in run.values.items()
-    )
+        if name in other.values
+        and outputs.is_close(other.values[name].leaf.value, value.leaf.value, precision)
+    }
+    difference, norm = (x.norm() for x in distances(other.gradients, run.gradients))
     is_low = precision in (torch.float16, torch.bfloat16)
-    return is_same and (is_low or are_near(run.gradients, other.gradients))
+    return names | ({"gradients"} if is_low or not difference > 1e-4 * norm else set())
+
+
+def _is_drawn(call: StepCall, run: Run, other: Run) -> bool:
+    """Return whether random numbers enter what a step returns, or its gradients."""
+    names = {*run.values, *other.values, "gradients"} - _settled(run, other, call.precision())
+    return any(not call.leaves_out or name.startswith(("output", "gradients")) for name in names)
+
+
+def _only(run: Run, settled: set[str] | None) -> Run:
+    """Return a run without values that differ from seed to seed; all of it if none is left out."""
+    if settled is None:
+        return run
+    values = {name: x for name, x in run.values.items() if name in settled}
+    return replace(run, values=values, gradients=run.gradients if "gradients" in settled else {})
 
 
 def is_in_turn(number: int) -> bool:
@@ -602,27 +518,6 @@ def is_in_turn(number: int) -> bool:
     return number in (1, 3)
 
 
-def has_room(model: nn.Module) -> bool:
-    """Return whether three more sets of a model's gradients fit into the memory of its GPU."""
-    tensors = [_local(p) for p in model.parameters() if p.requires_grad]
-    devices = {x.device for x in tensors if x.is_cuda}
-    size = sum(x.nbytes for x in tensors if x.is_cuda)
-    free = [
-        torch.cuda.mem_get_info(device)[0]
-        + torch.cuda.memory_reserved(device)
-        - torch.cuda.memory_allocated(device)
-        for device in devices
-    ]
-    return 3 * size <= min(free, default=0)
-
-
-def no_dropout(model: nn.Module) -> None:
-    """Set the rate of all modules of dropout to 0."""
-    for part in model.modules():
-        if isinstance(part, _DROPOUT):
-            part.p = 0.0
-
-
 def copied(batch: Any) -> Any:
     """Return a copy of a batch, which a step may change; what cannot be copied stays the same."""
     try:
@@ -631,34 +526,6 @@ def copied(batch: Any) -> Any:
         if isinstance(batch, dict):
             return {name: copied(value) for name, value in batch.items()}
         return batch
-
-
-def take_gradients(model: nn.Module, context: Transport | None) -> dict[str, Tensor]:
-    """Return the gradients of all trained parameters; zeros where there is none.
-
-    Args:
-        model: the model.
-        context: the ranks over which those of replicated parameters are averaged; None for none.
-    """
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if isinstance(gradient, DTensor):  # FSDP2 has averaged it
-            gradient = gradient.to_local()
-        elif context is not None:
-            context.all_reduce(gradient)
-            gradient.div_(context.size)
-        gradients[name] = gradient.detach()
-    return gradients
-
-
-def _is_within(value: Any, reference: Any, floor: float) -> bool:
-    a, b = outputs.as_tensor(value), outputs.as_tensor(reference)
-    if not floor or a is None or b is None or a.numel() != 1 or b.numel() != 1:
-        return False
-    return abs(float(a) - float(b)) <= floor
 
 
 def returned_leaves(output: Any, *, training: bool) -> Iterator[Leaf]:

@@ -67,6 +67,7 @@ from lightning_cp.torch_private import (
 )
 from lightning_cp.whose_code import (
     is_holder,
+    is_metric,
     is_of_package,
     is_of_user,
     is_package,
@@ -131,7 +132,7 @@ def restored_state(
         reached.add(function, getattr(function, "__qualname__", type(function).__qualname__))
     handle = register_optimizer_step_pre_hook(_refuse_update)
     try:
-        with _restored_random_states(model):
+        with restored_random_states(model):
             yield reached
     finally:
         handle.remove()
@@ -144,17 +145,6 @@ def user_hooks(model: nn.Module) -> list[Any]:
     for parameter in model.parameters():
         hooks += [*gradient_hooks(parameter), *accumulation_hooks(parameter).values()]
     return [hook for hook in [*hooks, *global_module_hooks()] if is_of_user(hook)]
-
-
-def kept_numbers(owner: Any) -> Iterator[tuple[str, float]]:
-    """Yield the fractions in the plain attributes of an object, with their paths: what it measures.
-
-    Counts are not among them: of local tokens, for example.
-    """
-    seen = set[int]()
-    for name, value in vars(owner).items():
-        if name not in _MODULE_ATTRIBUTES:
-            yield from _fractions(value, name, seen)
 
 
 def _fractions(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, float]]:
@@ -246,12 +236,21 @@ class Reached:
         """
         self._stand_ins.reseed(seed)
 
-    def numbers(self) -> dict[str, float]:
-        """Return the fractions that objects and functions of users hold now, by their paths."""
-        seen = set[int]()
+    def numbers(self, owner: Any = None) -> dict[str, float]:
+        """Return the fractions that objects and functions of users hold now, by their paths.
+
+        Counts are not among them: of local tokens, for example.
+
+        Args:
+            owner: a module whose plain attributes alone are looked at.
+        """
+        seen, values = set[int](), self._owners
+        if owner is not None:
+            plain = vars(owner).keys() - _MODULE_ATTRIBUTES
+            values = [(vars(owner)[name], f"self.{name}") for name in sorted(plain)]
         return {
             found: number
-            for value, path in self._owners
+            for value, path in values
             for found, number in _fractions(_contents(value), path, seen)
         }
 
@@ -399,8 +398,8 @@ class Reached:
             self._save_order(parameters, path)
             self._save_order(modules, path)
         self._save_hooks(module, path)
-        attributes, has_users_class = vars(module), is_holder(type(module))
-        if has_users_class or not is_own:
+        attributes, has_state = vars(module), is_holder(type(module)) or is_metric(type(module))
+        if has_state or not is_own:
             self._save_attributes(module, path, _MODULE_ATTRIBUTES if is_own else frozenset())
             self._visit_classes(type(module), path)
             return
@@ -901,7 +900,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _restored_random_states(model: nn.Module) -> Iterator[None]:
+def restored_random_states(model: nn.Module) -> Iterator[None]:
     """Restore the random states of Python, numpy and torch on exit."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     states = random.getstate(), np.random.get_state()

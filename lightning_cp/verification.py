@@ -5,23 +5,32 @@ Independent of how the loss is computed, which is a function that it gets. Works
 plain models, and restores the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_cp import active_step
-from lightning_cp.comm.collective_errors import any_rank
+from lightning_cp.comm.collective_errors import any_rank, raise_on_all
 from lightning_cp.comm.transport import Transport
 from lightning_cp.data import batch as batches
 from lightning_cp.data.media import media_names
 from lightning_cp.data.structure import flatten
-from lightning_cp.fsdp.replication import is_replicated
+from lightning_cp.fsdp.replication import set_averaging
+from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.restore import Reached, restored_state
+from lightning_cp.torch_private import (
+    accumulation_hooks,
+    drop_unreduced_gradients,
+    take_used,
+    tensor_version,
+)
 
 MIXING: Final = (
     "Something mixes tokens that is not routed: attention written as matmul and softmax, a "
@@ -40,6 +49,15 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {
     torch.bfloat16: 6e-2,
 }
 """Largest error of a gradient, relative to its norm, that rounding explains, by dtype."""
+
+
+_COPIED = 1 << 26
+"""Numbers of weights that are copied at most, of the first parameters."""
+
+_DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+# ---------------------------------------------------------------- the result
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,27 @@ class Report:
         return "\n".join(lines + ([] if self.passed or not self.hint else [self.hint]))
 
 
+def require_passed(reports: Iterable[Report], what: str, *groups: Transport) -> None:
+    """Raise on all ranks of some groups if a comparison of one of them failed. Collective.
+
+    Args:
+        reports: of this rank.
+        what: what was compared: ``this model``.
+        groups: the ranks that have compared.
+    """
+    wrong = next((report for report in reports if not report.passed), None)
+    if not any_rank([wrong is not None], *groups)[0]:
+        return
+    found = "another rank has found it; see its error."
+    if wrong is not None:
+        worst = ", ".join(f"{name} ({error:.1e})" for name, error in wrong.worst())
+        found = f"{wrong.summary()}. Worst gradients: {worst}. {MIXING}\n{wrong}"
+    raise RuntimeError(f"Context parallelism changes the results of {what}: {found}")
+
+
+# ---------------------------------------------------------------- the comparison
+
+
 def verify(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -133,10 +172,12 @@ def verify(
     max_len: int | None = None,
     tolerance: float | None = None,
     stock: bool = False,
+    check: bool = True,
 ) -> Report:
     """Compare loss and every gradient with those of the stock model on full sequences.
 
-    Every rank must call it. Dropout is off (``model.eval()``), gradients are set to None.
+    Every rank must call it. Dropout is off (``model.eval()``); gradients, buffers, metrics, random
+    states and attributes of the model are restored.
 
     Args:
         model: the model whose gradients are compared; plain, or sharded over the ranks.
@@ -148,12 +189,13 @@ def verify(
         tolerance: largest relative error of a gradient; by dtype if None.
         stock: compare with models of other libraries as they are when not enabled, each packed
             document as a separate sequence.
+        check: raise on all ranks if results differ. Otherwise look at ``report.passed``.
 
     Returns:
-        The result, if it is within the tolerance.
+        The result.
 
     Raises:
-        RuntimeError: if it is not; it names the worst parameters.
+        RuntimeError: if it is not within the tolerance; it names the worst parameters.
     """
     report = compare(
         model,
@@ -164,12 +206,8 @@ def verify(
         tolerance=tolerance,
         stock=stock,
     )
-    if not report.passed:
-        worst = ", ".join(f"{name} ({error:.1e})" for name, error in report.worst())
-        raise RuntimeError(
-            f"Context parallelism changes the results of this model: {report.summary()}. Worst "
-            f"gradients: {worst}. {report.hint}{MIXING}"
-        )
+    if check:
+        require_passed([report], "this model", cp.groups.context, cp.groups.data)
     return report
 
 
@@ -212,10 +250,11 @@ def compare(
 
     dtype = _precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    with _evaluating(model):
+    with restored_state(model):
+        model.eval()
         step = nullcontext(part) if takes_full else cp.step(part, training=True)
         try:
-            loss, sharded = gradients(model, compute_sharded, step)
+            loss, sharded = gradients(model, compute_sharded, step, cp.groups.context)
         except Exception as error:
             if part is not batch and media_names(part):
                 error.add_note(
@@ -224,18 +263,17 @@ def compare(
                     "ContextParallelCallback, max_len of verify()."
                 )
             raise
-        sharded = _averaged(sharded, model, cp)
         alone = cp.alone(part, training=True, stock=stock)
         full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)
-        model.zero_grad(set_to_none=True)
         truth = _on_all_ranks(lambda: exact(part), model, cp) if exact is not None else None
+    groups = cp.groups.context, cp.groups.data
     # A stock model may not support float64: for example, masks that overflow in float32.
-    rounding = None if truth is None else _distances(full, truth[1], cp)
+    rounding = None if truth is None else distances(full, truth[1], *groups)
     earned: dict[str, float] = {}
     if truth is None or rounding is None or not bool(rounding[0].isfinite().all()):
-        errors = _relative(*_distances(sharded, full, cp))
+        errors = relative(*distances(sharded, full, *groups))
     else:
-        errors = _relative(*_distances(sharded, truth[1], cp))
+        errors = relative(*distances(sharded, truth[1], *groups))
         limits, typical = _earned(*rounding, torch.finfo(dtype).eps)
         loss_error = abs(float(full_loss) - float(truth[0])) / max(1.0, abs(float(truth[0])))
         # The loss is a mean over many tokens, whose rounding errors mostly cancel.
@@ -254,85 +292,20 @@ def compare(
     )
 
 
-def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
-    """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
-    full = batches.read_batch(flatten(batch), sequence_dims=cp.options.sequence_dims)
-    if max_len is None or full.seq_len <= max_len or full.is_unsharded:
-        return batch
-    return batches.truncate(full, max_len)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was
-        model.zero_grad(set_to_none=True)
-
-
-def gradients(
-    model: nn.Module,
-    compute: Callable[[dict[str, Any]], Tensor],
-    step: AbstractContextManager[dict[str, Any]],
-) -> Gradients:
-    """Return the loss of a step, and the gradients of all parameters that have one.
-
-    For sharded parameters it is this rank's shard, averaged over the ranks; for plain ones it is
-    not averaged.
-    """
-    model.zero_grad(set_to_none=True)
-    with torch.enable_grad(), step as local:
-        loss = compute(local)
-        loss.backward()  # type: ignore[no-untyped-call]
-    by_name = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        if isinstance(gradient, DTensor):
-            gradient = gradient.to_local()
-        by_name[name] = gradient.detach().clone()
-    return loss.detach(), by_name
-
-
-def _averaged(
-    by_name: dict[str, Tensor], model: nn.Module, cp: ContextParallel
-) -> dict[str, Tensor]:
-    """Average the gradients of plain parameters over the ranks."""
-    parameters = dict(model.named_parameters())
-    return {
-        name: x if isinstance(parameters[name], DTensor) else cp.groups.mean(x)
-        for name, x in by_name.items()
-    }
-
-
 def _on_all_ranks(run: Callable[[], Gradients], model: nn.Module, cp: ContextParallel) -> Gradients:
     """Compute on full sequences; if one rank fails, raise on all ranks.
 
     Not for models whose ranks wait for each other inside.
     """
-    if is_replicated(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+    if any(isinstance(p, DTensor) for p in model.parameters()):
         return run()
-    problem, result = None, None
-    try:
-        result = run()
-    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
-        problem = error
-    (failed,) = any_rank([problem is not None], cp.groups.context, cp.groups.data)
-    if problem is not None:
-        raise problem
-    if failed or result is None:
-        raise RuntimeError(
-            "Another rank failed on full sequences; see its error. If they do not fit into its "
-            "memory, compare shorter ones: max_len=..."
-        )
-    return result
+    return raise_on_all(
+        run,
+        "Another rank failed on full sequences; see its error. If they do not fit into its memory, "
+        "compare shorter ones: max_len=...",
+        cp.groups.context,
+        cp.groups.data,
+    )
 
 
 def _precision(model: nn.Module) -> torch.dtype:
@@ -344,56 +317,247 @@ def _precision(model: nn.Module) -> torch.dtype:
     return max(dtypes & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float32)
 
 
-def relative_errors(
-    computed: Mapping[str, Tensor], exact: Mapping[str, Tensor], context: Transport
-) -> tuple[dict[str, float], float]:
-    """Return the error of each gradient relative to its norm, and that of all of them together.
+def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
+    """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
+    full = batches.read_batch(flatten(batch), sequence_dims=cp.options.sequence_dims)
+    if max_len is None or full.seq_len <= max_len or full.is_unsharded:
+        return batch
+    return batches.truncate(full, max_len)
 
-    Over the parts of gradients that the context ranks hold.
 
-    Norms are at least 1e-2 of the typical norm: gradients that are zero in exact arithmetic are
-    noise. All errors are 0 where exact gradients are not finite.
+# ---------------------------------------------------------------- one run
+
+
+class Weights:
+    """The weights of a model in a compared step, which may change small ones before backward.
+
+    Args:
+        model: the model; None for a step that has no backward.
     """
-    squares = _squares(computed, exact)
-    context.all_reduce(squares)
-    differences, norms = squares.sqrt().unbind(1)
-    if not bool(norms.isfinite().all()):
-        return dict.fromkeys(exact, 0.0), 0.0
-    errors = (differences / _scales(norms, floor=1e-2)).tolist()
-    total = differences.norm() / norms.norm().clamp(min=torch.finfo(torch.float64).tiny)
-    return dict(zip(exact, errors, strict=True)), float(total)
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._parameters = [] if model is None else [*model.parameters()]
+        self._copies: dict[int, Tensor] = {}
+        num_copied = 0
+        for parameter in self._parameters:
+            num_copied += (x := _local(parameter)).numel()
+            if not x.is_meta and num_copied <= _COPIED:
+                self._copies[id(parameter)] = x.clone()
+        self._state = self._read()
+        self._changed: list[Tensor] = []
+
+    def end_forward(self) -> None:
+        """Say that backward begins: what has changed so far is put back."""
+        state = self._read()
+        for parameter, then, now in zip(self._parameters, self._state, state, strict=True):
+            if then != now and id(parameter) in self._copies:
+                self._changed.append(parameter)
+        self._state = [
+            now if id(parameter) in self._copies else then
+            for parameter, then, now in zip(self._parameters, self._state, state, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Raise if weights have changed in backward, or large ones before."""
+        if self._state != self._read():
+            raise RuntimeError(
+                "A step changed weights while it was compared with one device: large ones, or in "
+                "backward, where a hook updates them before gradients are averaged over the ranks. "
+                "Update weights after backward: by an optimizer, or in a callback at the end of "
+                "the step."
+            )
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore weights that have changed before backward."""
+        for parameter in self._changed:
+            _local(parameter).copy_(self._copies[id(parameter)])
+
+    def _read(self) -> list[tuple[int | None, float]]:
+        # The sum as well: writing to `parameter.data` counts no version.
+        sums = [_sum(_local(x)) for x in self._parameters]
+        versions = [tensor_version(x) for x in self._parameters]
+        return [*zip(versions, sums, strict=True)]
 
 
-def _squares(computed: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Tensor:
-    """Return the squared distance and norm of each gradient, of the parts that this rank holds."""
+@contextmanager
+def without_trace(
+    model: nn.Module,
+    *objects: Any,
+    functions: Iterable[Any] = (),
+    leave: Iterable[str] = (),
+    trains: bool = True,
+    is_reduced: bool = True,
+    evaluates: bool = False,
+    seed: int = 0,
+) -> Iterator[tuple[Reached, Weights]]:
+    """Let a step run inside a ``with`` block, without dropout, and restore what it changes.
 
-    def of(name: str) -> Tensor:  # one at a time: gradients may be as large as the model
+    Args:
+        model: the model.
+        objects: as for `restored_state`.
+        functions: as for `restored_state`.
+        leave: as for `restored_state`.
+        trains: whether the step computes gradients.
+        is_reduced: as for `own_gradients`.
+        evaluates: run in evaluation mode.
+        seed: of another run; 0 for the random states of the step that follows.
+    """
+    with (
+        restored_state(model, *objects, functions=functions, leave=leave) as reached,
+        own_gradients(model, is_reduced=is_reduced) if trains else nullcontext(Weights()) as own,
+    ):
+        for part in model.modules():
+            if isinstance(part, _DROPOUT):
+                part.p = 0.0
+        if evaluates:
+            model.eval()
+        if seed:
+            reached.reseed(seed)
+        yield reached, own
+
+
+def gradients(
+    model: nn.Module,
+    compute: Callable[[dict[str, Any]], Tensor],
+    step: AbstractContextManager[dict[str, Any]],
+    context: Transport | None = None,
+) -> Gradients:
+    """Return the loss of a step, and the gradients of all trained parameters.
+
+    Args:
+        model: the model.
+        compute: computes the loss of what the step yields.
+        step: opens it.
+        context: as for `take_gradients`.
+    """
+    with own_gradients(model) as weights:
+        with torch.enable_grad(), step as local:
+            loss = compute(local)
+            weights.end_forward()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), take_gradients(model, context)
+
+
+@contextmanager
+def own_gradients(model: nn.Module, *, is_reduced: bool = True) -> Iterator[Weights]:
+    """Give a model gradients of its own inside a ``with`` block, and put the former ones back.
+
+    FSDP2 reduces them in each backward; those of replicated parameters are not averaged. What
+    changes weights before `Weights.end_forward` is undone; a later change raises.
+
+    Args:
+        model: the model.
+        is_reduced: whether FSDP2 reduces gradients in the run; else it accumulates them.
+    """
+    reshard(model)  # an evaluation may have left units gathered
+    former = [(parameter, parameter.grad) for parameter in model.parameters()]
+    weights = Weights(model)
+    # Those of shards see averaged gradients, as on one device, and may update weights.
+    hooks = [accumulation_hooks(p) for p, _ in former if isinstance(p, DTensor)]
+    saved = [dict(by_id) for by_id in hooks]
+    for by_id in hooks:
+        by_id.clear()
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for parameter, _ in former:
+        parameter.grad = None
+    for unit in units:
+        unit.set_requires_gradient_sync(True, recurse=False)
+    set_averaging(model, enabled=False)
+    try:
+        yield weights
+        weights.check()
+    finally:
+        for by_id, hooks_of_user in zip(hooks, saved, strict=True):
+            by_id.update(hooks_of_user)
+        reshard(model)
+        for unit in units:
+            drop_unreduced_gradients(unit)
+            unit.set_requires_gradient_sync(is_reduced, recurse=False)
+            for _ in take_used(unit):
+                pass
+        set_averaging(model, enabled=True)
+        weights.put_back()
+        for parameter, gradient in former:
+            parameter.grad = gradient
+
+
+def _local(parameter: Tensor) -> Tensor:
+    x = parameter.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _sum(x: Tensor) -> float:
+    if x.is_meta or type(x) is not Tensor:  # packed weights have operators of their own
+        return 0.0
+    return x.sum(dtype=torch.float64).nan_to_num().item()
+
+
+def has_room(model: nn.Module) -> bool:
+    """Return whether three more sets of a model's gradients fit into the memory of its GPU."""
+    tensors = [_local(p) for p in model.parameters() if p.requires_grad]
+    devices = {x.device for x in tensors if x.is_cuda}
+    size = sum(x.nbytes for x in tensors if x.is_cuda)
+    free = [
+        torch.cuda.mem_get_info(device)[0]
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+        for device in devices
+    ]
+    return 3 * size <= min(free, default=0)
+
+
+def take_gradients(model: nn.Module, context: Transport | None) -> dict[str, Tensor]:
+    """Return the gradients of all trained parameters; zeros where there is none.
+
+    Args:
+        model: the model.
+        context: the ranks over which those of replicated parameters are averaged; None for none.
+    """
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(gradient, DTensor):  # FSDP2 has averaged it
+            gradient = gradient.to_local()
+        elif context is not None:
+            context.all_reduce(gradient)
+            gradient.div_(context.size)
+        gradients[name] = gradient.detach()
+    return gradients
+
+
+# ---------------------------------------------------------------- errors of gradients
+
+
+def distances(
+    computed: Mapping[str, Tensor], exact: Mapping[str, Tensor], *groups: Transport
+) -> tuple[Tensor, Tensor]:
+    """Return the distance of each gradient from the exact one, and the norm of the exact one.
+
+    Over the parts of gradients that the ranks of the groups hold.
+    """
+
+    def squares(name: str) -> Tensor:  # one at a time: gradients may be as large as the model
         c, e = computed[name].double(), exact[name].double()
         return torch.stack([(c - e).square().sum(), e.square().sum()])
 
-    return torch.stack([of(name) for name in exact])
-
-
-def _distances(
-    computed: Mapping[str, Tensor], exact: Mapping[str, Tensor], cp: ContextParallel
-) -> tuple[Tensor, Tensor]:
-    """Return the distance of each gradient from the exact one, and the norm of the exact one."""
-    differences, norms = cp.groups.sum(_squares(computed, exact)).sqrt().unbind(1)
+    total = torch.stack([squares(name) for name in exact]) if exact else torch.zeros(0, 2)
+    for group in groups:
+        group.all_reduce(total)
+    differences, norms = total.sqrt().unbind(1)
     return differences, norms
 
 
-def _scales(norms: Tensor, floor: float = 1e-4) -> Tensor:
-    """Return the norms that errors are relative to.
+def relative(differences: Tensor, norms: Tensor, floor: float = 1e-4) -> Tensor:
+    """Return distances relative to norms.
 
     Some gradients are zero in exact arithmetic, and only noise: the norm is at least a small part
     of the typical norm.
     """
     smallest = floor * norms.square().mean().sqrt()
-    return norms.clamp(min=max(float(smallest), torch.finfo(torch.float64).tiny))
-
-
-def _relative(differences: Tensor, norms: Tensor) -> Tensor:
-    return differences / _scales(norms)
+    return differences / norms.clamp(min=max(float(smallest), torch.finfo(torch.float64).tiny))
 
 
 def _earned(differences: Tensor, norms: Tensor, eps: float) -> tuple[Tensor, float]:
@@ -404,8 +568,8 @@ def _earned(differences: Tensor, norms: Tensor, eps: float) -> tuple[Tensor, flo
     that is zero in exact arithmetic is noise, whose size depends on the order of summation: the
     typical distance is always allowed.
     """
-    rounding = _relative(differences, norms)
+    rounding = relative(differences, norms)
     real = rounding[norms > 0]
     typical = float(real.median()) if len(real) else 0.0
-    common = differences.square().mean().sqrt() / _scales(norms)
+    common = relative(differences.square().mean().sqrt(), norms)
     return (2 * rounding.clamp(min=typical)).maximum(common) + 4 * eps, typical

@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 # Their functions and objects keep what they set up once, and caches. So do those of other packages
 # that are installed from an index; a user's own project may be installed, too.
-_LIBRARIES: Final = frozenset(
+LIBRARIES: Final = frozenset(
     ("accelerate", "builtins", "hf_patches", "lightning", "lightning_cp", "peft", "torch")
 ) | {"pytorch_lightning", "torchmetrics", "transformers", "trl"}
+"""Packages that we know."""
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _DATA_PACKAGES: Final = frozenset(("addict", "box", "easydict", "ml_collections", "omegaconf"))
 
@@ -40,6 +41,11 @@ def is_holder(kind: type) -> bool:
     return issubclass(kind, _HOLDERS) or not all(map(is_of_package, kind.__mro__))
 
 
+def is_metric(kind: type) -> bool:
+    """Return whether objects of a class are metrics, whose attributes are their states."""
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in kind.__mro__)
+
+
 def is_restored_in_part(kind: type) -> bool:
     """Return whether users change objects of a class of a library: configurations, for example."""
     root = kind.__module__.partition(".")[0]
@@ -55,7 +61,7 @@ def is_of_user(x: Any) -> bool:
     while isinstance(x, partial):
         x = x.func
     module = getattr(x, "__module__", None) or type(x).__module__
-    return module.partition(".")[0] not in _LIBRARIES
+    return module.partition(".")[0] not in LIBRARIES
 
 
 def is_of_package(x: Any) -> bool:
@@ -70,7 +76,7 @@ def is_package(module: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_installed(root: str) -> bool:
-    if root in _LIBRARIES or root in sys.stdlib_module_names:
+    if root in LIBRARIES or root in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     is_beside = any(part in _INSTALLED for part in Path(file).parts)

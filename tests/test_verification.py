@@ -1,8 +1,11 @@
 """`verify` lets exact models pass and stops those that mix tokens behind our back."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,6 +58,8 @@ def run_verify(kind, batch, sharded, dp_size=1, max_len=None):
         loss = token_mean(logits, given["labels"])
         if kind == "scaled loss" and cp.cp_size > 1 and given["labels"] is not batch["labels"]:
             return loss * 1.5 if given["labels"].shape[1] < batch["labels"].shape[1] else loss
+        if kind == "one rank's loss" and given["labels"].shape[1] < batch["labels"].shape[1]:
+            return loss + float(cp.cp_rank)
         return loss
 
     try:
@@ -91,6 +96,41 @@ def test_what_mixes_tokens_unseen_is_stopped_with_the_worst_parameters(ranks, ki
         assert "Context parallelism changes the results of this model" in said
         assert "Worst gradients: " in said
         assert "inner." in said
+
+
+def test_what_one_rank_finds_is_raised_on_all(ranks):
+    first, second = ranks(2).run(run_verify, "one rank's loss", BATCHES["plain"](16).batch, False)
+    assert "changes the results of this model: another rank has found it" in first
+    assert "changes the results of this model: loss=" in second
+
+
+class Counting(nn.Module):
+    """Counts its calls, and measures what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.mean, self.calls = nn.Linear(2, 8), torchmetrics.MeanMetric(), 0
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, labels, inputs_embeds):
+        self.calls += 1
+        self.mean.update(inputs_embeds)
+        self.last = inputs_embeds.mean()
+        random.random()
+        return token_mean(self.inner(inputs_embeds), labels)
+
+
+def test_a_comparison_leaves_no_trace():
+    cp, model = doors.parallel(None), Counting()
+    model.inner.weight.grad = torch.ones(8, 2)
+    batch = {"labels": torch.ones(1, 4, dtype=torch.long), "inputs_embeds": torch.ones(1, 4, 2)}
+    before = random.getstate()
+    report = verify(model, batch, cp=cp, loss_fn=lambda local: model(**local))
+    assert report.passed
+    assert random.getstate() == before
+    assert (model.calls, model.mean.update_count, float(model.last)) == (0, 0, 0.0)
+    assert float(model.mean.mean_value) == 0.0
+    assert bool((model.inner.weight.grad == 1).all())
 
 
 def test_rows_are_cut_around_their_first_label():

@@ -46,6 +46,27 @@ def any_rank(flags: Sequence[bool], *groups: Transport) -> list[bool]:
     return list(flags)
 
 
+def raise_on_all(action: Callable[[], T], failure: str, *groups: Transport) -> T:
+    """Run ``action``; what it raises on a rank is raised there, and ``failure`` on the others.
+
+    Example:
+        >>> from lightning_cp.comm.transport import LoneTransport
+        >>> raise_on_all(lambda: 1, "It failed on another rank.", LoneTransport())
+        1
+    """
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001  raised below, after all ranks know
+        problem = error
+    (failed,) = any_rank([problem is not None], *groups)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise RuntimeError(failure)
+    return result
+
+
 def gather_texts(text: str, group: Transport) -> list[str]:
     """Return the texts of all ranks, on every rank; long ones are truncated."""
     data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")

@@ -179,7 +179,14 @@ def checksums(values: Sequence[Any], device: torch.device) -> Tensor:
     return torch.stack([checksum(value, device) for value in values])
 
 
-def is_close(value: Any, reference: Any, precision: torch.dtype, *, is_loss: bool = False) -> bool:
+def is_close(
+    value: Any,
+    reference: Any,
+    precision: torch.dtype,
+    *,
+    is_loss: bool = False,
+    floor: float = 0.0,
+) -> bool:
     """Return whether two runs computed the same value, except for rounding.
 
     Args:
@@ -188,6 +195,7 @@ def is_close(value: Any, reference: Any, precision: torch.dtype, *, is_loss: boo
         precision: the lowest precision of the computation.
         is_loss: whether it is a mean over many tokens, computed in float32 at least, whose
             rounding errors mostly cancel.
+        floor: a difference of two numbers that is rounding, whatever they are.
     """
     a, b = as_tensor(value), as_tensor(reference)
     if a is None or b is None:
@@ -205,8 +213,8 @@ def is_close(value: Any, reference: Any, precision: torch.dtype, *, is_loss: boo
         allowed = (_LOW_SCALAR if low else _SCALAR[dtype]) * b.abs().clamp(min=1e-2)
         if is_loss and not low:
             allowed = allowed / _LOSS
-        share = low and bool(b.abs() <= 1)
-        near = (a - b).abs() <= (allowed.clamp(min=_LOW_SHARE) if share else allowed)
+        share = _LOW_SHARE if low and bool(b.abs() <= 1) else 0.0
+        near = (a - b).abs() <= allowed.clamp(min=max(share, floor))
     elif is_real:
         spread = b[b.isfinite()].std(correction=0).nan_to_num()
         limit, rounding = (_LOW_ELEMENT, _LOW_SCALAR) if low else (_ELEMENT[dtype], _SCALAR[dtype])

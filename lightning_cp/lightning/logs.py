@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lightning_cp.lightning import private
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.patch import Patch
 from lightning_cp.step import LossMark, Opened
 
 Sync = Literal["never", "epoch", "always"]
@@ -46,30 +47,6 @@ class Logged:
     value: Any
     is_global: bool = False
     reduction: str = ""
-
-
-@contextmanager
-def disabled_logs(module: Any) -> Iterator[None]:
-    """Make `self.log` and `self.log_dict` do nothing."""
-
-    def ignore(*_: Any, **__: Any) -> None:
-        pass
-
-    with _replaced_log(module, ignore):
-        yield
-
-
-@contextmanager
-def _replaced_log(module: Any, log: Any) -> Iterator[None]:
-    """Replace the module's `log`; `log_dict` calls it too."""
-    before = module.__dict__.get("log")
-    module.log = log
-    try:
-        yield
-    finally:
-        del module.log
-        if before is not None:
-            module.log = before
 
 
 @contextmanager
@@ -121,7 +98,7 @@ def recorded_logs(
                 ) from error
             log(*args, **kwargs)
 
-    with _replaced_log(module, record):
+    with Patch(module, "log", record):
         yield records
 
 

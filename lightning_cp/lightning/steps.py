@@ -14,18 +14,18 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_cp import active_step
-from lightning_cp.compare import has_room, is_in_turn
+from lightning_cp.compare import is_in_turn
 from lightning_cp.data.structure import flatten
 from lightning_cp.fsdp.sharding import reshard
-from lightning_cp.lightning.logs import Sync, disabled_logs, recorded_logs
+from lightning_cp.lightning.logs import Sync, recorded_logs
 from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
 from lightning_cp.lightning.memory_plan import MemoryCheck
-from lightning_cp.lightning.module_state import restored_metrics
 from lightning_cp.lightning.step_outputs import StepOutputs
 from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.patch import Patch
 from lightning_cp.step import Opened
-from lightning_cp.verification import TOLERANCES, Report, verify
+from lightning_cp.verification import TOLERANCES, Report, has_room, verify
 
 
 def check_verify_max_len(max_len: int) -> None:
@@ -132,7 +132,9 @@ class StepRunner:
             cp=self._cp,
         )
 
-    def verify(self, batch: Mapping[str, Any], max_len: int | None) -> Report:
+    def verify(
+        self, batch: Mapping[str, Any], max_len: int | None, *, check: bool = True
+    ) -> Report:
         """Compare loss and gradients of a training step with those on full sequences."""
         module = self._module
         if not module.automatic_optimization:
@@ -150,9 +152,7 @@ class StepRunner:
             return loss
 
         is_mixed = self._precision.precision == "bf16-mixed"  # by autocast: parameters are float32
-        device = module.trainer.strategy.root_device
-        devices = [device] if device.type == "cuda" else []
-        with disabled_logs(module), restored_metrics(module), torch.random.fork_rng(devices):
+        with Patch(module, "log", lambda *_, **__: None):
             return verify(
                 module,
                 batch,
@@ -161,6 +161,7 @@ class StepRunner:
                 max_len=max_len,
                 tolerance=TOLERANCES[torch.bfloat16] if is_mixed else None,
                 stock=self._stock,
+                check=check,
             )
 
     def _begin(self, local: Any) -> Opened:

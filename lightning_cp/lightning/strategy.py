@@ -261,14 +261,17 @@ class ContextParallelStrategy(CheckpointStrategy):
             values["shard_size"] = self.shard_mesh.shape[-1]
         return "context parallelism: " + " ".join(f"{key}={x}" for key, x in values.items())
 
-    def verify(self, batch: Mapping[str, Any], *, max_len: int | None = None) -> Report:
+    def verify(
+        self, batch: Mapping[str, Any], *, max_len: int | None = None, check: bool = True
+    ) -> Report:
         """Compare a training step with one on full sequences; see `lightning_cp.verify`.
 
         Args:
             batch: a full batch.
             max_len: the length to which sequences are truncated, so that one rank can hold them.
+            check: raise on all ranks if results differ. Otherwise look at ``report.passed``.
         """
-        return self._step_runner().verify(batch, max_len)
+        return self._step_runner().verify(batch, max_len, check=check)
 
     # ---------------------------------------------------------------- model and data
 

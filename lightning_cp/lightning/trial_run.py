@@ -6,26 +6,18 @@ in `lightning_cp.compare`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_cp import active_step
 from lightning_cp.comm.transport import GroupTransport, Transport
-from lightning_cp.compare import (
-    Run,
-    Value,
-    Weights,
-    copied,
-    no_dropout,
-    own_gradients,
-    returned_leaves,
-    take_gradients,
-)
+from lightning_cp.compare import Run, Value, copied, returned_leaves
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
 from lightning_cp.data.media import media_names
@@ -33,10 +25,10 @@ from lightning_cp.data.outputs import Leaf
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.lightning.logs import Logged, loss_of, recorded_logs
 from lightning_cp.lightning.loss_policy import take_loss
-from lightning_cp.lightning.module_state import metrics_of, restored_metrics
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.restore import kept_numbers, restored_state, user_hooks
+from lightning_cp.restore import user_hooks
 from lightning_cp.step import Opened
+from lightning_cp.verification import Weights, take_gradients, without_trace
 
 _METRIC_FIX: Final = (
     "The states of a metric are reduced over all ranks: update it with the tokens of this rank "
@@ -66,6 +58,7 @@ class ModuleCall:
     cp: ContextParallel
     skip: str = "ContextParallelStrategy(verify_steps=False)"
     may_draw: bool = field(init=False)
+    leaves_out: bool = False
 
     def __post_init__(self) -> None:
         self.may_draw = self.is_training
@@ -79,23 +72,31 @@ class ModuleCall:
         """Return how to make a value that differs, for errors."""
         return _METRIC_FIX if value.source.startswith("updated ") else CURE
 
+    def report_kept(self, wrong: Mapping[str, tuple[float, float]]) -> str:
+        """Return the error for numbers that the step has kept, and those of one device."""
+        name, (value, expected) = next(iter(wrong.items()))
+        more = f" ({len(wrong) - 1} more differ.)" if len(wrong) > 1 else ""
+        return (
+            f"{self.stage}() kept {name}: {value:.6g} on this rank, but {expected:.6g} on full "
+            f"sequences.{more} {CURE} If both are right and differ for another reason: {self.skip}."
+        )
+
     def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
         """Run the step, collect its values, and undo what it changes."""
         module = self.module
+        prepared = without_trace(
+            module,
+            *_around(module),
+            trains=self.is_training,
+            evaluates=not self.may_draw,
+            seed=seed,
+        )
         with (
-            restored_metrics(module),
-            restored_state(module, *_around(module)) as reached,
+            prepared as (reached, weights),
             _without_loggers(module),
-            own_gradients(module) if self.is_training else nullcontext() as weights,
             torch.set_grad_enabled(self.is_training),
         ):
-            if self.may_draw:
-                no_dropout(module)
-            else:
-                module.eval()
-            if seed:
-                reached.reseed(seed)
-            metrics = metrics_of(module)
+            metrics = {name: x for name, x in module.named_modules() if isinstance(x, Metric)}
             for metric in metrics.values():
                 metric.reset()
             if user_hooks(module):  # what they keep may be used by the next step
@@ -105,35 +106,39 @@ class ModuleCall:
             # Towers of media share their work between ranks in a way of their own.
             is_compared = self.is_training and not media_names(batch)
             gradients = take_gradients(module, context) if is_compared else {}
-            values = {}
-            for leaf in returned_leaves(output, training=self.is_training):
-                _check_comparable(leaf, self.stage)
-                is_loss = loss_of(leaf.value, step) is not None
-                name = f"output{leaf.path}"
-                values[name] = Value(leaf, f"returned {name}", is_global=is_loss)
-            for log in logs:
-                leaf, source = Leaf("", log.value), f"logged {log.name!r}"
-                values[f"log {log.name}"] = Value(leaf, source, log.reduction, log.is_global)
-            # A loss that training returns may not be logged.
-            for index, mark in enumerate(step.losses):
-                is_global = not mark.is_replicated
-                source = "computed a loss" if is_global else "gave sample_mean() losses of mean"
-                values[f"loss {index}"] = Value(Leaf("", mark.value), source, is_global=is_global)
-            loss = self._loss(output, step)
-            if loss is not None:
-                leaf = Leaf("", loss.detach())
-                values["returned loss"] = Value(leaf, "returned a loss", is_loss=True)
+            values = self._values(output, logs, step)
             for name, metric_value in _metric_values(metrics, step.groups.context).items():
                 values[f"metric {name}"] = Value(Leaf("", metric_value), f"updated self.{name}")
-            kept = {f"self.{name}": number for name, number in kept_numbers(module)}
-            return Run(values, step, gradients, kept)
+            return Run(values, step, gradients, reached.numbers(module))
+
+    def _values(self, output: Any, logs: list[Logged], step: Opened) -> dict[str, Value]:
+        """Return what the step has returned, logged and computed as a loss, by name."""
+        values = {}
+        for leaf in returned_leaves(output, training=self.is_training):
+            _check_comparable(leaf, self.stage)
+            is_loss = loss_of(leaf.value, step) is not None
+            name = f"output{leaf.path}"
+            values[name] = Value(leaf, f"returned {name}", is_global=is_loss)
+        for log in logs:
+            leaf, source = Leaf("", log.value), f"logged {log.name!r}"
+            values[f"log {log.name}"] = Value(leaf, source, log.reduction, log.is_global)
+        # A loss that training returns may not be logged.
+        for index, mark in enumerate(step.losses):
+            is_global = not mark.is_replicated
+            source = "computed a loss" if is_global else "gave sample_mean() losses of mean"
+            values[f"loss {index}"] = Value(Leaf("", mark.value), source, is_global=is_global)
+        loss = self._loss(output, step)
+        if loss is not None:
+            leaf = Leaf("", loss.detach())
+            values["returned loss"] = Value(leaf, "returned a loss", is_loss=True)
+        return values
 
     def _run_once(
-        self, batch: Any, weights: Weights | None, *, alone: bool
+        self, batch: Any, weights: Weights, *, alone: bool
     ) -> tuple[Opened, Any, list[Logged]]:
         """Run the step, and backward if it trains, on gradients of its own."""
         cp, module = self.cp, self.module
-        if weights is not None:
+        if self.is_training:
             module.zero_grad(set_to_none=True)
         batch = copied(batch)
         opened = (
@@ -146,8 +151,7 @@ class ModuleCall:
             assert step is not None  # noqa: S101
             with recorded_logs(module, step, training=self.is_training, sync=None) as logs:
                 output = self.step_fn(local)
-            if weights is not None:
-                weights.end_forward()
+            weights.end_forward()
             loss = self._loss(output, step)
             if loss is not None and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]

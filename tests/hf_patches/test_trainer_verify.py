@@ -149,7 +149,7 @@ def wrong_on_one_data_rank(folder):
 def test_all_data_ranks_fail_together(ranks, tmp_path):
     found = ranks(4).run(wrong_on_one_data_rank, str(tmp_path))
     for wrong, failed in found[:2]:
-        assert "another data rank has found it" in wrong
+        assert "another rank has found it" in wrong
         assert "failed on another rank" in failed
     for wrong, failed in found[2:]:
         assert "FAILED: different results" in wrong

@@ -282,12 +282,12 @@ COMM = (
         "results are used before they have arrived",
     ),
     Mutant(
-        "mean-over-context-only",
-        "lightning_cp.comm.mesh:Groups.sum",
-        "self.data.all_reduce(x)",
-        "pass",
+        "errors-of-context-only",
+        "lightning_cp.verification:distances",
+        "for group in groups:",
+        "for group in groups[:1]:",
         ("tests/test_verification.py::test_data_ranks_verify_the_same_rows",),
-        "a sum over data x context leaves the data axis out",
+        "errors of gradients leave the data axis out",
     ),
     Mutant(
         "flag-of-one-rank",
@@ -967,15 +967,15 @@ CHECKPOINT = (
 LIGHTNING = (
     Mutant(
         "trial-keeps-metrics",
-        "lightning_cp.lightning.trial_run:ModuleCall.run",
-        "            restored_metrics(module),\n",
+        "lightning_cp.restore:Reached._save_module",
+        " or is_metric(type(module))",
         "",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
         "a trial run counts in the metrics",
     ),
     Mutant(
         "trial-draws-numbers",
-        "lightning_cp.restore:_restored_random_states",
+        "lightning_cp.restore:restored_random_states",
         "with torch.random.fork_rng([*devices]):\n            yield",
         "yield",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
@@ -1296,7 +1296,7 @@ HF = (
     Mutant(
         "verify-draws-numbers",
         "hf_patches.trainer:_first_batches",
-        "with torch.random.fork_rng():",
+        "with restored_random_states(trainer.model):",
         "if True:",
         (
             "tests/hf_patches/test_trainer_verify.py::"
