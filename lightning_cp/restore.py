@@ -10,8 +10,8 @@ import builtins
 import functools
 import gc
 import logging
+import operator
 import os
-import queue
 import random
 import sys
 import weakref
@@ -55,7 +55,7 @@ from lightning_cp.contents import (
     items_of,
     length,
 )
-from lightning_cp.replay import StandIns, returned
+from lightning_cp.replay import StandIns
 from lightning_cp.torch_private import (
     accumulation_hooks,
     global_module_hooks,
@@ -229,13 +229,6 @@ class Reached:
             self._pending.append((x, path))
         self._walk()
 
-    def reseed(self, seed: int) -> None:
-        """Seed torch for the run.
-
-        Iterators whose items are kept for the step draw with the random states of the step.
-        """
-        self._stand_ins.reseed(seed)
-
     def numbers(self, owner: Any = None) -> dict[str, float]:
         """Return the fractions that objects and functions of users hold now, by their paths.
 
@@ -263,7 +256,6 @@ class Reached:
                 undo()
             except Exception as error:  # noqa: BLE001  raised below, after all others
                 failures.append((path, error))
-        self._stand_ins.stop()
         if failures:
             path, reason = failures[0]
             raise NotRestoredError(
@@ -386,12 +378,7 @@ class Reached:
         modules of libraries inside of it only what hooks count is restored, since they set up the
         rest once.
         """
-        training = module.training
-
-        def restore_mode() -> None:
-            module.training = training
-
-        self._undo.append((path, restore_mode))
+        self._save(path, lambda: module.training, partial(setattr, module, "training"))
         buffers, parameters, modules = own_parts(module)
         if is_own:
             self._save_items(buffers, f"{path}.")
@@ -408,19 +395,16 @@ class Reached:
 
     def _save_order(self, items: dict[str, Any], path: str) -> None:
         """Save which modules or parameters a module has, and in which order."""
-        before = dict(items)
 
-        def undo() -> None:
+        def put(before: list[tuple[str, Any]]) -> None:
             kept = dict(items)
-            if are_same([*kept.items()], [*before.items()]):
-                return
             items.clear()
-            for name, x in before.items():
+            for name, x in before:
                 now = kept.get(name, x)
                 is_sharded = isinstance(x, DTensor) or isinstance(now, DTensor)
                 items[name] = now if is_sharded else x
 
-        self._undo.append((path, undo))
+        self._save(path, lambda: [*items.items()], put, are_same)
 
     def _save_hooks(self, x: nn.Module | Tensor, path: str) -> None:
         """Save the hooks of users; those of libraries come and go as they need them."""
@@ -450,6 +434,28 @@ class Reached:
                 hooks.update({k: hook for k, hook in old.items() if k not in hooks})
 
         self._undo.append((path, undo))
+
+    # ------------------------------------------------------------ one way to save
+
+    def _save(
+        self,
+        path: str,
+        get: Callable[[], Any],
+        put: Callable[[Any], Any],
+        is_same: Callable[[Any, Any], bool] = is_equal_state,
+    ) -> None:
+        """Save what ``get`` returns now; ``put`` gets it on exit if it is not the same then."""
+        before = get()
+
+        def undo() -> None:
+            if not is_same(get(), before):
+                put(before)
+
+        self._undo.append((path, undo))
+
+    def _save_or_refuse(self, path: str, get: Callable[[], Any]) -> None:
+        """Raise on exit if what is too large for a copy has changed."""
+        self._save(path, get, _refuse_large)
 
     # ------------------------------------------------------------ slots
 
@@ -510,18 +516,12 @@ class Reached:
                     put(name, lent)
                 self._pending.append((lent, path + name))
 
-        def refresh() -> None:
-            for name, value in current().items():
-                if (own := returned(value)) is not value:
-                    put(name, own)
-
         def undo() -> None:
             now = current()
             for name in now:
                 if name not in before and not _is_special(name):
                     drop(name)
-            for name, found in before.items():
-                value = self._stand_ins.settle(found, refresh)
+            for name, value in before.items():
                 if name not in now or now[name] is not value:
                     put(name, value)
 
@@ -533,34 +533,17 @@ class Reached:
         num, is_dict = length(value), isinstance(value, dict)
         if num > _MAX_LEN:
             _warn_once("a container of more than 4 million items", path)
-            self._save_sum(lambda: length(value), path)
+            self._save_or_refuse(path, lambda: length(value))
             return
-
-        def replaced(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
-            return [(k, change(x)) for k, x in items] if is_dict else [*map(change, items)]
-
-        before = lent = items_of(value)
+        self._save(path, lambda: items_of(value), partial(fill, value), are_same)
         if isinstance(value, dict | list | deque):
-            lent = replaced(before, self._stand_ins.lend)
-            if not are_same(lent, before):
+            items, lend = items_of(value), self._stand_ins.lend
+            lent = [(k, lend(x)) for k, x in items] if is_dict else [*map(lend, items)]
+            if not are_same(lent, items):
                 fill(value, lent)
             self._follow(lent if is_dict else enumerate(lent), path)
         if not isinstance(value, bytearray) and type(value) not in BASES:
             self._visit_object(value, path)
-
-        def refresh() -> None:
-            now = items_of(value)
-            if not are_same(now, own := replaced(now, returned)):
-                fill(value, own)
-
-        def undo() -> None:
-            found = before
-            if self._stand_ins.are_used:
-                found = replaced(before, lambda x: self._stand_ins.settle(x, refresh))
-            if not are_same(items_of(value), found):
-                fill(value, found)
-
-        self._undo.append((path, undo))
 
     def _save_cell(self, cell: CellType, path: str) -> None:
         self._owners.append((cell, path))
@@ -579,20 +562,6 @@ class Reached:
             lambda _: variable.set(Context().run(variable.get)) and None,  # its default
             path,
         )
-
-    def _save_queue(self, x: "queue.Queue[Any]", path: str) -> None:
-        """Save the items of a queue; a thread may take some of them meanwhile."""
-        with x.mutex:
-            before = [*x.queue]
-
-        def undo() -> None:
-            with x.mutex:
-                if not are_same([*x.queue], before):
-                    x.unfinished_tasks += len(before) - len(x.queue)
-                    fill(x.queue, before)
-
-        self._undo.append((path, undo))
-        self._follow(enumerate(before), path)
 
     def _save_cache(self, function: Any, path: str) -> None:
         """Follow what a function keeps (`functools.lru_cache`), and drop what the run adds."""
@@ -613,13 +582,7 @@ class Reached:
         if isinstance(x, random.SystemRandom) or getattr(x, "closed", False):
             return
         get, put = next(pair for kind, pair in STATES.items() if isinstance(x, kind))
-        before = get(x)
-
-        def undo() -> None:
-            if not is_equal_state(get(x), before):
-                put(x, before)
-
-        self._undo.append((path, undo))
+        self._save(path, partial(get, x), partial(put, x))
         self._pending.append((getattr(x, "seed_seq", None), path))
         if not is_of_package(type(x)):
             self._visit_object(x, path)
@@ -630,26 +593,23 @@ class Reached:
         def current() -> dict[str, str]:
             return {k: v for k, v in items.items() if not k.startswith(_LIBRARY_VARIABLES)}
 
-        before = current()
-
-        def undo() -> None:
+        def put(before: dict[str, str]) -> None:
             now = current()
             for name in now.keys() - before.keys():
                 del items[name]
             items.update({k: v for k, v in before.items() if now.get(k) != v})
 
-        self._undo.append(("os.environ", undo))
+        self._save("os.environ", current, put)
 
     def _save_weight(self, x: Tensor, path: str) -> None:
         """Save whether a weight is trained, and its hooks."""
-        requires_grad = x.requires_grad
-
-        def undo() -> None:
-            if x.is_leaf and x.requires_grad != requires_grad:
-                x.requires_grad_(requires_grad)
-
-        self._undo.append((path, undo))
-        if requires_grad:
+        self._save(
+            path,
+            lambda: x.requires_grad,
+            x.requires_grad_,
+            lambda now, before: now == before or not x.is_leaf,
+        )
+        if x.requires_grad:
             self._save_hooks(x, path)
 
     def _save_tensor(self, x: Tensor, path: str) -> None:
@@ -681,14 +641,9 @@ class Reached:
                 found = found.narrow(dim, 0, 1) if stride == 0 and found.shape[dim] else found
         version, num_bytes = tensor_version(x), found.numel() * found.element_size()
         if not self._copies(num_bytes):
-
-            def check() -> None:
-                if tensor_version(x) != version:
-                    raise RuntimeError("it is too large for a copy")
-
-            self._undo.append((path, check))
+            self._save_or_refuse(path, lambda: tensor_version(x))
             if self._sums(num_bytes):
-                self._save_sum(lambda: checksum(found), path)
+                self._save_or_refuse(path, lambda: checksum(found))
             return
         value = found.clone()
 
@@ -717,7 +672,9 @@ class Reached:
 
             self._undo.append((path, undo))
         elif x.flags.writeable and self._sums(x.nbytes):
-            self._save_sum(lambda: checksum(torch.from_numpy(array_bits(np.asarray(x)))), path)
+            self._save_or_refuse(
+                path, lambda: checksum(torch.from_numpy(array_bits(np.asarray(x))))
+            )
         elif x.flags.writeable:
             _warn_once("more than 2 GB of arrays, by", path)
         if type(x) is not np.ndarray:
@@ -728,13 +685,8 @@ class Reached:
         if not self._copies(int(np.sum(x.memory_usage()))):
             _warn_once("large data frames, by", path)
             return
-        before = x._mgr
+        self._save(path, lambda: x._mgr, partial(setattr, x, "_mgr"), operator.is_)
         x._mgr = x.copy()._mgr
-
-        def undo() -> None:
-            x._mgr = before
-
-        self._undo.append((path, undo))
 
     def _copies(self, num_bytes: int) -> bool:
         """Return whether so much may be copied, and count it."""
@@ -748,16 +700,6 @@ class Reached:
             return False
         self._num_summed += num_bytes
         return True
-
-    def _save_sum(self, checksum: Callable[[], Any], path: str) -> None:
-        """Raise on exit if what is too large for a copy has changed."""
-        before = checksum()
-
-        def check() -> None:
-            if checksum() != before:
-                raise RuntimeError("it is too large for a copy")
-
-        self._undo.append((path, check))
 
 
 # ---------------------------------------------------------------- kinds of values
@@ -792,7 +734,6 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Reached, Any, str], None]], ...]] = (
     (CellType, Reached._save_cell),
     (weakref.ref, Reached._visit_reference),
     (ContextVar, Reached._save_context),
-    (queue.Queue, Reached._save_queue),
     (Optimizer, Reached._visit_optimizer),
     ((DataLoader, Sampler, BatchSampler), Reached._visit_loader),
     (_flat(STATES), Reached._save_state),
@@ -809,6 +750,10 @@ def _method(kind: Any) -> Callable[[Reached, Any, str], None]:
         other = Reached._save_table if is_table(kind) else Reached._visit_object
         _methods[kind] = next(found, other)
     return _methods[kind]
+
+
+def _refuse_large(_: Any) -> None:
+    raise RuntimeError("it is too large for a copy")
 
 
 def _is_flat(value: Any) -> bool:

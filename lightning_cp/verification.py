@@ -413,7 +413,7 @@ def without_trace(
         if evaluates:
             model.eval()
         if seed:
-            reached.reseed(seed)
+            torch.manual_seed(seed)
         yield reached, own
 
 

@@ -12,6 +12,7 @@ from collections import ChainMap, UserDict, UserList
 from functools import lru_cache, partial
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
+from queue import Queue
 from threading import local
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ _DATA_PACKAGES: Final = frozenset(("addict", "box", "easydict", "ml_collections"
 
 _HOLDERS: Final = (
     *(types.SimpleNamespace, Namespace, UserDict, UserList, ChainMap, local),
-    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, Queue),
 )
 """Classes of libraries whose objects hold what users put into them."""
 

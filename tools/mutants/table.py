@@ -984,7 +984,7 @@ LIGHTNING = (
     Mutant(
         "trial-leaves-evaluation",
         "lightning_cp.restore:Reached._save_module",
-        "module.training = training",
+        'self._save(path, lambda: module.training, partial(setattr, module, "training"))',
         "pass",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
         "the model stays in evaluation after a trial run",
