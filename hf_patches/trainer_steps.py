@@ -42,6 +42,7 @@ from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import (
     Weights,
     has_room,
+    lowest_precision,
     take_gradients,
     truncate_batch,
     without_trace,
@@ -297,12 +298,7 @@ class _TrainerCall:
 
     def precision(self) -> torch.dtype:
         """Return the lowest precision in which the step computes."""
-        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtypes |= {
-            mixed[name] for name in mixed if self.trainer.accelerator.mixed_precision == name
-        }
-        return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        return lowest_precision(self.model, self.trainer.accelerator.mixed_precision)
 
     def cure(self, value: Value | None) -> str:
         """Return how to make a value that differs, for errors."""

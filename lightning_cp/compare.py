@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_cp import active_step
 from lightning_cp.adapters import output_dims
 from lightning_cp.comm.collective_errors import any_rank, from_all, gather_texts
-from lightning_cp.comm.transport import Transport
+from lightning_cp.comm.transport import Transport, gather
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
@@ -382,8 +382,9 @@ class TrialRuns:
             )
             for name, (value, other) in pairs.items()
         )
-        forms = [outputs.digest(outputs.form(value.leaf)) for value, _ in pairs.values()]
-        alike = self._everywhere(distance == 0 for distance in self._distances(forms))
+        forms = [outputs.form(value.leaf) for value, _ in pairs.values()]
+        others = {*find_differing(forms, self._cp.groups.context)}
+        alike = [index not in others for index in range(len(forms))]
         for (name, (value, other)), is_same, is_alike in zip(
             pairs.items(), same, alike, strict=True
         ):
@@ -404,9 +405,7 @@ class TrialRuns:
         if not value.reduction or x is None:
             return value.leaf.value
         group = self._cp.groups.context
-        mine = x.double().to(group.device).contiguous()
-        gathered = mine.new_empty(group.size, *mine.shape)
-        group.all_gather(gathered, mine)()
+        gathered = gather(x.double().to(group.device).contiguous(), group)
         if value.reduction == "sum":
             return gathered.sum(0)
         return gathered.amin(0) if value.reduction == "min" else gathered.amax(0)
@@ -417,21 +416,9 @@ class TrialRuns:
         if x is None or x.numel() != 1:
             return True
         eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-        mine = x.detach().double().reshape(1).to(group.device)
-        gathered = mine.new_empty(group.size, 1)
-        group.all_gather(gathered, mine)()
+        gathered = gather(x.detach().double().reshape(1).to(group.device), group)
         low, high = gathered.aminmax()
         return bool((high - low <= _ULPS * eps * high.abs()) | gathered.isnan().all())
-
-    def _distances(self, numbers: list[int]) -> list[int]:
-        """Return the largest distance of each number to that of the first context rank."""
-        if not numbers:
-            return []
-        group = self._cp.groups.context
-        mine = torch.tensor(numbers, dtype=torch.int64, device=group.device)
-        gathered = mine.new_empty(group.size, len(numbers))
-        group.all_gather(gathered, mine)()
-        return [int(x) for x in (gathered - gathered[0]).abs().amax(0)]
 
     def _explain(self, call: StepCall, sharded: Run, full: Run, wrong: list[str]) -> str:
         value, other = sharded.values[wrong[0]], full.values[wrong[0]]

@@ -5,7 +5,6 @@ import array
 import io
 import operator
 import random
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from copy import deepcopy
@@ -43,13 +42,8 @@ STATES: Final[dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
 }
 
 
-_known_bases = weakref.WeakKeyDictionary[type, Any]()
-
-
 def _base(kind: Any) -> Any:
-    if kind not in _known_bases:
-        _known_bases[kind] = next(base for base in BASES if issubclass(kind, base))
-    return _known_bases[kind]
+    return next(base for base in BASES if issubclass(kind, base))
 
 
 def length(value: Any) -> int:

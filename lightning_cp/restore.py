@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import lru_cache, partial
+from itertools import zip_longest
 from types import (
     BuiltinMethodType,
     CellType,
@@ -152,12 +153,7 @@ def _fractions(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, flo
     if isinstance(value, float):
         yield path, value
     elif isinstance(value, Tensor):
-        if (
-            not is_lazy(value)
-            and value.dim() == 0
-            and value.is_floating_point()
-            and not value.is_meta
-        ):
+        if not (is_lazy(value) or value.is_meta or value.dim()) and value.is_floating_point():
             yield path, float(value)
     elif isinstance(value, dict | list | tuple | deque) and id(value) not in seen:
         seen.add(id(value))
@@ -198,7 +194,7 @@ class Reached:
         self._pending: deque[tuple[Any, str]] = deque()
         self._classes = set[type]()
         self._stand_ins = StandIns()
-        self._num_copied = self._num_summed = 0
+        self._budget = {"copies": _MAX_COPIED, "sums": _MAX_SUMMED}
         self._owners: list[tuple[Any, str]] = []
         self._save_environment()
         for name, parameter in model.named_parameters():
@@ -359,9 +355,6 @@ class Reached:
         self._save_items(attributes, f"{path}.", names.__contains__)
         self._visit_object(x, path)
 
-    def _visit_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        self._pending.append((optimizer.param_groups, f"{path}.param_groups"))
-
     def _visit_module(self, module: nn.Module, path: str) -> None:
         """Follow a module outside of the model; of one that holds the model, its own attributes."""
         if any(id(part) in self._own for part in module.modules()):
@@ -409,31 +402,24 @@ class Reached:
     def _save_hooks(self, x: nn.Module | Tensor, path: str) -> None:
         """Save the hooks of users; those of libraries come and go as they need them."""
 
-        def numbers() -> set[int]:
-            return {
+        def current() -> list[dict[int, Any]]:
+            found = hook_dicts(x)
+            mine = {
                 number
-                for hooks in hook_dicts(x)
+                for hooks in found
                 for number, hook in hooks.items()
                 if callable(hook) and is_of_user(hook)
             }
+            return [{k: hook for k, hook in hooks.items() if k in mine} for hooks in found]
 
-        known = numbers()
-        before: list[dict[int, Any]] = [
-            {number: hook for number, hook in hooks.items() if number in known}
-            for hooks in hook_dicts(x)
-        ]
-
-        def undo() -> None:
-            mine = known | numbers()
-            if not mine:
-                return
-            found = hook_dicts(x)
-            for hooks, old in zip(found, before + [{}] * (len(found) - len(before)), strict=True):
-                for number in mine & hooks.keys() - old.keys():
+        def put(before: list[dict[int, Any]]) -> None:
+            none: dict[int, Any] = {}
+            for hooks, now, old in zip_longest(hook_dicts(x), current(), before, fillvalue=none):
+                for number in now.keys() - old.keys():
                     del hooks[number]
                 hooks.update({k: hook for k, hook in old.items() if k not in hooks})
 
-        self._undo.append((path, undo))
+        self._save(path, current, put)
 
     # ------------------------------------------------------------ one way to save
 
@@ -569,13 +555,12 @@ class Reached:
         if is_of_package(function.__wrapped__):
             return
         self._follow(enumerate(_cached(function)), path)
-        before = function.cache_info()
-
-        def undo() -> None:
-            if not before.currsize and function.cache_info().misses != before.misses:
-                function.cache_clear()
-
-        self._undo.append((path, undo))
+        self._save(
+            path,
+            function.cache_info,
+            lambda _: function.cache_clear(),
+            lambda now, before: before.currsize > 0 or now.misses == before.misses,
+        )
 
     def _save_state(self, x: Any, path: str) -> None:
         """Save what gives and takes its state: random generators, files in memory."""
@@ -593,13 +578,7 @@ class Reached:
         def current() -> dict[str, str]:
             return {k: v for k, v in items.items() if not k.startswith(_LIBRARY_VARIABLES)}
 
-        def put(before: dict[str, str]) -> None:
-            now = current()
-            for name in now.keys() - before.keys():
-                del items[name]
-            items.update({k: v for k, v in before.items() if now.get(k) != v})
-
-        self._save("os.environ", current, put)
+        self._save_names(current, items.__setitem__, items.__delitem__, "os.environ ")
 
     def _save_weight(self, x: Tensor, path: str) -> None:
         """Save whether a weight is trained, and its hooks."""
@@ -640,9 +619,9 @@ class Reached:
             for dim, stride in enumerate(found.stride()):  # an expanded one cannot be written to
                 found = found.narrow(dim, 0, 1) if stride == 0 and found.shape[dim] else found
         version, num_bytes = tensor_version(x), found.numel() * found.element_size()
-        if not self._copies(num_bytes):
+        if not self._affords("copies", num_bytes):
             self._save_or_refuse(path, lambda: tensor_version(x))
-            if self._sums(num_bytes):
+            if self._affords("sums", num_bytes):
                 self._save_or_refuse(path, lambda: checksum(found))
             return
         value = found.clone()
@@ -660,7 +639,7 @@ class Reached:
     def _save_array(self, x: Any, path: str) -> None:
         if x.dtype == object:
             self._follow(enumerate(x.ravel().tolist()), path)
-        if x.flags.writeable and (x.dtype.hasobject or self._copies(x.nbytes)):
+        if x.flags.writeable and (x.dtype.hasobject or self._affords("copies", x.nbytes)):
             value = np.array(x)
 
             def undo() -> None:
@@ -671,7 +650,7 @@ class Reached:
                     now[...] = value
 
             self._undo.append((path, undo))
-        elif x.flags.writeable and self._sums(x.nbytes):
+        elif x.flags.writeable and self._affords("sums", x.nbytes):
             self._save_or_refuse(
                 path, lambda: checksum(torch.from_numpy(array_bits(np.asarray(x))))
             )
@@ -682,24 +661,18 @@ class Reached:
 
     def _save_table(self, x: Any, path: str) -> None:
         """Let the run write to a copy of a frame or series of pandas."""
-        if not self._copies(int(np.sum(x.memory_usage()))):
+        if not self._affords("copies", int(np.sum(x.memory_usage()))):
             _warn_once("large data frames, by", path)
             return
         self._save(path, lambda: x._mgr, partial(setattr, x, "_mgr"), operator.is_)
         x._mgr = x.copy()._mgr
 
-    def _copies(self, num_bytes: int) -> bool:
-        """Return whether so much may be copied, and count it."""
-        if num_bytes > min(_MAX_BYTES, _MAX_COPIED - self._num_copied):
-            return False
-        self._num_copied += num_bytes
-        return True
-
-    def _sums(self, num_bytes: int) -> bool:
-        if num_bytes > _MAX_SUMMED - self._num_summed:
-            return False
-        self._num_summed += num_bytes
-        return True
+    def _affords(self, what: str, num_bytes: int) -> bool:
+        """Return whether so much may be copied, or summed, and count it."""
+        limit = min(_MAX_BYTES, self._budget[what]) if what == "copies" else self._budget[what]
+        if num_bytes <= limit:
+            self._budget[what] -= num_bytes
+        return num_bytes <= limit
 
 
 # ---------------------------------------------------------------- kinds of values
@@ -719,6 +692,7 @@ _WRAPPERS: Final[dict[Any, str]] = {
     property: "fget fset fdel",
     functools.cached_property: "func",
     np.random.Generator: "bit_generator",
+    Optimizer: "param_groups",
 }
 
 _KINDS: Final[tuple[tuple[Any, Callable[[Reached, Any, str], None]], ...]] = (
@@ -734,7 +708,6 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Reached, Any, str], None]], ...]] = (
     (CellType, Reached._save_cell),
     (weakref.ref, Reached._visit_reference),
     (ContextVar, Reached._save_context),
-    (Optimizer, Reached._visit_optimizer),
     ((DataLoader, Sampler, BatchSampler), Reached._visit_loader),
     (_flat(STATES), Reached._save_state),
 )
@@ -787,18 +760,13 @@ def _is_special(name: str) -> bool:
 
 def _slots(kind: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class of users, private ones as Python spells them."""
-    return tuple(
-        f"_{cls.__name__.lstrip('_')}{name}"
-        if name.startswith("__") and not name.endswith("__")
-        else name
-        for cls in kind.__mro__
-        for name in _as_tuple(vars(cls).get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__")
-    )
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = list[str]()
+    for cls in kind.__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 @lru_cache(maxsize=4096)

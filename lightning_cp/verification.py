@@ -51,6 +51,8 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = {
 """Largest error of a gradient, relative to its norm, that rounding explains, by dtype."""
 
 
+_MIXED: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 _COPIED = 1 << 26
 """Numbers of weights that are copied at most, of the first parameters."""
 
@@ -248,7 +250,7 @@ def compare(
         filled.append("" if step is None else batches.describe_filled(step))
         return compute(local)
 
-    dtype = _precision(model)
+    dtype = lowest_precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     with restored_state(model):
         model.eval()
@@ -308,10 +310,16 @@ def _on_all_ranks(run: Callable[[], Gradients], model: nn.Module, cp: ContextPar
     )
 
 
-def _precision(model: nn.Module) -> torch.dtype:
-    """Return the lowest precision of the run: of a parameter, or autocast's."""
+def lowest_precision(model: nn.Module, mixed: str = "") -> torch.dtype:
+    """Return the lowest precision of a run: of a parameter, autocast's, or that of a Trainer.
+
+    Args:
+        model: the model.
+        mixed: a Trainer's mixed precision: ``bf16-mixed``, ``fp16``.
+    """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    device = next(model.parameters()).device.type
+    dtypes |= {dtype for name, dtype in _MIXED.items() if mixed.startswith(name)}
+    device = next((p.device.type for p in model.parameters()), "cpu")
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
     return max(dtypes & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float32)
@@ -339,23 +347,18 @@ class Weights:
         self._parameters = [] if model is None else [*model.parameters()]
         self._copies: dict[int, Tensor] = {}
         num_copied = 0
-        for parameter in self._parameters:
+        for index, parameter in enumerate(self._parameters):
             num_copied += (x := _local(parameter)).numel()
             if not x.is_meta and num_copied <= _COPIED:
-                self._copies[id(parameter)] = x.clone()
-        self._state = self._read()
-        self._changed: list[Tensor] = []
+                self._copies[index] = x.clone()
+        self._state, self._changed = self._read(), set[int]()
 
     def end_forward(self) -> None:
-        """Say that backward begins: what has changed so far is put back."""
-        state = self._read()
-        for parameter, then, now in zip(self._parameters, self._state, state, strict=True):
-            if then != now and id(parameter) in self._copies:
-                self._changed.append(parameter)
-        self._state = [
-            now if id(parameter) in self._copies else then
-            for parameter, then, now in zip(self._parameters, self._state, state, strict=True)
-        ]
+        """Say that backward begins: small weights that have changed so far are put back."""
+        for index, now in enumerate(self._read()):
+            if now != self._state[index] and index in self._copies:
+                self._changed.add(index)
+                self._state[index] = now
 
     def check(self) -> None:
         """Raise if weights have changed in backward, or large ones before."""
@@ -370,14 +373,12 @@ class Weights:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore weights that have changed before backward."""
-        for parameter in self._changed:
-            _local(parameter).copy_(self._copies[id(parameter)])
+        for index in self._changed:
+            _local(self._parameters[index]).copy_(self._copies[index])
 
     def _read(self) -> list[tuple[int | None, float]]:
         # The sum as well: writing to `parameter.data` counts no version.
-        sums = [_sum(_local(x)) for x in self._parameters]
-        versions = [tensor_version(x) for x in self._parameters]
-        return [*zip(versions, sums, strict=True)]
+        return [(tensor_version(x), _sum(_local(x))) for x in self._parameters]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ The strategy builds one `StepRunner` for each run of the Trainer; its hooks call
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
 from lightning_cp.step import Opened
-from lightning_cp.verification import TOLERANCES, Report, has_room, verify
+from lightning_cp.verification import TOLERANCES, Report, has_room, lowest_precision, verify
 
 
 def check_verify_max_len(max_len: int) -> None:
@@ -219,10 +220,5 @@ class StepRunner:
         def run(local: Mapping[str, Any]) -> Any:
             return step_fn(local, *args, **kwargs)
 
-        return ModuleCall(stage, self._module, run, self._lowest_precision, self._cp)
-
-    def _lowest_precision(self) -> torch.dtype:
-        dtypes = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
-        if self._precision.precision == "bf16-mixed":
-            dtypes.add(torch.bfloat16)
-        return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        precision = partial(lowest_precision, self._module, str(self._precision.precision))
+        return ModuleCall(stage, self._module, run, precision, self._cp)
