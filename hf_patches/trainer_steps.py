@@ -37,6 +37,7 @@ from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.structure import flatten
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
+from lightning_cp.replay import DrawnError
 from lightning_cp.restore import UpdatesWeightsError, user_hooks
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import (
@@ -140,7 +141,7 @@ def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, told: set[str])
     # A step may refuse shorter sequences, or take an index among all processes for one of a batch.
     for batches, call.sees_rank in ((parts, False), (whole, False), (parts, True)):
         if not results:  # on all ranks
-            is_over = isinstance(failure, UpdatesWeightsError)
+            is_over = isinstance(failure, UpdatesWeightsError | DrawnError)
             number = runs.equal_number([] if is_over else batches)
             results, problem = runs.compare_runs(call, number)
             failure = problem or failure

@@ -2,7 +2,7 @@
 """What a module logs during a step: losses weighted by their tokens, all values recorded.
 
 Replaces `LightningModule.log` on the instance for the duration of a block, and reads that method's
-arguments by name (Lightning 2.6); imports nothing from Lightning. What hooks log is compared too.
+arguments by name. What hooks log is compared too.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -26,6 +27,12 @@ from lightning_cp.step import LossMark, Opened
 
 Sync = Literal["never", "epoch", "always"]
 """When a logged mean is reduced over the data axis too."""
+
+# The parameters of a step's `log`. What a method of a user that overrides it does not take by name,
+# it is assumed to pass on.
+_PARAMETERS: Final = [*inspect.signature(LightningModule.log).parameters.values()][1:]
+_ORDER: Final = [x.name for x in _PARAMETERS]
+_DEFAULTS: Final = {x.name: x.default for x in _PARAMETERS if x.default is not x.empty}
 
 # A weight that does not change a sum of other weights, and avoids 0 / 0 in a mean over no tokens.
 _NO_TOKENS: Final = 1e-30
@@ -87,12 +94,15 @@ def recorded_logs(
             elif not options["sync_dist"]:
                 ignore_sync_advice(options["name"])
         if sync is not None:
-            args, kwargs = _changed(args, kwargs, changes)
+            positional = dict(zip(_ORDER, args, strict=False))
+            args = *(changes.get(x, value) for x, value in positional.items()), *args[len(_ORDER) :]
+            named = {name: x for name, x in changes.items() if name not in positional}
+            kwargs = kwargs | named
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(
-                    f"{log.__qualname__}() does not take {', '.join(changes)}, by which the mean "
+                    f"{log.__qualname__}() does not take {', '.join(named)}, by which the mean "
                     "over an epoch is made the mean over the tokens of all ranks. Let it take "
                     "**kwargs, and pass them on: super().log(name, value, **kwargs)."
                 ) from error
@@ -126,33 +136,6 @@ def noted_hook_logs(trainer: Any, cp: ContextParallel) -> list[Callable[[], None
         vars(results)["log"] = partial(note, results.log)
         undos.append(partial(vars(results).pop, "log"))
     return undos
-
-
-# The parameters of `LightningModule.log` in their order, with defaults of those that are read here;
-# what a method of a user that overrides it does not take by name, it is assumed to pass on.
-_ORDER: Final = (
-    *("name", "value", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
-    *("sync_dist", "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute"),
-    "rank_zero_only",
-)
-_DEFAULTS: Final[dict[str, Any]] = {
-    "on_step": None,
-    "reduce_fx": "mean",
-    "sync_dist": False,
-    "sync_dist_group": None,
-    "batch_size": None,
-    "rank_zero_only": False,
-}
-
-
-def _changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], changes: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with other values."""
-    positional = dict(zip(_ORDER, args, strict=False))
-    changed = tuple((positional | changes)[name] for name in positional)
-    by_name = {name: value for name, value in changes.items() if name not in positional}
-    return changed + args[len(changed) :], kwargs | by_name
 
 
 def _record(options: dict[str, Any], *, training: bool, is_global: bool) -> Iterator[Logged]:

@@ -182,6 +182,15 @@ class Updates(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class Draws(Trainer):
+    """Weights its loss by what a generator gives."""
+
+    def compute_loss(self, *args, **kwargs):
+        if not hasattr(self, "weights"):
+            raise AssertionError
+        return super().compute_loss(*args, **kwargs) * next(self.weights)
+
+
 class Probes(TrainerCallback):
     """Calls the model on the first process only."""
 
@@ -210,6 +219,10 @@ def keep_with_features(trainer):
 
 def give_prompt(trainer):
     trainer.prompt = nn.Parameter(torch.full((32,), 0.1))
+
+
+def give_weights(trainer):
+    trainer.weights = (1.0 / n for n in range(1, 9))
 
 
 def keep_norms(trainer):
@@ -262,12 +275,14 @@ SCRIPTS = {
     "a model called on one process": (Trainer, probe, None),
     "numbers that a hook keeps": (Trainer, keep_norms, None),
     "an optimizer in the loss": (Updates, None, None),
+    "a generator in the loss": (Draws, give_weights, None),
 }
 
 # What is said where a step is not refused.
 WARNINGS = {
     "numbers that a hook keeps": r"keeps other numbers on this rank.*`.*norms` has",
     "an optimizer in the loss": r"compute_loss\(\) updates weights by itself",
+    "a generator in the loss": r"not compared .*draws from `give_weights.<locals>.<genexpr>`",
 }
 
 

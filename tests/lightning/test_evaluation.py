@@ -300,7 +300,7 @@ class Training(Step):
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
-        self.calls = 0
+        self.calls, self.weights = 0, (1.0 for _ in range(9))
         self.logged: list[str] = []
 
     def training_step(self, batch, batch_idx):
@@ -315,6 +315,8 @@ class Training(Step):
         if self.kind == "late":  # long after ranks have stopped to compare at once
             value = out.logits.mean() if batch_idx > 9 else torch.tensor(1.0)
             self.log("late", value)
+        if self.kind == "drawn":
+            return out.loss * next(self.weights)
         if self.kind == "metric":
             self.log("train_mean", self.metrics["mean"](out.logits))
         if self.kind == "metric object":
@@ -340,6 +342,7 @@ TRAINED = {
     "local accuracy": "training_step() logged 'accuracy'",
     "late": "computed different values since the last comparison; one of: logged 'late'",
     "shifted local mean": "Context parallelism changes the results of this model",
+    "drawn": "draws from `Training.__init__.<locals>.<genexpr>`, an iterator that cannot be set",
     "metric": "training_step() logged 'train_mean'",
     "metric object": "training_step() logged 'train_mean (of this step)'",
     "right": "trained in 2 calls",
