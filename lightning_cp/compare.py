@@ -170,7 +170,7 @@ class TrialRuns:
             results, failure = self.compare_runs(call, self.equal_number(parts))
             # Truncation may cut off placeholders of media.
             is_cut = failure is not None and not results and bool(media_names(batch))
-            if self._any_rank(is_cut)[0] and not self._any_rank(self._is_too_long(step))[0]:
+            if self.any_rank(is_cut)[0] and not self.any_rank(self._is_too_long(step))[0]:
                 results, failure = self.compare_runs(call, [batch])
             if failure is not None and not results:
                 raise failure
@@ -180,11 +180,7 @@ class TrialRuns:
         """Return whether a flag is set on any data rank that takes part in this rank's runs."""
         return any_rank([flag], *self._data)[0]
 
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank that takes part in this rank's runs."""
-        return self._any_rank(flag)[0]
-
-    def _any_rank(self, *flags: bool) -> list[bool]:
+    def any_rank(self, *flags: bool) -> list[bool]:
         """Return which flags are set on any rank that takes part in this rank's runs."""
         return any_rank(flags, self._cp.groups.context, *self._data)
 
@@ -226,7 +222,7 @@ class TrialRuns:
 
     def equal_number(self, parts: list[Any]) -> list[Any]:
         """Return equally many parts on all data ranks; none if one rank has none. Collective."""
-        is_none, is_three = self._any_rank(not parts, len(parts) > 2)
+        is_none, is_three = self.any_rank(not parts, len(parts) > 2)
         return [] if is_none else [*parts, *parts[:1]][: 3 if is_three else 2]
 
     # ---------------------------------------------------------------- comparing two runs
@@ -274,7 +270,7 @@ class TrialRuns:
         except Exception as error:  # noqa: BLE001  raised by the caller if no part is accepted
             problem = error
         is_drawn = call.may_draw and len(runs) > 1 and _is_drawn(call, *runs)
-        failed, is_drawn = self._any_rank(problem is not None, is_drawn)
+        failed, is_drawn = self.any_rank(problem is not None, is_drawn)
         if failed:
             return [], problem or RuntimeError("It raised on another rank.")
         if is_drawn:
@@ -314,7 +310,7 @@ class TrialRuns:
         common = sharded.kept.keys() & full.kept.keys()
         suspects = differ(sharded, (x for x in common if sharded.kept[x] != full.kept[x]))
         message = ""
-        if self._any_rank(bool(suspects))[0]:
+        if self.any_rank(bool(suspects))[0]:
             own = differ(self._run(call, part, alone=True), suspects)
             wrong = {
                 name: (sharded.kept[name], full.kept[name])

@@ -22,7 +22,7 @@ from hf_patches.multimodal.features import UsedOutput, agree_on_counts, exchange
 from hf_patches.multimodal.outer import merged_ids, on_full_sequences
 from hf_patches.multimodal.seam import rows_of
 from hf_patches.multimodal.table import Unit
-from lightning_cp.comm.collective_errors import any_rank, gather_texts
+from lightning_cp.comm.collective_errors import raise_on_all
 from lightning_cp.data.batch import SEQUENCE_DIMS
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.step import Step
@@ -112,14 +112,17 @@ def shared_features(
     # A rank without units computes one all the same: its collectives must pair up with those of
     # other ranks.
     dummy = int(items.costs.argmin())
-    problem: Exception | None = None
-    try:
+
+    def compute() -> Any:
         with _sharing():
             computed = items.select(own if own.size else Range(dummy, dummy + 1))
-            output = stock(**{**given, **computed, "return_dict": True})
-    except Exception as error:  # noqa: BLE001  raised below, on all ranks
-        problem = error
-    _raise_together(problem, type(module).__name__, step)
+            return stock(**{**given, **computed, "return_dict": True})
+
+    failure = (
+        f"{type(module).__name__} could not compute the media of another rank. Each rank computes "
+        "some images, frames or clips of the batch."
+    )
+    output = raise_on_all(compute, failure, step.groups.context)
     used = UsedOutput(output, is_dummy=own.size == 0)
     return _exchange(used, items, ranges, name, placeholders, step)
 
@@ -148,21 +151,6 @@ def _exchange(
         else:
             full.append((rows,) if wanted else items.split(rows, numbers, ranges))
     return used.rebuild(full)
-
-
-def _raise_together(problem: Exception | None, name: str, step: Step) -> None:
-    """Raise on all ranks if one could not compute its media. Collective."""
-    context = step.groups.context
-    if not any_rank([problem is not None], context)[0]:
-        return
-    texts = gather_texts("" if problem is None else f"{type(problem).__name__}: {problem}", context)
-    if problem is not None:
-        raise problem
-    failed, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise ValueError(
-        f"{name} could not compute the media of context rank {failed} ({text}). Each rank computes "
-        "some images, frames or clips of the batch."
-    )
 
 
 def _placeholders(module: nn.Module, name: str) -> Tensor | None:

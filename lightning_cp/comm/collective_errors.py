@@ -49,6 +49,8 @@ def any_rank(flags: Sequence[bool], *groups: Transport) -> list[bool]:
 def raise_on_all(action: Callable[[], T], failure: str, *groups: Transport) -> T:
     """Run ``action``; what it raises on a rank is raised there, and ``failure`` on the others.
 
+    That names the rank and its error, if it is in the first group.
+
     Example:
         >>> from lightning_cp.comm.transport import LoneTransport
         >>> raise_on_all(lambda: 1, "It failed on another rank.", LoneTransport())
@@ -59,12 +61,14 @@ def raise_on_all(action: Callable[[], T], failure: str, *groups: Transport) -> T
         result = action()
     except Exception as error:  # noqa: BLE001  raised below, after all ranks know
         problem = error
-    (failed,) = any_rank([problem is not None], *groups)
+    if not any_rank([problem is not None], *groups)[0]:
+        return result
+    cause = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    causes = gather_texts(cause, groups[0]) if groups else []
     if problem is not None:
         raise problem
-    if failed:
-        raise RuntimeError(failure)
-    return result
+    named = (f" Rank {rank} of {len(causes)}: {text}" for rank, text in enumerate(causes) if text)
+    raise RuntimeError(failure + next(named, ""))
 
 
 def gather_texts(text: str, group: Transport) -> list[str]:

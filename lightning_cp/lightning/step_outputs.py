@@ -97,7 +97,7 @@ class StepOutputs:
     ) -> None:
         self._cp = cp
         self._verify = verify
-        self._trials = TrialRuns(cp, max_len=max_len, data=[cp.groups.data] if lockstep else [])
+        self.trials = TrialRuns(cp, max_len=max_len, data=[cp.groups.data] if lockstep else [])
         self._evidence: dict[_Key, Evidence] = {}
         self._verified: set[tuple[str, _Padding, object]] = set()
 
@@ -109,19 +109,11 @@ class StepOutputs:
     @property
     def is_verifying(self) -> bool:
         """Return whether a trial run is in progress."""
-        return self._trials.is_running
+        return self.trials.is_running
 
     def is_due(self, stage: str, step: Opened, loader: object = 0) -> bool:
         """Return whether no trial run was made on a batch of this stage, padding and loader."""
         return self.is_on and (stage, _padding_of(step), loader) not in self._verified
-
-    def any_data_rank(self, flag: bool) -> bool:
-        """Return whether a flag is set on any data rank that takes part in this rank's runs."""
-        return self._trials.any_data_rank(flag)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank that takes part in this rank's runs."""
-        return self._trials.any_rank(flag)
 
     def verify(self, call: ModuleCall, batch: Any, step: Opened, loader: object = 0) -> None:
         """Make a trial run; raise if sharding changes a value. Collective.
@@ -133,7 +125,7 @@ class StepOutputs:
             loader: the index of its loader.
         """
         padding = _padding_of(step)
-        for findings in self._trials.run(call, batch, step):
+        for findings in self.trials.run(call, batch, step):
             for name, finding in findings.items():
                 self._evidence.setdefault((call.stage, padding, name), Evidence()).add(finding)
         for (stage, *_), evidence in self._evidence.items():
@@ -176,7 +168,7 @@ class StepOutputs:
             differing, is_new = compare_values(
                 [other.value for other in others], cp.groups.context, is_new
             )
-            if may_verify and self.any_data_rank(is_new):
+            if may_verify and self.trials.any_data_rank(is_new):
                 self.verify(call, batch, step)
                 for key in keys:
                     evidence = self._evidence.setdefault(key, Evidence())

@@ -114,7 +114,7 @@ class StepRunner:
                 self._cp.checks.compare_media(flatten(batch))
                 self._check_media()
             is_sanity_check = outputs.is_on and self._module.trainer.sanity_checking
-            if outputs.any_data_rank(is_sanity_check or outputs.is_due(stage, step, loader)):
+            if outputs.trials.any_data_rank(is_sanity_check or outputs.is_due(stage, step, loader)):
                 outputs.verify(call, batch, step, loader)
             sync: Sync = "always" if self._lockstep else "epoch"
             with recorded_logs(self._module, step, training=False, sync=sync) as logs:
@@ -203,7 +203,7 @@ class StepRunner:
             return False
         self._is_due = False
         # Later there are states of the optimizer.
-        return is_first or not self.outputs.any_rank(not has_room(self._module))
+        return is_first or not self.outputs.trials.any_rank(not has_room(self._module))[0]
 
     def _make_trial(self, call: ModuleCall, batch: Any, step: Opened) -> None:
         """Compare what a training step logs, and the gradients of a declared local mean."""

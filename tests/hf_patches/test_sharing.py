@@ -208,7 +208,7 @@ def test_bad_items_given_features_and_clips_with_masks(ranks):
     found = ranks(2).run(bad_and_given_items)
     texts = [text for text, *_ in found]
     assert all(texts)
-    assert any("could not compute the media of context rank" in text for text in texts)
+    assert any("could not compute the media of another rank" in text for text in texts)
     for _, distance, worst in found:
         assert distance < 1e-5
         assert worst < 1e-6

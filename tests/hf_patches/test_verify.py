@@ -190,6 +190,7 @@ def test_ranks_fail_together(ranks):
     first, second = ranks(2).run(verify_without_room)
     assert first[0] == "RuntimeError"
     assert "Another rank failed on full sequences" in first[1]
+    assert "Rank 1 of 2: OutOfMemoryError: no room" in first[1]
     assert second[:2] == ("OutOfMemoryError", "no room")
     assert not first[2]
     assert not second[2]
