@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 import weakref
+from contextlib import nullcontext
 
 import lightning.pytorch
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 import torchmetrics
 import transformers
 from torch import nn
+from torchmetrics import classification
 
 from lightning_cp.replay import DrawnError
 from lightning_cp.restore import NotRestoredError, UpdatesWeightsError, restored_state
@@ -155,6 +157,34 @@ def test_a_run_leaves_no_trace_in_what_a_method_reaches():
     assert {name for name in before if before[name] != after[name]} == set()
     trainer.work()
     assert {name for name in before if before[name] == trainer.state()[name]} == set()
+
+
+def measured(with_trial):
+    """Return what metrics of a model give in four steps, two of them after a trial run."""
+    model, generator = nn.Module(), torch.Generator().manual_seed(0)
+    kinds = (classification.MulticlassAccuracy, classification.MulticlassRecall)
+    model.metrics = torchmetrics.MetricCollection([kind(3) for kind in kinds])
+    model.values, model.sums = torchmetrics.CatMetric(), torchmetrics.RunningSum(window=2)
+    metrics, found = [model.metrics, model.values, model.sums], []
+
+    def step(generator):
+        scores = torch.rand(8, 3, generator=generator)
+        targets = torch.randint(3, (8,), generator=generator)
+        return [model.metrics(scores, targets), model.values(scores[0]), model.sums(scores[0, 0])]
+
+    for number in range(4):
+        with restored_state(model) if with_trial and number % 2 == 0 else nullcontext() as trial:
+            if trial is not None:
+                for metric in metrics:
+                    metric.reset()
+                step(torch.Generator().manual_seed(1))
+                [metric.compute() for metric in metrics]
+        found.append(step(generator))
+    return repr([found, [metric.compute() for metric in metrics]])
+
+
+def test_metrics_of_a_model_are_restored():
+    assert measured(True) == measured(False)
 
 
 class Net(nn.Module):
