@@ -37,8 +37,8 @@ from lightning_cp.data.outputs import Leaf
 from lightning_cp.data.structure import flatten
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
-from lightning_cp.replay import DrawnError
-from lightning_cp.restore import UpdatesWeightsError, user_hooks
+from lightning_cp.replay import NotComparableError
+from lightning_cp.restore import user_hooks
 from lightning_cp.step import IGNORED_LABEL
 from lightning_cp.verification import (
     Weights,
@@ -128,35 +128,27 @@ def verify_steps(
 
 def _compare(runs: TrialRuns, call: "_TrainerCall", inputs: Any, told: set[str]) -> None:
     """Run a step on short batches and compare; say once what could not be compared."""
-    parts: list[Any] = []
-    if isinstance(inputs, Mapping):
-        parts = _short_batches(inputs, call.cp)
-    else:
-        _say(f"{call.stage}() is not compared with one device: its batch is no dict.", told)
-    if not has_room(call.model):  # later there are states of the optimizer
-        _say(f"{call.stage}() is not compared with one device: the GPU has no room for it.", told)
-        parts = []
+    reason = ""
+    if not isinstance(inputs, Mapping):
+        reason = "its batch is no dict."
+    elif not has_room(call.model):  # later there are states of the optimizer
+        reason = "the GPU has no room for it."
+    parts = [] if reason else _short_batches(inputs, call.cp)
     whole = [inputs] if parts and _longest(inputs) <= _LONGEST_WHOLE else []
-    results, failure = list[Any](), None
+    results, failure, is_over = list[Any](), None, False
     # A step may refuse shorter sequences, or take an index among all processes for one of a batch.
     for batches, call.sees_rank in ((parts, False), (whole, False), (parts, True)):
         if not results:  # on all ranks
-            is_over = isinstance(failure, UpdatesWeightsError | DrawnError)
             number = runs.equal_number([] if is_over else batches)
             results, problem = runs.compare_runs(call, number)
             failure = problem or failure
-    if isinstance(failure, UpdatesWeightsError):
-        _say(
-            f"{call.stage}() updates weights by itself, by an optimizer: it is not compared with "
-            "one device. Compare the losses and weights of a few steps with those of one process.",
-            told,
-        )
+            is_over = isinstance(failure, NotComparableError)
+    if is_over:
+        reason = str(failure)
     elif failure is not None and not results:
-        _say(
-            f"{call.stage}() was not compared with one device, since it raised on full sequences: "
-            f"{type(failure).__name__}: {failure}",
-            told,
-        )
+        reason = f"it raised on full sequences: {type(failure).__name__}: {failure}"
+    if reason:
+        _say(f"{call.stage}() is not compared with one device: {reason}", told)
     new = {name: pair for name, pair in call.differing.items() if name not in told}
     told.update(new)
     if new:

@@ -41,8 +41,11 @@ _PUBLIC: Final = {name for name in dir(GeneratorType) if name[0] != "_"} | {"dia
 _ATOMS: Final = frozenset((int, float, complex, str, bytes, bool, type(None)))
 
 
-class DrawnError(RuntimeError):
-    """A step draws from an iterator that has no copy, and cannot run for a comparison."""
+class NotComparableError(RuntimeError):
+    """A step cannot run for a comparison: it draws from an iterator that has no copy, for example.
+
+    It has changed nothing that is not restored.
+    """
 
 
 class StandIns:
@@ -124,9 +127,9 @@ def _refuse_to_generate(source: Any) -> Generator[Any, Any, Any]:
     return stand_in
 
 
-def _drawn(source: Any) -> DrawnError:
+def _drawn(source: Any) -> NotComparableError:
     name = getattr(source, "__qualname__", type(source).__qualname__)
-    return DrawnError(
+    return NotComparableError(
         f"The step draws from `{name}`, an iterator that cannot be set back, so that it cannot run "
         "for a comparison with one device. Let its batch hold what it needs (a CombinedLoader in "
         "Lightning, the data set or collator of a Trainer), or draw in a hook before the step. "

@@ -56,7 +56,7 @@ from lightning_cp.contents import (
     items_of,
     length,
 )
-from lightning_cp.replay import StandIns
+from lightning_cp.replay import NotComparableError, StandIns
 from lightning_cp.torch_private import (
     accumulation_hooks,
     global_module_hooks,
@@ -101,10 +101,6 @@ _CURE: Final = (
 )
 
 
-class UpdatesWeightsError(Exception):
-    """A step updates weights by itself, and cannot run for a comparison."""
-
-
 class NotRestoredError(RuntimeError):
     """What a run has changed could not be restored."""
 
@@ -124,7 +120,8 @@ def restored_state(
         leave: names of attributes of ``objects`` that are left as they are: large data.
 
     Raises:
-        UpdatesWeightsError: in the run, where an optimizer steps.
+        NotComparableError: in the run, where an optimizer steps, or an iterator without a copy is
+            drawn from.
     """
     reached = Reached(model, frozenset(leave))
     for x in [model, *objects]:
@@ -165,9 +162,10 @@ def _fractions(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, flo
 
 
 def _refuse_update(*_: Any) -> None:
-    raise UpdatesWeightsError(
+    raise NotComparableError(
         "The step calls step() of an optimizer: it cannot run for a comparison with one device, "
-        "which would update the weights once more."
+        "which would update the weights once more. Compare the losses and weights of a few steps "
+        "with those of one process."
     )
 
 
