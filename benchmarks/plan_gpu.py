@@ -40,7 +40,8 @@ from benchmarks.measure import (
 from hf_patches import enable, model_shape
 from lightning_cp.attn.hardware import Links
 from lightning_cp.fsdp.sharding import find_blocks, shard_parameters
-from lightning_cp.memory import budget, checkpoint_layers, compile_layers, tile_modules
+from lightning_cp.lightning.activations import Activations
+from lightning_cp.memory import budget, checkpoint_layers, tile_modules
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import MemoryPlan, plan_memory
@@ -259,10 +260,10 @@ def build(
     handle = enable(model)
     if setup.lora_rank:
         _adapt(model, setup.lora_rank)
+    if setup.compiled:
+        Activations(compile="layers").apply(model, None, training=True)
     if setup.checkpointing != "none":
         checkpoint_layers(model)
-    if setup.compiled:
-        compile_layers(model)
     if setup.tiles:
         tile_modules(model)
     policy = torch.bfloat16 if setup.precision == "bf16-policy" else None

@@ -29,7 +29,8 @@ from benchmarks.measure import (
 )
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
-from lightning_cp.memory import checkpoint_layers, compile_layers, tile_modules
+from lightning_cp.lightning.activations import Activations
+from lightning_cp.memory import checkpoint_layers, tile_modules
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 rate of an H200 and an H100, per their data sheets."""
@@ -191,8 +192,13 @@ class Spent:
         return sum(ms for ms, _ in self.kernels.values())
 
 
-def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], Any]) -> Spent:
-    """Time steps of a model; ``step()`` is a context that yields this rank's batch."""
+def train(
+    model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], Any], *, watches: bool
+) -> Spent:
+    """Time steps of a model; ``step()`` is a context that yields this rank's batch.
+
+    The stopwatch would break the graphs of compiled layers: without it, attention takes 0 ms.
+    """
     device = batch["input_ids"].device
     watch = Stopwatch(device)
     losses: list[Tensor] = []
@@ -207,7 +213,7 @@ def train(model: LlamaForCausalLM, batch: dict[str, Tensor], step: Callable[[], 
         for parameter in model.parameters():
             parameter.grad = None
 
-    with watched(model, watch):
+    with watched(model, watch) if watches else nullcontext():
         spent = timed(call, device, repeats=7)
         inside = watch.total()  # of the last step, which the GPU has finished
         peak = peak_memory(call, device)
@@ -233,20 +239,23 @@ def run_one(
     cp_size, rank = 8, 4
     model = shape.build(device)
     if compiled:
-        compile_layers(model)
+        torch.compiler.reset()
+        Activations(compile="layers").apply(model, None, training=True)
     if one.checkpointing:
         checkpoint_layers(model, num_layers=num_layers)
     local_len = one.seq_len // cp_size
     ids = torch.randint(shape.vocab, (1, one.seq_len), device=device)
     own = {"input_ids": ids[:, :local_len], "labels": ids[:, :local_len]}
-    ideal = train(model, own, lambda: nullcontext(own)) if alone else None
+    ideal = None
+    if alone:
+        ideal = train(model, own, lambda: nullcontext(own), watches=not compiled)
     full = {"input_ids": ids, "labels": ids}
     # Without the comparison of the first batches between ranks, which other steps do not have.
     cp = emulated_parallel(rank, cp_size, check_batches=0, **options)
     handle = enable(model, chunked_loss=chunked_loss)
     if tile:
         tile_modules(model)
-    emulated = train(model, full, lambda: cp.step(full))
+    emulated = train(model, full, lambda: cp.step(full), watches=not compiled)
     handle.undo()
     lines = [(f"rank {rank} of {cp_size}", emulated, one.seq_len**2 / 2 / cp_size)]
     if ideal is not None:
@@ -356,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", default="auto")
     choices = get_args(ChunkedLoss)
     parser.add_argument("--chunked-loss", default="auto", choices=choices)
-    parser.add_argument("--compile", action="store_true", help="compile_layers(model)")
+    parser.add_argument("--compile", action="store_true", help="the layers")
     parser.add_argument("--checkpointed-layers", type=int, help="the first ones (all)")
     parser.add_argument("--link-gbs", type=float, default=None)
     parser.add_argument("--keep-attention", default="none", help="none, all, or GiB")

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, K key/value heads, L local length, S sequence le
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_patches.input_checks import check_dense_mask, check_no_weights
 from hf_patches.mask_reader import mask_of_step
 from hf_patches.names import NAMES, active, find_in_modules, stock_name
-from hf_patches.positions import temperature
+from hf_patches.positions import scales_queries, temperature
 from lightning_cp import active_step
 from lightning_cp.attn import api
 from lightning_cp.attn.accumulators import NEVER
+from lightning_cp.attn.operator import attend_in_graph, can_trace
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.precision import as_autocast
@@ -78,6 +79,14 @@ def attend(
     Returns:
         [B, L, H, Dv], and None for the attention weights, which no rank holds.
     """
+    if torch.compiler.is_dynamo_compiling() and _can_trace(
+        attention_mask, module, query, value, scaling, softcap, dropout
+    ):
+        _check(module, query, key, others)
+        out = attend_in_graph(
+            query, key, value, attention_mask, scale=scaling, softcap=softcap, sinks=s_aux
+        )
+        return out, None
     if isinstance(attention_mask, StepMask):
         step: Step | None = attention_mask.step
     else:
@@ -114,7 +123,8 @@ def _attend_in_step(
     others: dict[str, Any],
 ) -> Tensor:
     """Attend to the full sequence inside a step, with `attention` and its options; see `attend`."""
-    _check(module, query, key, others, step)
+    _check(module, query, key, others)
+    _check_length(module, query, key, step)
     query = temperature(module, query, step)
     with plain_functions():  # nothing below is routed
         mask, bias = _mask(module, attention_mask, step)
@@ -130,9 +140,24 @@ def _stock(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return function
 
 
-def _check(
-    module: nn.Module, query: Tensor, key: Tensor, others: dict[str, Any], step: Step
-) -> None:
+def _can_trace(
+    mask: object,
+    module: nn.Module,
+    query: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> TypeGuard[StepMask]:
+    """Return whether attention becomes an operator of the graph that the compiler traces."""
+    return (
+        not dropout
+        and not scales_queries(module)
+        and can_trace(mask, query, value, scaling, softcap)
+    )
+
+
+def _check(module: nn.Module, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
     unknown = [
         name
         for name, x in others.items()
@@ -146,6 +171,9 @@ def _check(
             "them, do not pass them; else run it on full sequences: `with cp.paused():`."
         )
     check_no_weights(others)
+
+
+def _check_length(module: nn.Module, query: Tensor, key: Tensor, step: Step) -> None:
     if query.shape[2] != key.shape[2] or query.shape[2] != step.tensor_len:
         raise ValueError(
             f"{type(module).__name__} attends with {query.shape[2]} queries to {key.shape[2]} keys "

@@ -28,6 +28,7 @@ from hf_patches.private import (
     prepare_mask_arguments,
     replace_mask_arguments,
 )
+from lightning_cp.attn.operator import mark_mask
 from lightning_cp.data.sharding import unshard
 from lightning_cp.step import Step, StepMask, StepReference
 
@@ -121,7 +122,7 @@ def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepM
             spans = _full_spans(visible.blocks, step, config)
         else:
             spans = _spans(visible.blocks, step, config)
-    return ModelMask(
+    mask = ModelMask(
         causal=causal,
         window=window,
         chunk=visible.chunk,
@@ -130,6 +131,7 @@ def build_mask(visible: _Visible, step: Step, config: PreTrainedConfig) -> StepM
         cut_spans=visible.block_left < math.inf,
         reference=StepReference(step),
     )
+    return mark_mask(mask)
 
 
 def _spans(blocks: Tensor, step: Step, config: PreTrainedConfig) -> Tensor | None:

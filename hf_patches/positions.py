@@ -188,14 +188,19 @@ def _restore_temperature(layer: Any, *_: object) -> None:
     layer.attn_temperature_tuning = True
 
 
-def temperature(layer: Any, query: Tensor, step: Step) -> Tensor:
-    """Scale queries by their position, where a layer would count from 0 (Llama 4).
+def scales_queries(layer: Any) -> bool:
+    """Return whether `temperature` scales the queries of a layer.
 
     Only layers without RoPE do it, and only those whose own scaling our hook has switched off.
     """
     # A module looks for a missing attribute in several places, for each layer.
     is_disabled = vars(layer).get("attn_temperature_tuning") is False
-    if not is_disabled or layer.use_rope or not layer.config.attn_temperature_tuning:
+    return is_disabled and not layer.use_rope and bool(layer.config.attn_temperature_tuning)
+
+
+def temperature(layer: Any, query: Tensor, step: Step) -> Tensor:
+    """Scale queries by their position, where a layer would count from 0 (Llama 4)."""
+    if not scales_queries(layer):
         return query
     steps = torch.floor((document_positions(step).to(torch.float32) + 1.0) / layer.floor_scale)
     scales = torch.log1p(steps) * layer.attn_scale + 1.0

@@ -32,6 +32,7 @@ from lightning_cp.torch_private import (
     never_compile_alone,
     outside_graphs,
     plain_functions,
+    prepare_breaks,
 )
 
 # A model that ignores documents and padding on one device ignores them on several.
@@ -217,6 +218,7 @@ _skipped_by_compiler = False
 def enabled() -> TorchFunctionMode:
     """Return the context in which attention calls are routed to the active step."""
     global _skipped_by_compiler
+    prepare_breaks()
     _skipped_by_compiler = _skipped_by_compiler or (
         never_compile_alone(_Dispatch.__torch_function__) and never_compile_alone(call_unsharded)
     )

@@ -366,10 +366,13 @@ class StepReference:
         step: the step.
     """
 
-    __slots__ = ("step",)
+    __slots__ = ("mark", "needs_fused", "step")
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        # For compiled graphs, see `attn/operator.py`.
+        self.mark: Tensor | None = None
+        self.needs_fused = False
 
 
 @dataclass(frozen=True, eq=False)

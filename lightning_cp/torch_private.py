@@ -35,7 +35,6 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    is_in_torch_dispatch_mode,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._triton import has_triton
@@ -639,16 +638,33 @@ def outside_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     """
     disabled: Callable[P, T] | None = None
 
+    def disable() -> None:
+        nonlocal disabled
+        disabled = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
+
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal disabled
         if not torch.compiler.is_dynamo_compiling() and _compiler_callback() is None:
             return fn(*args, **kwargs)
         if disabled is None:
-            disabled = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
-        return disabled(*args, **kwargs)
+            disable()
+        return disabled(*args, **kwargs)  # type: ignore[misc]
 
+    _not_disabled.append(disable)
     return call
+
+
+_not_disabled: list[Callable[[], None]] = []
+
+
+def prepare_breaks() -> None:
+    """Prepare the functions that are kept out of graphs, once the compiler is imported.
+
+    Disabled while the compiler traces, the first call would break its graph elsewhere than later
+    ones; activation checkpointing compares what the two have saved.
+    """
+    while _not_disabled and "torch._dynamo" in sys.modules:
+        _not_disabled.pop()()
 
 
 _compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -699,14 +715,6 @@ def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     return fn
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is one that torch.compile returned, or was compiled in place.
-
-    `OptimizedModule._orig_mod` without importing the compiler, and `Module._compiled_call_impl`.
-    """
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
 def uncompiled(module: Any) -> Any:
     """Return the module inside one that torch.compile returned (`OptimizedModule._orig_mod`)."""
     return getattr(module, "_orig_mod", module)
@@ -718,14 +726,6 @@ def any_autocast() -> bool:
     `torch.is_autocast_enabled` asks for one kind, and takes some microseconds to read its name.
     """
     return torch._C._is_any_autocast_enabled()
-
-
-def in_dispatch_mode() -> bool:
-    """Return whether a dispatch mode of a user is active (`torch.utils._python_dispatch`).
-
-    Selective activation checkpointing is one: it must see single operators, not compiled code.
-    """
-    return bool(is_in_torch_dispatch_mode(include_infra_modes=False))
 
 
 def never_compile_alone(fn: Callable[P, T]) -> bool:

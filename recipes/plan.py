@@ -69,7 +69,7 @@ def build_parser(prog: str = "lightning-cp") -> Parser:
     )
     command.add_argument("--offload", choices=get_args(Offload), default="none")
     command.add_argument("--tiles", type=int, default=0, help="of MLPs and norms (0)")
-    command.add_argument("--compile", action="store_true", help="MLPs, norms, rotary embeddings")
+    command.add_argument("--compile", action="store_true", help="layers are compiled")
     command.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights (0)")
     command.add_argument(
         "--document-lengths",

@@ -65,3 +65,10 @@ def prototype() -> Any:
     from torch.distributed.tensor.experimental import _attention
 
     return _attention
+
+
+def compilations_at_most(number: int) -> Any:
+    """Return a context in which torch.compile gives up on code after so many compilations."""
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(recompile_limit=number)

@@ -91,7 +91,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             until backward: ``all``, ``none``, ``auto`` or GiB per rank; the rest stays on the GPU.
         offload_after: GiB of them that stay on the GPU before others are moved.
         tile: compute MLPs and norms in tiles of tokens: True, ``auto``, or the tokens of a tile.
-        compile: ``layers`` compiles MLPs, norms and rotary embeddings.
+        compile: ``layers`` compiles the forward of each layer.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
             tensor or all tensors of a container.

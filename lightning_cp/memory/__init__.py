@@ -2,7 +2,6 @@
 """Activation memory: what a training step keeps, and what recomputing one layer takes."""
 
 from lightning_cp.memory.checkpointing import checkpoint_layers
-from lightning_cp.memory.compiled import compile_layers
 from lightning_cp.memory.tiles import tile_modules
 
-__all__ = ["checkpoint_layers", "compile_layers", "tile_modules"]
+__all__ = ["checkpoint_layers", "tile_modules"]

@@ -234,12 +234,6 @@ class Handle:
     def __init__(self, finder: Finder) -> None:
         self.finder = finder
 
-    def add(self, replacement: Replacement) -> None:
-        """Replace the forward of one more module, without a probe."""
-        replacement.is_settled = True
-        replacement.install()
-        self.finder.found.append(replacement)
-
     def remove(self) -> None:
         """Restore the modules. Graphs that exist already can still be used for backward."""
         for replacements in (self.finder.found, self.finder.projections):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from lightning_cp import token_mean
-from lightning_cp.torch_private import is_compiled
 from tests import doors
 from tests.lightning.features import (
     LENGTH,
@@ -828,7 +827,7 @@ def fit_compiled(path, module):
 def _(path):
     class InConfigureModel(Hugging):
         def configure_model(self):
-            if not is_compiled(self.model):
+            if "_orig_mod" not in dict(self.model.named_children()):
                 self.model = torch.compile(self.model, backend="aot_eager")
 
     before = Hugging()

@@ -15,7 +15,13 @@ from transformers import (
 
 from hf_patches.model_shape import model_shape
 from lightning_cp.planner import KNOWN, Setup
-from lightning_cp.planner.memory import OTHER_BYTES, STATES, plan_memory, token_bytes
+from lightning_cp.planner.memory import (
+    COMPILED_LAYER_SAVED,
+    OTHER_BYTES,
+    STATES,
+    plan_memory,
+    token_bytes,
+)
 from lightning_cp.planner.time import plan_time
 from tests.planner.live_bytes import measure
 from tests.recipes.memory import REAL
@@ -164,7 +170,8 @@ def peak_of_step(plan):
 @pytest.mark.parametrize(
     ("seq_len", "num_checkpointed", "measured"),
     [
-        # benchmarks/results/step_h200_202611.md: GiB of a step beyond the weights
+        # benchmarks/results/step_h200_202611.md: GiB of a step beyond the weights. MLPs and norms
+        # alone were compiled then, which saves less.
         (131072, 0, 73.4),
         (131072, 14, 47.1),
         (131072, 16, 43.4),
@@ -183,7 +190,9 @@ def test_activations_of_some_checkpointed_layers_are_those_of_a_rank_of_8(
         checkpointed_layers=num_checkpointed,
         compiled=True,
     )
-    planned = peak_of_step(plan_memory(KNOWN["llama-8b"], setup))
+    model = KNOWN["llama-8b"]
+    saved = COMPILED_LAYER_SAVED * model.hidden * (32 - num_checkpointed) * seq_len // 8
+    planned = peak_of_step(plan_memory(model, setup)) - saved
     assert planned / 2**30 == pytest.approx(measured, rel=0.02)
 
 

@@ -177,17 +177,9 @@ class _Attend(torch.autograd.Function):
         bias_type: type[Bias] | type[AlibiSlopes],
     ) -> Tensor:
         bias = None if bias_values is None else bias_type(bias_values)
-        slot: Slot[Saved] = Slot(call)
-        kept = slot.result
-        if kept is not None and kept.out.is_unchanged:
-            # Another tensor object: autograd attaches its node to it.
-            out, lse = kept.out.get().detach(), kept.rest.get()
-        else:
-            with plain_functions(), autocast_off(q.device.type):
-                out, lse = compute_forward(q, k, v, sinks, bias, call)
-            keeps = call.may_keep and any(ctx.needs_input_grad)
-            if keeps and slot.reserve(out.nbytes + lse.nbytes):
-                slot.store(slot.save(out), slot.save(lse))
+        with plain_functions(), autocast_off(q.device.type):
+            keeps = any(ctx.needs_input_grad)
+            out, lse = compute_or_take(q, k, v, sinks, bias, call, keeps=keeps)
         ctx.call, ctx.bias_type = call, bias_type
         # Activation checkpointing replaces saved tensors by recomputed ones: the mark says in which
         # step they were recomputed.
@@ -200,11 +192,11 @@ class _Attend(torch.autograd.Function):
             q, k, v, sinks, bias_values, out, lse = saved
             bias = None if bias_values is None else ctx.bias_type(bias_values)
             inputs = BackwardInputs(dout, q, k, v, out, lse)
-            gradients = _gradients(inputs, sinks, bias, ctx.call, ctx.needs_input_grad)
+            gradients = compute_gradients(inputs, sinks, bias, ctx.call, ctx.needs_input_grad)
         return (*gradients, None, None, None)
 
 
-def _gradients(
+def compute_gradients(
     inputs: BackwardInputs,
     sinks: Tensor | None,
     bias: ScoreBias | None,
@@ -224,6 +216,38 @@ def _gradients(
     if needs_sinks and sinks is not None:
         dsinks = sink_gradient(dout, inputs.out, lse, sinks)
     return dq, dk, dv, dsinks
+
+
+def compute_or_take(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bias: ScoreBias | None,
+    call: BlockwiseCall,
+    *,
+    keeps: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a call: what activation checkpointing has kept, or may keep now.
+
+    Args:
+        q: [B, H, L, D].
+        k: [B, K, L, D].
+        v: [B, K, L, Dv].
+        sinks: [H] or None.
+        bias: added to the scores, or None.
+        call: the call.
+        keeps: whether a result may be kept: a gradient will be needed.
+    """
+    slot: Slot[Saved] = Slot(call)
+    kept = slot.result
+    if kept is not None and kept.out.is_unchanged:
+        # Another tensor object: autograd attaches its node to it.
+        return kept.out.get().detach(), kept.rest.get()
+    out, lse = compute_forward(q, k, v, sinks, bias, call)
+    if keeps and call.may_keep and slot.reserve(out.nbytes + lse.nbytes):
+        slot.store(slot.save(out), slot.save(lse))
+    return out, lse
 
 
 def compute_forward(
