@@ -40,7 +40,9 @@ def set_attention_name(config: PreTrainedConfig, name: str) -> None:
 
 def takes_attention(model: PreTrainedModel) -> bool:
     """Return whether a model calls registered attention (`_can_set_attn_implementation`)."""
-    return bool(model._can_set_attn_implementation())
+    name = "_can_set_attn_implementation"
+    require(model, name, library=_LIBRARY, use="models take our attention")
+    return bool(getattr(model, name)())
 
 
 def is_built_by(auto: Any, config: PreTrainedConfig) -> bool:

@@ -36,7 +36,6 @@ from hf_patches.trainer_private import (
     NUM_ITEMS,
     PREPARE_DEVICE_MESH,
     PREPARE_FOR_TRAINING,
-    SCORE_COMPLETIONS,
     TRACK_TOKENS,
     forget_model,
     forget_optimizer,
@@ -52,13 +51,16 @@ from lightning_cp.comm.collective_errors import raise_on_all
 from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.patch import Patch, require
+from lightning_cp.patch import Patch, replace_method, require
 from lightning_cp.restore import restored_random_states
 from lightning_cp.verification import Report, require_passed
 
 _logger = logging.getLogger(__name__)
 
 _MARK: Final = "_lightning_cp"
+
+_SAMPLERS: Final = {"GRPOTrainer", "RLOOTrainer"}
+"""Trainers that train on completions that they have sampled."""
 
 _AROUND_MODELS: Final = ("hf_patches", "lightning_cp", "peft", "transformers")
 """Whose functions lie between a caller and a model."""
@@ -108,13 +110,28 @@ class TrainerHandle:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an instance until `remove()`; raise if it has none of this name."""
-        library = type(owner).__mro__[-2].__module__.partition(".")[0]
-        require(owner, name, library=library, use="each sequence counts once")
-        self.add(Patch(owner, name, value))
+        _require(owner, name)
+        if callable(value) and callable(getattr(owner, name)):
+            # A method: a wrapper that a user puts around it stays, and then calls the former one.
+            self.add(
+                replace_method(owner, name, lambda _, __, *args, **kwargs: value(*args, **kwargs))
+            )
+        else:
+            self.add(Patch(owner, name, value))
+
+    def method(self, owner: Any, name: str) -> Any:
+        """Return a method that is about to be replaced; raise if there is none of this name."""
+        _require(owner, name)
+        return getattr(owner, name)
 
     def add(self, patch: Patch) -> None:
         """Remove a patch in `remove()`."""
         self._patches.append(patch)
+
+
+def _require(owner: Any, name: str) -> None:
+    library = type(owner).__mro__[-2].__module__.partition(".")[0]
+    require(owner, name, library=library, use="each sequence counts once")
 
 
 def context_parallel(
@@ -392,7 +409,7 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
     handle.replace(accelerator, "prepare_model", prepare_anew)
     if trainer is None:
         return
-    prepare_for_training = getattr(trainer, PREPARE_FOR_TRAINING)
+    prepare_for_training = handle.method(trainer, PREPARE_FOR_TRAINING)
     evaluation_loop = trainer.evaluation_loop
     averaged: set[str] = set()
 
@@ -453,7 +470,7 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
     # Tensor-parallel ranks share batches too, and the trainer divides by their number.
     tp_size = trainer.get_tp_size
     handle.replace(trainer, "get_tp_size", lambda: tp_size() * size)
-    count_items = getattr(trainer, NUM_ITEMS)
+    count_items = handle.method(trainer, NUM_ITEMS)
 
     def count_own_items(batch_samples: Any, device: Any) -> Any:
         if trainer.args.average_tokens_across_devices:
@@ -462,7 +479,7 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
             return count_items(batch_samples, device)
 
     handle.replace(trainer, NUM_ITEMS, count_own_items)
-    track, operations = getattr(trainer, TRACK_TOKENS), trainer.floating_point_ops
+    track, operations = handle.method(trainer, TRACK_TOKENS), trainer.floating_point_ops
 
     def track_once(inputs: Any) -> None:
         before = trainer.state.num_input_tokens_seen
@@ -472,7 +489,7 @@ def _count_once(trainer: Any, handle: TrainerHandle) -> None:
 
     handle.replace(trainer, TRACK_TOKENS, track_once)
     handle.replace(trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
-    if hasattr(trainer, SCORE_COMPLETIONS):
+    if {kind.__name__ for kind in type(trainer).__mro__} & _SAMPLERS:
         _share_completions(trainer, handle)
 
 
@@ -493,7 +510,7 @@ def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
             rows.logits = previous
 
     handle.replace(trainer, "prediction_step", prediction_step)
-    count_items = getattr(trainer, NUM_ITEMS)
+    count_items = handle.method(trainer, NUM_ITEMS)
     handle.replace(trainer, NUM_ITEMS, functools.partial(_count_items, count_items))
     name, columns = signature_columns(trainer)
     if columns is not None and "document_ids" not in columns:
@@ -556,7 +573,7 @@ def _share_completions(trainer: Any, handle: TrainerHandle) -> None:
     # Sampled tokens, and whatever a reward function or a shuffle has drawn on each rank.
     for name in FROM_FIRST:
         handle.replace(trainer, name, from_first(getattr(trainer, name)))
-    generate = getattr(trainer, GENERATE)
+    generate = handle.method(trainer, GENERATE)
 
     def generate_counted(*args: Any, **kwargs: Any) -> Any:
         before = trainer.state.num_input_tokens_seen

@@ -8,6 +8,8 @@ that a name is there before it replaces it. No other module uses private names o
 
 from typing import Any, Final
 
+from lightning_cp.patch import require
+
 PREPARE_DEVICE_MESH: Final = "_prepare_device_mesh"
 """`Accelerator`: builds its mesh. Context ranks would be data ranks."""
 
@@ -19,9 +21,6 @@ NUM_ITEMS: Final = "_get_num_items_in_batch"
 
 TRACK_TOKENS: Final = "_track_num_input_tokens"
 """`Trainer`: counts tokens. Those of context ranks would count several times."""
-
-SCORE_COMPLETIONS: Final = "_generate_and_score_completions"
-"""`GRPOTrainer`, `RLOOTrainer`: by it they are recognised."""
 
 GENERATE: Final = "_generate"
 """`GRPOTrainer`, `RLOOTrainer`: counts the tokens of completions, once for each context rank."""
@@ -52,6 +51,7 @@ def forget_model(accelerator: Any, model: Any) -> None:
 
     It takes a model that it has prepared for evaluation as prepared for training.
     """
+    require(accelerator, "_models", library="accelerate", use="models are prepared anew")
     vars(model).pop("_is_accelerate_prepared", None)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     accelerator._models = [other for other in accelerator._models if other is not model]

@@ -29,7 +29,7 @@ from lightning_cp import active_step
 from lightning_cp.data.sharding import shift_labels, unshard
 from lightning_cp.options import SequenceDims, check_choice
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.patch import Patch, replace_method
+from lightning_cp.patch import patches_of, replace_method
 from lightning_cp.step import IGNORED_LABEL, Step
 from lightning_cp.torch_private import map_tensors, run_pre_hooks
 
@@ -57,14 +57,12 @@ class Rows:
     Args:
         cp: shards them.
         logits: whether an output has logits where labels are given.
-        patches: of its methods.
         is_alone: whether each rank runs full sequences by itself, as one device.
         is_private: returns whether a call without gradients is one that other ranks may not make.
     """
 
     cp: ContextParallel
     logits: Logits
-    patches: list[Patch]
     is_alone: bool = False
     is_private: Callable[[], bool] = lambda: False
 
@@ -97,8 +95,10 @@ class RowsHandle:
         rows: Rows | None = self.model.__dict__.pop(_MARK, None)
         if rows is None:
             return
-        for patch in rows.patches:
-            patch.remove()
+        for name, function in _METHODS.items():
+            for patch in patches_of(self.model, name):
+                if getattr(patch.value, "function", None) is function:
+                    patch.remove()
         if self.enabled is not None:
             self.enabled.remove()
 
@@ -187,10 +187,10 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
             "samples. Build it without them: ContextParallel(mesh['cp'])."
         )
     handle = None if is_enabled(inner) else enable(model)
-    patches = [replace_method(inner, "forward", _forward)]
-    if hasattr(inner, "generate"):
-        patches.append(replace_method(inner, "generate", _generate))
-    inner.__dict__[_MARK] = Rows(cp, logits, patches)
+    for name, function in _METHODS.items():
+        if hasattr(inner, name):
+            replace_method(inner, name, function)
+    inner.__dict__[_MARK] = Rows(cp, logits)
     return RowsHandle(inner, handle)
 
 
@@ -222,6 +222,10 @@ def _forward(model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kw
     run = _run_fused if arguments.pop("fused_lm_head", False) else _run
     output = run(model, arguments, num_items)
     return output.to_tuple() if as_tuple else output
+
+
+_METHODS: Final = {"forward": _forward, "generate": _generate}
+"""What stands in place of a model's methods."""
 
 
 def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | int | None) -> Any:

@@ -16,6 +16,7 @@ Copies of functions with other globals, and hooks of modules, are no patches.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -24,6 +25,8 @@ from typing import Any, Final
 
 _PATCHES: Final = "_lightning_cp_patches"
 """The attribute of an owner that holds its patches, by name; those that came last stand last."""
+
+_numbers = itertools.count()
 
 
 class Patch:
@@ -109,6 +112,7 @@ class Method:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.number = next(_numbers)  # the same in copies
         self.__func__ = _Unbound(self)
 
     @property
@@ -125,15 +129,32 @@ class Method:
             return self.patch.stock(*args, **kwargs)
         return self.function(self.patch.owner, self.patch.stock, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as what was there before, once the patch is removed: nothing of ours stays."""
+        if not self.patch.is_active and not self.patch.previous:
+            return self.patch.stock.__reduce__()
+        return super().__reduce_ex__(protocol)
+
 
 class _Unbound:
-    """The function of a `Method`: what others bind to the owner again."""
+    """The function of a `Method`: what others bind to the owner again, or to a copy of it."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
 
+    @property
+    def __name__(self) -> str:
+        return self.method.patch.name
+
     def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.method(*args, **kwargs)
+        patch = self.method.patch
+        if owner is patch.owner:
+            return self.method(*args, **kwargs)
+        # Bound to a copy, which `copy.deepcopy` gives the functions of the original.
+        for copied in patches_of(owner, patch.name):
+            if getattr(copied.value, "number", None) == self.method.number:
+                return copied.value(*args, **kwargs)
+        return getattr(type(owner), patch.name)(owner, *args, **kwargs)
 
 
 def replace_method(owner: Any, name: str, function: Callable[..., Any]) -> Patch:

@@ -232,3 +232,33 @@ def test_a_compiled_module_runs_the_patch():
     patch.remove()
     torch._dynamo.reset()
     assert torch.compile(module, backend="eager")(torch.tensor(1.0)) == 2
+
+
+def test_a_copy_of_a_method_that_was_bound_again_computes_with_its_own_weights():
+    model = Scale()
+    patch = replace_method(model, "forward", add_one)
+    inner = model.forward.__func__
+    model.forward = MethodType(lambda self, x: inner(self, x) * 10, model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.factor.fill_(5.0)
+    x = torch.tensor(1.0)
+    assert (model(x).item(), copied(x).item()) == (30, 60)
+    patch.remove()
+    assert (model(x).item(), copied(x).item()) == (20, 60)
+    patches_of(copied, "forward")[0].remove()
+    assert copied(x).item() == 50
+
+
+def test_nothing_of_ours_is_pickled_once_a_patch_below_a_wrapper_is_removed():
+    model = Scale()
+    patch = replace_method(model, "forward", add_one)
+    kept = model.forward
+    model.forward = lambda x: kept(x)
+    patch.remove()
+    model.forward = kept  # whose wrapper is taken off
+    content = pickle.dumps(model)
+    assert b"lightning_cp" not in content
+    assert pickle.loads(content)(torch.tensor(1.0)).item() == 2
+    model.forward = MethodType(kept.__func__, model)
+    assert pickle.loads(pickle.dumps(model))(torch.tensor(1.0)).item() == 2

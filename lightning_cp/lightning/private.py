@@ -18,7 +18,12 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +81,9 @@ def answer_sigterm(
 
 def note_sigterm(trainer: Trainer) -> None:
     """Set `Trainer.received_sigterm` (`_signal_connector`), which has no setter."""
-    _signal_connector(trainer).received_sigterm = True
+    connector = _signal_connector(trainer)
+    require(connector, "received_sigterm", library=_LIBRARY, use="a SIGTERM of one rank stops all")
+    connector.received_sigterm = True
 
 
 def _signal_connector(trainer: Trainer) -> Any:
@@ -117,7 +124,10 @@ def clear_schedulers(callback: StochasticWeightAveraging, trainer: Trainer) -> N
 
 def draws_graph(logger: object) -> bool:
     """Return whether a logger draws the graph of the model (`TensorBoardLogger._log_graph`)."""
-    return bool(getattr(logger, "_log_graph", False))
+    if not isinstance(logger, TensorBoardLogger):
+        return False
+    require(logger, "_log_graph", library=_LIBRARY, use="graphs that would hang are refused")
+    return bool(logger._log_graph)
 
 
 def loop_results(loops: Iterable[Any]) -> list[Any]:
@@ -139,8 +149,11 @@ def saves_within_epochs(callback: object) -> bool:
 
     Its `_every_n_train_steps` and `_train_time_interval`, of which no public names exist.
     """
-    every = getattr(callback, "_every_n_train_steps", 0)
-    return every > 0 or getattr(callback, "_train_time_interval", None) is not None
+    if not isinstance(callback, ModelCheckpoint):
+        return False
+    for name in ("_every_n_train_steps", "_train_time_interval"):
+        require(callback, name, library=_LIBRARY, use="names of checkpoints are checked")
+    return callback._every_n_train_steps > 0 or callback._train_time_interval is not None
 
 
 def requested_weights_only() -> bool | None:

@@ -470,3 +470,16 @@ def with_data_ranks():
 @pytest.mark.ranks
 def test_data_ranks_are_refused(ranks):
     ranks(2).run(with_data_ranks)
+
+
+def test_a_copy_is_restored_by_itself():
+    model, cp = build(), doors.parallel(None)
+    handle = whole_rows(model, cp)
+    copied = copy.deepcopy(model)
+    whole_rows(copied, cp).remove()
+    assert "_lightning_cp_rows" in vars(model)
+    assert "_lightning_cp_rows" not in vars(copied)
+    assert "_lightning_cp_patches" in vars(model)
+    handle.remove()
+    batch = batch_of("plain")
+    assert torch.equal(model(**batch).loss, copied(**batch).loss)

@@ -1252,8 +1252,8 @@ HF = (
     Mutant(
         "generate-stays-ours",
         "hf_patches.whole_rows:RowsHandle.remove",
-        "for patch in rows.patches:",
-        "for patch in rows.patches[:1]:",
+        "for name, function in _METHODS.items():",
+        "for name, function in [*_METHODS.items()][:1]:",
         (f"{_WHOLE_ROWS}::test_undo_restores_the_model",),
         "generate() stays replaced after undo",
     ),
