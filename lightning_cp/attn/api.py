@@ -5,6 +5,8 @@ Inside a step it attends over full sequences with this rank's tokens. Without a 
 one, its inputs are full sequences.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_cp.active_step import current
@@ -18,8 +20,7 @@ from lightning_cp.attn.call import (
     shapes_of,
 )
 from lightning_cp.attn.choose import build_call
-from lightning_cp.data.sharding import pad_end
-from lightning_cp.geometry.branches import BranchMask
+from lightning_cp.geometry.branches import Branches, BranchMask
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import check_recompute
 from lightning_cp.step import PerStep, Step, StepMask, full_step
@@ -84,23 +85,23 @@ def attention(
     score_bias = None
     if bias is not None or alibi is not None:
         score_bias = _read_bias(bias, alibi, q, step.layout.seq_len)
-    if step.branches is None:
-        return _attend(step, mask, q, k, v, scale, softcap, sinks, score_bias)
-    check_branches(mask, step, has_slopes=alibi is not None)
-    parts = (
-        BranchMask(causal=True, branches=step.branches, number=number)
-        for number in range(step.branches.count)
-    )
-    outs = [_attend(step, part, q, k, v, scale, softcap, sinks, score_bias) for part in parts]
-    return sum(outs[1:], outs[0])
+    masks: Sequence[Mask] = [mask]
+    if step.branches is not None:
+        masks = branch_masks(mask, step, step.branches, has_slopes=alibi is not None)
+    has_bias = score_bias is not None
+    calls = [
+        find_call(step, part, q, k, v, scale, softcap, sinks, has_bias=has_bias) for part in masks
+    ]
+    first, *others = (call.run(q, k, v, sinks, score_bias) for call in calls)
+    return sum(others, first)
 
 
 attend = within(attention)
 """`attention` without its break of compiled graphs, for callers that have made one."""
 
 
-def check_branches(mask: Mask, step: Step, *, has_slopes: bool) -> None:
-    """Raise for attention that is not defined between branches of a document."""
+def branch_masks(mask: Mask, step: Step, branches: Branches, *, has_slopes: bool) -> Sequence[Mask]:
+    """Return the masks whose outputs add up to attention between branches of a document."""
     problems = {
         "no causal mask": not mask.causal,
         "a window or chunks": mask.is_windowed(step.layout.seq_len),
@@ -116,6 +117,8 @@ def check_branches(mask: Mask, step: Step, *, has_slopes: bool) -> None:
             "their positions. Put each branch into a document of its own, behind a copy of what it "
             "shares. (SDPA calls ignore documents and branches: use attention().)"
         )
+    numbers = range(branches.count)
+    return [BranchMask(causal=True, branches=branches, number=number) for number in numbers]
 
 
 _calls = PerStep[AttentionCall]()
@@ -124,23 +127,6 @@ _calls = PerStep[AttentionCall]()
 def calls_of(step: Step) -> list[AttentionCall]:
     """Return the attention calls that have been built in a step."""
     return _calls.all(step)
-
-
-def _attend(
-    step: Step,
-    mask: Mask,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    score_bias: ScoreBias | None,
-) -> Tensor:
-    """Attend under one mask of a step."""
-    has_bias = score_bias is not None
-    call = find_call(step, mask, q, k, v, scale, softcap, sinks, has_bias=has_bias)
-    return _run_padded(call, q, k, v, sinks, score_bias, step)
 
 
 def find_call(
@@ -163,35 +149,8 @@ def find_call(
         _check_tensors(q, k, v, sinks)
         scores = _read_scores(q, scale, softcap)
         _check_length(q, step)
-        call = build_call(mask, step, scores, q, k, v, has_bias=has_bias)
-        _calls.put(step, call, key)
+        call = _calls.put(step, build_call(mask, step, scores, q, k, v, has_bias=has_bias), key)
     return call
-
-
-def _run_padded(
-    call: AttentionCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bias: ScoreBias | None,
-    step: Step,
-) -> Tensor:
-    """Run a call of a step, with the padding that this rank's tensors leave out.
-
-    All ranks send the same number of tokens.
-    """
-    layout, tensor_len = step.layout, q.shape[2]
-    if bias is not None and not layout.shows_padding and step.groups.inside.size > 1:
-        # Size 1 may mean one local query or all queries; ranks of a Ulysses group must agree on
-        # what they send.
-        bias = bias.per_query(layout.local_len)
-    num_padding = layout.local_len - tensor_len
-    if num_padding == 0:
-        return call.run(q, k, v, sinks, bias)
-    q, k, v = (pad_end(x, 2, num_padding) for x in (q, k, v))
-    bias = None if bias is None else bias.pad_queries(tensor_len, num_padding)
-    return call.run(q, k, v, sinks, bias).narrow(2, 0, tensor_len)
 
 
 def _read_scores(q: Tensor, scale: float | None, softcap: float | None) -> Scores:

@@ -108,6 +108,35 @@ class AttentionCall(Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False)
+class PaddedCall:
+    """A call of a rank whose tensors leave out padding: all ranks send the same number of tokens.
+
+    Args:
+        call: the call, with padding.
+        local_len: tokens of this rank, with padding.
+        spreads_bias: whether a bias gets an entry per query: size 1 may mean one local query or all
+            queries, and ranks of a Ulysses group must agree on what they send.
+    """
+
+    call: AttentionCall
+    local_len: int
+    spreads_bias: bool
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: ScoreBias | None
+    ) -> Tensor:
+        """Attend with this rank's queries to the keys of all ranks; see `AttentionCall`."""
+        tensor_len, num_padding = q.shape[2], self.local_len - q.shape[2]
+        if bias is not None and self.spreads_bias:
+            bias = bias.per_query(self.local_len)
+        if num_padding == 0:
+            return self.call.run(q, k, v, sinks, bias)
+        bias = None if bias is None else bias.pad_queries(tensor_len, num_padding)
+        q, k, v = (pad_end(x, 2, num_padding) for x in (q, k, v))
+        return self.call.run(q, k, v, sinks, bias).narrow(2, 0, tensor_len)
+
+
 def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless shapes and dtypes of q, k and v fit together.
 

@@ -19,7 +19,7 @@ from lightning_cp.attn.accumulators import wire_dtype
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import Kernel, Request, Scores
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
-from lightning_cp.attn.call import AttentionCall
+from lightning_cp.attn.call import AttentionCall, PaddedCall
 from lightning_cp.attn.cost import (
     ExchangeChoice,
     ExchangeName,
@@ -123,7 +123,12 @@ def build_call(
         names = exchange.algorithm, kernel.name
     if step.uid and step.cp_rank == 0:
         _log_choice(step.cp_size, name_algorithm(names[0], groups), step.layout.name, names[1])
-    return call if place.swap is None else UlyssesCall(place.swap, groups.inside, call)
+    if place.swap is not None:
+        call = UlyssesCall(place.swap, groups.inside, call)
+    layout, is_swapped = step.layout, place.swap is not None
+    if layout.shows_padding or (step.tensor_len == layout.local_len and not is_swapped):
+        return call
+    return PaddedCall(call, layout.local_len, is_swapped)
 
 
 def _describe(
