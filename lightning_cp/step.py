@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_cp.comm.mesh import Groups, lone_groups
 from lightning_cp.comm.transport import Transport
+from lightning_cp.data.structure import Leaf
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.branches import Branches
 from lightning_cp.geometry.layout import Layout, build_layout
@@ -77,17 +78,13 @@ class Yielded(NamedTuple):
     """A value that a step has yielded.
 
     Args:
-        name: its name in the batch; several values may have the same, or none.
+        leaf: the value of the full batch.
         local: what the user received.
-        full: the value of the full batch.
-        dim: the sequence dim, if it is a shard; None for others.
         version: of a shard when it was yielded; later ones were changed in place.
     """
 
-    name: str | None
+    leaf: Leaf
     local: Any
-    full: Any
-    dim: int | None = None
     version: int | None = None
 
 
@@ -248,7 +245,7 @@ class Step(Opened):
 
     def shard_of(self, x: object) -> Yielded | None:
         """Return how a tensor was sharded, if the step has yielded it; None for others."""
-        return next((y for y in self.yielded if y.dim is not None and y.local is x), None)
+        return next((y for y in self.yielded if y.leaf.dim is not None and y.local is x), None)
 
     def count_tokens(self) -> int:
         """Return the number of tokens, without padding."""

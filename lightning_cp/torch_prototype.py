@@ -22,7 +22,7 @@ from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import FullBatch, unnamed_batch
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.data.step_builder import build_step, check_not_sharded
-from lightning_cp.data.structure import Flat
+from lightning_cp.data.structure import Flat, Leaf
 from lightning_cp.geometry.layout import layout_of_shards
 from lightning_cp.options import AlgorithmName, LayoutName, check_choice
 from lightning_cp.parallel import ContextParallel, run_step
@@ -90,7 +90,7 @@ def context_parallel(
 
     step = cp.checks.checked(named, build, training=training, values=values)
     shards = dict(zip(named, step.yielded, strict=True))
-    step.yielded[:] = [Yielded(None, x, x) for x in named.values()]
+    step.yielded[:] = [Yielded(Leaf(name, x), x) for name, x in named.items()]
     with _swapped(shards, freed) as tables, run_step(step):
         yield cp
         if values and tables:
@@ -246,7 +246,8 @@ def _swapped(
     tables = {}
     with ExitStack() as stack:
         for name in list(shards):
-            _, original, x, dim, _ = shards.pop(name)
+            leaf, original, _ = shards.pop(name)
+            x, dim = leaf.value, leaf.dim
             torch_private.swap_contents(x, original)
             if id(x) not in freed:
                 stack.callback(torch_private.swap_contents, x, original)

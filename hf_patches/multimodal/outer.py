@@ -127,9 +127,9 @@ def full_value(name: str, x: Any, step: Step) -> Any:
     if not isinstance(x, Tensor) or name in _OF_LOGITS:
         return x
     known = step.shard_of(x)
-    if known is not None and known.dim is not None:
+    if known is not None and known.leaf.dim is not None:
         is_unchanged = tensor_version(x) == known.version
-        return known.full if is_unchanged else _unshard(x, known.dim, step)
+        return known.leaf.value if is_unchanged else _unshard(x, known.leaf.dim, step)
     dim = SEQUENCE_DIMS.get(name)
     if dim is None or x.dim() < 2 or x.shape[dim] != step.tensor_len:
         return x

@@ -85,10 +85,11 @@ def attention(
     score_bias = None
     if bias is not None or alibi is not None:
         score_bias = _read_bias(bias, alibi, q, step.layout.seq_len)
-    masks: Sequence[Mask] = [mask]
-    if step.branches is not None:
-        masks = branch_masks(mask, step, step.branches, has_slopes=alibi is not None)
     has_bias = score_bias is not None
+    if step.branches is None:
+        call = find_call(step, mask, q, k, v, scale, softcap, sinks, has_bias=has_bias)
+        return call.run(q, k, v, sinks, score_bias)
+    masks = branch_masks(mask, step, step.branches, has_slopes=alibi is not None)
     calls = [
         find_call(step, part, q, k, v, scale, softcap, sinks, has_bias=has_bias) for part in masks
     ]

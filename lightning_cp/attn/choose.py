@@ -29,10 +29,10 @@ from lightning_cp.attn.cost import (
 )
 from lightning_cp.attn.flex.from_mask import FlexCall, build_flex_call, longest_key_buffer
 from lightning_cp.attn.flex.kernel import MIN_HEAD_DIM, MIN_QUERIES, needs_plain_torch
-from lightning_cp.attn.plan import Plan, QueryShard, build_plan, resolve_algorithm
+from lightning_cp.attn.plan import QueryShard, build_plan, resolve_algorithm
 from lightning_cp.attn.ulysses import Place, UlyssesCall, place_of
 from lightning_cp.comm.mesh import Groups
-from lightning_cp.comm.transport import Transport
+from lightning_cp.comm.transport import LoneTransport, Transport
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options
@@ -41,6 +41,8 @@ from lightning_cp.step import Step
 from lightning_cp.torch_private import can_compile
 
 _logger = logging.getLogger(__name__)
+
+_ALONE = LoneTransport()
 
 # FlexAttention's kernels are slow in float32, too: for shorter sequences the reference kernel has
 # finished before they are compiled.
@@ -60,6 +62,9 @@ class CallSpec:
         has_bias: whether a bias or ALiBi slopes are added to the scores.
         options: of the user.
         compiles: whether kernels can be compiled on the GPUs of all ranks, as far as is known.
+        transport: the ranks that exchange keys.
+        uid: the step; 0 outside of steps.
+        may_keep: whether activation checkpointing may keep the result.
     """
 
     bounds: Bounds
@@ -70,6 +75,9 @@ class CallSpec:
     has_bias: bool
     options: Options
     compiles: bool = True
+    transport: Transport = _ALONE
+    uid: int = 0
+    may_keep: bool = True
 
     @property
     def algorithms(self) -> tuple[ExchangeName, ...]:
@@ -99,36 +107,19 @@ def build_call(
         v: values, likewise.
         has_bias: whether a bias or ALiBi slopes are added to the scores.
     """
-    groups, place = step.groups, place_of(step, q, k)
+    place, inside = place_of(step, q, k), step.groups.inside
     spec = _describe(mask, step, place, scores, q, k, v, has_bias=has_bias)
-    # Attention in a window is quick to compute again, and its result is as large as any other.
-    is_cheap = step.options.keep_attention == "auto" and mask.is_windowed(step.layout.seq_len)
     kernel = choose_kernel(spec)
-    call: AttentionCall
-    if kernel is None:
-        call = _flex_call(spec, groups.attend, step.uid, may_keep=not is_cheap)
-        names = "gather", "flex"
-    else:
-        exchange = choose_head_groups(spec)
-        plan = _plan(spec, exchange)
-        call = BlockwiseCall(
-            plan,
-            groups.attend,
-            kernel.for_step(),
-            scores,
-            step.uid,
-            step.options.gradient_wire,
-            not is_cheap,
-        )
-        names = exchange.algorithm, kernel.name
+    built = _flex_call(spec) if kernel is None else _blockwise_call(spec, kernel)
     if step.uid and step.cp_rank == 0:
-        _log_choice(step.cp_size, name_algorithm(names[0], groups), step.layout.name, names[1])
+        _log_choice(step, built)
+    call: AttentionCall = built
     if place.swap is not None:
-        call = UlyssesCall(place.swap, groups.inside, call)
-    layout, is_swapped = step.layout, place.swap is not None
-    if layout.shows_padding or (step.tensor_len == layout.local_len and not is_swapped):
+        call = UlyssesCall(place.swap, inside, call)
+    local_len, is_swapped = step.layout.local_len, inside.size > 1
+    if step.layout.shows_padding or (step.tensor_len == local_len and not is_swapped):
         return call
-    return PaddedCall(call, layout.local_len, is_swapped)
+    return PaddedCall(call, local_len, spreads_bias=is_swapped)
 
 
 def _describe(
@@ -150,6 +141,8 @@ def _describe(
             f"padding), but the tensors have a batch of {q.shape[0]}. Build the mask from the same "
             "batch."
         )
+    # Attention in a window is quick to compute again, and its result is as large as any other.
+    is_cheap = options.keep_attention == "auto" and mask.is_windowed(seq_len)
     problem = Problem(
         seq_len=seq_len,
         cp_size=step.cp_size,
@@ -172,6 +165,9 @@ def _describe(
         has_bias,
         options,
         step.groups.compiles,
+        step.groups.attend,
+        step.uid,
+        may_keep=not is_cheap,
     )
 
 
@@ -190,7 +186,12 @@ def choose_kernel(spec: CallSpec) -> Kernel | None:
     if spec.options.algorithm != "ring":
         return None
     if spec.query_shard.is_first:
-        _warn_slow_ring()
+        _log_once(
+            logging.WARNING,
+            "attention: algorithm=ring computes the edges of documents, windows and padding, and "
+            "scores with softcap or bias, by the slow reference kernel. algorithm=gather would use "
+            "FlexAttention for them.",
+        )
     return kernel
 
 
@@ -254,7 +255,12 @@ def choose_head_groups(spec: CallSpec) -> ExchangeChoice:
         spec.problem, memory_budget=spec.memory_budget, algorithms=spec.algorithms
     )
     if not choice.fits and spec.query_shard.is_first:
-        _warn_memory(choice.algorithm)
+        _log_once(
+            logging.WARNING,
+            "attention: algorithm=%s exceeds its GPU memory budget. Use algorithm='auto', or raise "
+            "attention_memory.",
+            choice.algorithm,
+        )
     return choice
 
 
@@ -282,24 +288,28 @@ def name_algorithm(algorithm: str, groups: Groups) -> str:
 # --- plans ---
 
 
-def _plan(spec: CallSpec, choice: ExchangeChoice) -> Plan:
-    """Plan a blockwise call; once for bounds that later batches share."""
+def _blockwise_call(spec: CallSpec, kernel: Kernel) -> BlockwiseCall:
+    choice, shard = choose_head_groups(spec), spec.query_shard
+    # Once for bounds that later batches share.
     build = _shared_plan if spec.bounds.is_shared else build_plan
-    return build(
+    plan = build(
         choice.algorithm,
-        layout=spec.query_shard.layout,
+        layout=shard.layout,
         bounds=spec.bounds,
-        rank=spec.query_shard.rank,
+        rank=shard.rank,
         num_kv_heads=spec.num_kv_heads,
         num_groups=choice.num_groups_forward,
         num_backward_groups=choice.num_groups_backward,
     )
+    wire, scores = spec.options.gradient_wire, spec.request.scores
+    kernel = kernel.for_step()
+    return BlockwiseCall(plan, spec.transport, kernel, scores, spec.uid, wire, spec.may_keep)
 
 
 _shared_plan = lru_cache(maxsize=16)(build_plan)
 
 
-def _flex_call(spec: CallSpec, transport: Transport, uid: int, *, may_keep: bool) -> FlexCall:
+def _flex_call(spec: CallSpec) -> FlexCall:
     request, problem, options = spec.request, spec.problem, spec.options
     layout = spec.query_shard.layout
     plain = needs_plain_torch(request.device, request.dtype, options.kernel, layout.local_len)
@@ -312,7 +322,7 @@ def _flex_call(spec: CallSpec, transport: Transport, uid: int, *, may_keep: bool
         spec.bounds,
         request.scores,
         spec.query_shard,
-        transport,
+        spec.transport,
         batch=problem.batch_size,
         device=request.device,
         num_kv_heads=spec.num_kv_heads,
@@ -322,36 +332,20 @@ def _flex_call(spec: CallSpec, transport: Transport, uid: int, *, may_keep: bool
         # In plain torch, entries that are not needed would be computed with.
         buffer_len=None if plain else buffer_len,
         plain=plain,
-        uid=uid,
+        uid=spec.uid,
         gradient_wire=options.gradient_wire,
-        may_keep=may_keep,
+        may_keep=spec.may_keep,
     )
 
 
-# --- log ---
+def _log_choice(step: Step, call: BlockwiseCall | FlexCall) -> None:
+    algorithm, kernel = "gather", "flex"
+    if isinstance(call, BlockwiseCall):
+        algorithm, kernel = call.plan.algorithm, call.kernel.name
+    values = step.cp_size, name_algorithm(algorithm, step.groups), step.layout.name, kernel
+    _log_once(logging.INFO, "attention: cp_size=%d algorithm=%s layout=%s kernel=%s", *values)
 
 
 @lru_cache(maxsize=64)
-def _log_choice(cp_size: int, algorithm: str, layout: str, kernel: str) -> None:
-    """Log a choice, once for each different one."""
-    _logger.info(
-        "attention: cp_size=%d algorithm=%s layout=%s kernel=%s", cp_size, algorithm, layout, kernel
-    )
-
-
-@lru_cache(maxsize=4)
-def _warn_memory(algorithm: str) -> None:
-    _logger.warning(
-        "attention: algorithm=%s exceeds its GPU memory budget. Use algorithm='auto', or raise "
-        "attention_memory.",
-        algorithm,
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_slow_ring() -> None:
-    _logger.warning(
-        "attention: algorithm=ring computes the edges of documents, windows and padding, and "
-        "scores with softcap or bias, by the slow reference kernel. algorithm=gather would use "
-        "FlexAttention for them."
-    )
+def _log_once(level: int, text: str, *values: object) -> None:
+    _logger.log(level, text, *values)

@@ -7,7 +7,7 @@ that all ranks hold the same batch.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -101,7 +101,7 @@ class FullBatch:
     @property
     def is_unsharded(self) -> bool:
         """Return whether nothing is sharded, as the user requests for every tensor."""
-        return not self.dims
+        return all(leaf.dim is None for leaf in self.leaves)
 
     @property
     def shows_padding(self) -> bool:
@@ -115,7 +115,7 @@ def unnamed_batch(flat: Flat, dims: Sequence[int], *, batch_size: int, seq_len: 
     Ranks hold different numbers of tokens where the length does not divide.
     """
     pairs = zip(flat.leaves, dims, strict=True)
-    leaves = tuple(replace(leaf, role=None, dim=dim) for leaf, dim in pairs)
+    leaves = tuple(leaf._replace(role=None, dim=dim) for leaf, dim in pairs)
     return FullBatch(Flat(flat.batch, leaves), batch_size, seq_len)
 
 
@@ -163,10 +163,10 @@ def read_batch(
     leaves, is_named = [], found.anchor in rules
     for leaf in flat.leaves:
         # No name is known: values in a list have none.
-        role = leaf.role if is_named or not leaf.is_listed else None
-        read = replace(leaf, role=role)
-        dim = _dim_of(read, rules.get(leaf.path), flat.leaves, found, checked_paths)
-        leaves.append(replace(read, dim=dim))
+        if leaf.is_listed and not is_named:
+            leaf = leaf._replace(role=None)
+        dim = _dim_of(leaf, rules.get(leaf.path), flat.leaves, found, checked_paths)
+        leaves.append(leaf if dim is None else leaf._replace(dim=dim))
     describing = [x for x in leaves if not (x.above and rules.get(x.path) == (None, True))]
     metadata, documents, padding = _read_metadata(describing, found)
     ids = _read_ids("branch_ids", metadata.get("branch_ids"), found)
@@ -635,11 +635,10 @@ def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
 
 def shard_leaf(leaf: Leaf, *, layout: Layout, rank: int) -> Yielded:
     """Return a value as a step yields it: this rank's shard, if it has a sequence dim."""
-    x = leaf.value
     if leaf.dim is None:
-        return Yielded(leaf.role, x, x)
-    local = shard(x, leaf.dim, layout=layout, rank=rank, fill=_fill(leaf))
-    return Yielded(leaf.role, local, x, leaf.dim, tensor_version(local))
+        return Yielded(leaf, leaf.value)
+    local = shard(leaf.value, leaf.dim, layout=layout, rank=rank, fill=_fill(leaf))
+    return Yielded(leaf, local, tensor_version(local))
 
 
 def _fill(leaf: Leaf) -> int:
@@ -654,9 +653,9 @@ def describe_filled(opened: Opened) -> str:
     for step in opened.steps:
         layout = step.layout
         names = [
-            x.name
-            for x in step.yielded
-            if x.name not in SEQUENCE_DIMS and x.dim is not None and _holds_integers(x.local)
+            leaf.role
+            for leaf, x, _ in step.yielded
+            if leaf.role not in SEQUENCE_DIMS and leaf.dim is not None and _holds_integers(x)
         ]
         if names and layout.shows_padding and layout.padded_len > layout.seq_len:
             return (

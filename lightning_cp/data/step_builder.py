@@ -63,8 +63,7 @@ def open_step(
     step = build_step(full, terms, balance)
     if outer is not None:
         outer.parts.append(step)
-    pairs = zip(full.leaves, step.yielded, strict=True)
-    return step, flat.rebuild({leaf.path: value.local for leaf, value in pairs})
+    return step, flat.rebuild({leaf.path: local for leaf, local, _ in step.yielded})
 
 
 def build_step(full: FullBatch, terms: Opened, balance: Mask | None = None) -> Step:
@@ -77,7 +76,7 @@ def build_step(full: FullBatch, terms: Opened, balance: Mask | None = None) -> S
     """
     rank, layout = terms.cp_rank, _choose_layout(full, terms.options, balance, terms.cp_size)
     yielded = [shard_leaf(leaf, layout=layout, rank=rank) for leaf in full.leaves]
-    device = next(value.local.device for value in yielded if value.dim is not None)
+    device = next(value.local.device for value in yielded if value.leaf.dim is not None)
     return Step(
         **vars(terms),
         layout=layout,

@@ -8,7 +8,7 @@ import copy
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ BARE: Final = "batch"
 """The path of a batch that is one tensor."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class Leaf(NamedTuple):
     """One value of a batch: a tensor, or anything without tensors inside.
 
     Args:

@@ -1409,8 +1409,8 @@ HF = (
     Mutant(
         "media-changes-ignored",
         "hf_patches.multimodal.outer:full_value",
-        "return known.full if is_unchanged else _unshard(x, known.dim, step)",
-        "return known.full",
+        "return known.leaf.value if is_unchanged else _unshard(x, known.leaf.dim, step)",
+        "return known.leaf.value",
         (
             "tests/hf_patches/test_multimodal.py::"
             "test_declarations_and_changes_in_place_keep_their_meaning",
