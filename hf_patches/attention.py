@@ -15,14 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_patches.input_checks import check_dense_mask, check_no_weights
 from hf_patches.mask_reader import mask_of_step
-from hf_patches.names import NAMES, active, find_in_modules, stock_name
+from hf_patches.names import NAMES, find_in_modules, step_of, stock_name
 from hf_patches.positions import scales_queries, temperature
-from lightning_cp import active_step
 from lightning_cp.attn import api
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.operator import attend_in_graph, can_trace
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.guards import check_recompute
 from lightning_cp.precision import as_autocast
 from lightning_cp.step import Step, StepMask, StepReference
 from lightning_cp.torch_private import outside_graphs, plain_functions
@@ -87,11 +85,7 @@ def attend(
             query, key, value, attention_mask, scale=scaling, softcap=softcap, sinks=s_aux
         )
         return out, None
-    if isinstance(attention_mask, StepMask):
-        step: Step | None = attention_mask.step
-    else:
-        step = active()
-        check_recompute(active_step.current())
+    step = step_of(attention_mask)
     if step is None:
         extra = {"softcap": softcap, "s_aux": s_aux}
         return _stock(module)(

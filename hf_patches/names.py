@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.private import attention_name
 from lightning_cp import active_step
-from lightning_cp.step import Step
+from lightning_cp.guards import check_recompute
+from lightning_cp.step import Step, StepMask
 
 # Names with "flash", "sdpa" or "flex_attention" in them would be taken for those.
 NAMES: Final = {
@@ -37,6 +38,18 @@ def active() -> Step | None:
     """
     step = active_step.current()
     return None if step is None or step.is_stock or active_step.is_full() else step
+
+
+def step_of(mask: object = None) -> Step | None:
+    """Return the step in which a layer runs sharded; None where it runs as a stock layer.
+
+    Args:
+        mask: what the layer got. Masks hold their step, so that layers can be recomputed.
+    """
+    if isinstance(mask, StepMask):
+        return mask.step
+    check_recompute(active_step.current())
+    return active()
 
 
 def is_ours(implementation: str | None) -> bool:

@@ -10,10 +10,22 @@ import torch
 from torch import Tensor
 
 from lightning_cp import active_step
-from lightning_cp.step import Opened, Step
+from lightning_cp.step import Opened, Step, StepMask
 from lightning_cp.torch_private import in_backward, plain_functions
 
 _FIX = "Use checkpoint(..., use_reentrant=False)"
+
+
+def step_of_call(mask: object = None) -> Step | None:
+    """Return the step that a call belongs to: that of its mask, or else the active one.
+
+    Raises if backward recomputes what first ran in a step that has ended.
+    """
+    if isinstance(mask, StepMask):
+        return mask.step
+    step = active_step.current()
+    check_recompute(step)
+    return step
 
 
 def check_recompute(step: Opened | None) -> None:

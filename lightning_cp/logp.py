@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.active_step import current
 from lightning_cp.chunked_loss import chunked_losses, cross_entropy
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import IntArray
-from lightning_cp.guards import check_recompute
+from lightning_cp.guards import step_of_call
 from lightning_cp.loss import build_problem, check_label_shape, scored_labels
 from lightning_cp.step import IGNORED_LABEL, Step
 from lightning_cp.torch_private import outside_graphs
@@ -84,7 +83,7 @@ def token_logp(
         >>> token_logp(torch.zeros(1, 4, 8), labels).exp()  # a uniform guess among 8
         tensor([[0.1250, 1.0000, 0.1250]])
     """
-    step = current()
+    step = step_of_call()
     local = _local_logp(scores, labels, parameters, softcap, chunk_len, step)
     return _full(local, step)
 
@@ -111,8 +110,7 @@ def sequence_logp(
         >>> found.num_tokens, found.means.exp()
         (tensor([[2, 1]]), tensor([[0.1250, 0.1250]]))
     """
-    step = current()
-    check_recompute(step)
+    step = step_of_call()
     length = labels.shape[-1] if step is None else step.layout.seq_len
     if logp.shape != (len(labels), length - 1):
         raise ValueError(
@@ -143,7 +141,6 @@ def _local_logp(
     """Return the log-probability of the label that each of this rank's tokens predicts, [B, L]."""
     if softcap is not None and not softcap > 0:
         raise ValueError(f"token_logp(softcap={softcap}): pass a number above 0, or None for none.")
-    check_recompute(step)
     if isinstance(scores, Tensor):
         if parameters is not None or chunk_len is not None:
             raise ValueError(

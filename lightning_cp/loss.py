@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.active_step import current, opened
+from lightning_cp.active_step import opened
 from lightning_cp.chunked_loss import (
     MAX_CHUNK_LOGITS,
     Problem,
@@ -33,7 +33,7 @@ from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.sharding import shard, shift_labels, unshard
-from lightning_cp.guards import check_mark, check_recompute, enter_backward_of
+from lightning_cp.guards import check_mark, check_recompute, enter_backward_of, step_of_call
 from lightning_cp.step import IGNORED_LABEL, LossMark, Opened, Step
 from lightning_cp.torch_private import depends_on, in_backward, node_number, outside_graphs
 
@@ -71,8 +71,7 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
         8.0
     """
     check_label_shape("token_mean() needs logits [batch, tokens, classes]", logits, labels)
-    step = current()
-    check_recompute(step)
+    step = step_of_call()
     targets = scored_labels(labels, step, shift=shift)
     per_token = step is not None and bool(step.options.position_edges)
     losses = cross_entropy(logits, targets, "none" if per_token else "sum")
@@ -121,8 +120,7 @@ def chunked_token_mean(
     check_label_shape(
         "chunked_token_mean() needs hidden states [batch, tokens, width]", hidden, labels
     )
-    step = current()
-    check_recompute(step)
+    step = step_of_call()
     targets = scored_labels(labels, step, shift=shift)
     problem = build_problem(
         head, hidden, targets, parameters, chunk_len, step, caller="chunked_token_mean"
@@ -214,8 +212,7 @@ def global_mean(
             "global_mean() needs two scalars, the sum over this rank's tokens and their number; it "
             f"got shapes {tuple(total.shape)} and {tuple(count.shape)}. Sum them up: losses.sum()."
         )
-    step = current()
-    check_recompute(step)
+    step = step_of_call()
     groups = () if step is None else step.loss_groups
     mean, num_tokens = _mean_over(groups, total, count, step)
     if step is not None and not in_backward():

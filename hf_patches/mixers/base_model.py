@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches.input_checks import name_arguments, parameters_of
-from hf_patches.mixers.common import Replacement, step_of
+from hf_patches.mixers.common import Replacement
 from hf_patches.mixers.replicated import (
     check_arguments,
     check_dropout,
@@ -25,6 +25,7 @@ from hf_patches.mixers.replicated import (
     select,
 )
 from hf_patches.multimodal.outer import full_value
+from hf_patches.names import step_of
 from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_patches.names import STOCK, active, implementations, stock_name, text_key
+from hf_patches.names import STOCK, implementations, stock_name, text_key
 from hf_patches.private import set_attention_name
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import unshard
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
-from lightning_cp.guards import check_recompute
 from lightning_cp.patch import Patch, replace_method
-from lightning_cp.step import PerStep, Step, StepMask, per_step
+from lightning_cp.step import PerStep, Step, per_step
 
 
 @dataclass(eq=False)
@@ -69,19 +68,6 @@ def kind_of(module: nn.Module, kinds: Container[str]) -> str | None:
     """Return the first class of a module, or base of it, that is in ``kinds``; None for none."""
     names = (owner.__name__ for owner in type(module).__mro__)
     return next((name for name in names if name in kinds), None)
-
-
-def step_of(mask: object) -> Step | None:
-    """Return the step in which an attention layer runs; None where it runs as the stock layer.
-
-    Args:
-        mask: what the layer got. Masks hold their step, so that layers can be recomputed.
-    """
-    if isinstance(mask, StepMask):
-        return mask.step
-    step = active()
-    check_recompute(step)
-    return step
 
 
 def stock_implementation(model: PreTrainedModel) -> str:

@@ -18,9 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_patches.mixers.common import Replacement
-from hf_patches.names import active
-from lightning_cp import active_step
-from lightning_cp.guards import check_recompute
+from hf_patches.names import step_of
 from lightning_cp.patch import Patch
 from lightning_cp.torch_private import outside_graphs
 
@@ -40,8 +38,7 @@ class Mixer(Replacement):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the class; inside a step, with the replaced functions."""
-        if active() is None:
-            check_recompute(active_step.current())
+        if step_of() is None:
             return self.stock(*args, **kwargs)
         return self._forward_in_step(*args, **kwargs)
 

@@ -25,11 +25,10 @@ from hf_patches.mixers.common import (
     kind_of,
     name_stock,
     real_tokens,
-    step_of,
     stock_implementation,
     visible_keys,
 )
-from hf_patches.names import find_in_modules
+from hf_patches.names import find_in_modules, step_of
 from hf_patches.positions import count_real
 from lightning_cp.patch import Patch
 from lightning_cp.routing import Unsharded

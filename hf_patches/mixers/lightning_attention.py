@@ -16,9 +16,7 @@ from hf_patches.mixers.common import Replacement
 from hf_patches.mixers.functions import check_own_forward, unknown_layer
 from hf_patches.mixers.mamba2 import chunk_scan
 from hf_patches.mixers.rows import build_rows
-from hf_patches.names import active
-from lightning_cp import active_step
-from lightning_cp.guards import check_recompute
+from hf_patches.names import step_of
 from lightning_cp.patch import Patch
 from lightning_cp.torch_private import outside_graphs
 
@@ -28,8 +26,7 @@ class LightningAttention(Replacement):
 
     def call(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the class; inside a step, compute over full sequences."""
-        if active() is None:
-            check_recompute(active_step.current())
+        if step_of() is None:
             return self.stock(hidden_states, *args, **kwargs)
         return self._forward_in_step(hidden_states), None
 

@@ -21,11 +21,10 @@ from transformers.masking_utils import create_causal_mask, sliding_window_overla
 
 from hf_patches.input_checks import name_arguments
 from hf_patches.mixers.common import Replacement, full_tokens, kind_of
-from hf_patches.names import active
+from hf_patches.names import step_of
 from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import BoolArray, IntArray
-from lightning_cp.guards import check_recompute
 from lightning_cp.patch import Patch
 from lightning_cp.sequence.halo import build_halo_plan, extend
 from lightning_cp.sequence.ranges import TokenMap, token_map
@@ -349,9 +348,7 @@ class RowMixer(Replacement):
             mask = arguments.get(name)
             if isinstance(mask, StepMask) and not active_step.is_paused():
                 return mask.step
-        step = active()
-        check_recompute(active_step.current() if step is None else step)
-        return step
+        return step_of()
 
     @outside_graphs
     def _run(self, step: Step, arguments: dict[str, Any]) -> Any:

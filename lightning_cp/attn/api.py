@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_cp.active_step import current
 from lightning_cp.attn.blockwise.kernels.base import Scores
 from lightning_cp.attn.call import (
     AlibiSlopes,
@@ -22,8 +21,8 @@ from lightning_cp.attn.call import (
 from lightning_cp.attn.choose import build_call
 from lightning_cp.geometry.branches import Branches, BranchMask
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.guards import check_recompute
-from lightning_cp.step import PerStep, Step, StepMask, full_step
+from lightning_cp.guards import step_of_call
+from lightning_cp.step import PerStep, Step, full_step
 from lightning_cp.torch_private import outside_graphs, within
 
 
@@ -68,11 +67,7 @@ def attention(
         >>> attention(q, k, k, mask=Mask(causal=True, window=3)).shape
         torch.Size([1, 4, 10, 8])
     """
-    if isinstance(mask, StepMask):
-        step = mask.step
-    else:
-        step = current()
-        check_recompute(step)
+    step = step_of_call(mask)
     if dropout:
         raise ValueError(
             f"attention(dropout={dropout}): attention dropout is not exact when a sequence is "

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cp.active_step import current
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import BoolArray, IntArray, Range
-from lightning_cp.guards import check_recompute
+from lightning_cp.guards import step_of_call
 from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs
 
@@ -180,8 +179,7 @@ def active_map(name: str, x: Tensor, dim: int) -> tuple[Step, TokenMap] | None:
         x: [B, ...].
         dim: the sequence dim.
     """
-    step = current()
-    check_recompute(step)
+    step = step_of_call()
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == 0:
         raise ValueError(
             f"{name}() got a tensor of shape {tuple(x.shape)} and the sequence dim {dim}. The "

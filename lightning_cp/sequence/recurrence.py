@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.active_step import current
 from lightning_cp.comm.transport import Transport, to_device
-from lightning_cp.guards import backward_of_step, check_recompute
+from lightning_cp.guards import backward_of_step, step_of_call
 from lightning_cp.precision import autocast_off
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, check_batch, token_map
 from lightning_cp.step import PerStep, Step, per_step
@@ -147,8 +146,7 @@ def initial_states(decay: Tensor, state: Tensor, *, apply: Apply = torch.mul) ->
         >>> torch.cat([scan(*part, s) for part, s in zip(parts, initial, strict=True)], 1).flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """
-    step = current()
-    check_recompute(step)
+    step = step_of_call()
     _check_pairs(decay, state, step)
     if step is None:
         return torch.zeros_like(state)

@@ -17,6 +17,7 @@ from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.guards import check_recompute
 from lightning_cp.options import Options
 from lightning_cp.sequence import ranges, recurrence
 from lightning_cp.step import Step
@@ -152,10 +153,15 @@ class Threads:
     def __init__(self, monkeypatch):
         self._local = threading.local()
         for module in (ranges, recurrence):
-            monkeypatch.setattr(module, "current", self.current_step)
+            monkeypatch.setattr(module, "step_of_call", self.step_of_call)
 
     def current_step(self):
         return getattr(self._local, "step", None) or active_step.current()
+
+    def step_of_call(self):
+        step = self.current_step()
+        check_recompute(step)
+        return step
 
     def enter(self, step):
         self._local.step = step

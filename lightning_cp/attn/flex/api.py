@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from lightning_cp.active_step import current, num_unsharded
+from lightning_cp.active_step import num_unsharded
 from lightning_cp.attn.call import check_qkv
 from lightning_cp.attn.flex.block_mask import kind_of
 from lightning_cp.attn.flex.kernel import (
@@ -45,7 +45,7 @@ from lightning_cp.attn.ulysses import (
 )
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.guards import check_lengths, check_recomputable, check_recompute
+from lightning_cp.guards import check_lengths, check_recomputable, step_of_call
 from lightning_cp.precision import accumulation_dtype, as_autocast
 from lightning_cp.step import Step, per_step
 from lightning_cp.torch_private import outside_graphs, without_modes
@@ -136,10 +136,7 @@ def flex_attention(
     q, k, v = as_autocast(query, key, value)
     check_qkv("flex_attention", q, k, v)
     _check_heads(q, k, enable_gqa=enable_gqa)
-    step = None
-    if num_unsharded() == 0:
-        step = current()
-        check_recompute(step)
+    step = step_of_call() if num_unsharded() == 0 else None
     with without_modes():
         if step is None:
             output = _attend_unsharded(q, k, v, arguments)
