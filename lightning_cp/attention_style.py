@@ -20,12 +20,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_cp import active_step
 from lightning_cp.attn.ulysses import has_attended
 from lightning_cp.comm.transport import gather
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.batch import unnamed_batch
+from lightning_cp.data.step_builder import build_step
+from lightning_cp.data.structure import flatten
 from lightning_cp.geometry.layout import Layout, layout_of_shards
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.patch import replace_method
-from lightning_cp.step import Step
+from lightning_cp.step import Opened, Step
 from lightning_cp.torch_private import in_backward, outside_graphs
 
 _NAME = "ContextParallelAttention"
@@ -93,21 +95,14 @@ class ContextParallelAttention(ParallelStyle):
         layout = self._compare(x, has_positions=kwargs.get("position_ids") is not None)
         batch_size = x.shape[0] if self._seq_dim % x.dim() else 1
         # Of the full sequences only positions are known.
-        groups, positions = self._cp.groups, torch.arange(layout.seq_len, device=x.device)
-        local = shard(positions, 0, layout=layout, rank=groups.context.rank)
-        return Step(
-            layout=layout,
-            groups=groups,
-            options=replace(self._cp.options, layout=self._layout),
-            batch_size=batch_size,
-            documents=None,
-            padding=None,
-            position_ids=local.expand(batch_size, -1),
-            training=torch.is_grad_enabled(),
-            # Equal calls are the same step, so that activation checkpointing may repeat one in
-            # backward.
-            uid=hash((id(self._cp), layout, batch_size)),
-        )
+        positions = torch.arange(layout.seq_len, device=x.device)
+        full = unnamed_batch(flatten(positions), [0], batch_size=batch_size, seq_len=layout.seq_len)
+        options = replace(self._cp.options, layout=self._layout)
+        # Equal calls are the same step, so that activation checkpointing may repeat one in
+        # backward.
+        uid, training = hash((id(self._cp), layout, batch_size)), torch.is_grad_enabled()
+        groups = self._cp.groups
+        return build_step(full, Opened(groups=groups, options=options, training=training, uid=uid))
 
     def _compare(self, x: Tensor, *, has_positions: bool) -> Layout:
         """Return the layout of the ranks' shards; raise on all ranks if one cannot be served."""
