@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_cp import Mask, attention, token_mean
-from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, unpack_documents
+from lightning_cp.data import structure
+from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, truncate, unpack_documents
 from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.structure import flatten
 from tests import doors
@@ -212,6 +213,45 @@ def test_documents_become_rows_of_their_own():
     assert rows["labels"][0].tolist() == [*TOKENS[0, :2].tolist(), -100, -100, -100]
     assert rows["name"].tolist() == [7, 7, 8]
     assert "document_ids" not in rows
+
+
+def test_a_step_takes_a_batch_apart_once(monkeypatch):
+    roots, walk = [], structure._walk
+
+    def counted(x, above):
+        roots.extend([x] if not above.path else [])
+        return walk(x, above)
+
+    monkeypatch.setattr(structure, "_walk", counted)
+    batch = {"text": {"input_ids": TOKENS, "labels": TOKENS}, "sizes": [1, 2]}
+    with doors.parallel(None).step(batch) as local:
+        assert local["sizes"] is batch["sizes"]
+    assert len(roots) == 1
+
+
+def test_a_truncated_batch_holds_the_first_label_whatever_its_structure():
+    ids = torch.arange(20).view(1, 20)
+    labels = torch.where(ids < 15, -100, ids)
+    for batch in (
+        UserDict(input_ids=ids, labels=labels),
+        {"a": {"input_ids": ids, "labels": labels}},
+    ):
+        cut = truncate(read(batch), 6)
+        part = cut.get("a", cut)
+        assert type(cut) is type(batch)
+        assert part["input_ids"].tolist() == [[12, 13, 14, 15, 16, 17]]
+        assert part["labels"].tolist() == [[-100, -100, -100, 15, 16, 17]]
+
+
+def test_lengths_of_documents_become_ids_when_a_batch_is_truncated():
+    ids, lengths = torch.arange(20).view(1, 20), torch.tensor([0, 4, 20])
+    batch = UserDict(input_ids=ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=16)
+    cut = truncate(read(batch), 6)
+    assert list(cut) == ["input_ids", "document_ids"]
+    assert cut["document_ids"].tolist() == [[0, 0, 0, 0, 1, 1]]
+    nested = {"text": dict(batch)}
+    with pytest.raises(ValueError, match="`cu_seq_lens_q` is inside a nested batch"):
+        truncate(read(nested), 6)
 
 
 Pair = namedtuple("Pair", ["input_ids", "labels"])
