@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module variable that holds the active step, and the context managers that set it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from lightning_cp.step import BatchOfParts, Opened, Step, not_sharded
@@ -53,18 +51,19 @@ class activate:
     backward.
 
     Args:
-        step: the step, or `PAUSED`.
+        step: the step, `PAUSED`, or None for none.
         num_unsharded: the initial number of declarations of unsharded attention.
     """
 
-    def __init__(self, step: Opened | _Paused, *, num_unsharded: int = 0) -> None:
+    def __init__(self, step: Opened | _Paused | None, *, num_unsharded: int = 0) -> None:
         self._state: tuple[Opened | _Paused | None, int] = step, num_unsharded
         self._previous: list[tuple[Opened | _Paused | None, int]] = []
 
     def __enter__(self) -> None:
         global _current, _num_unsharded, _ever_active
         self._previous.append((_current, _num_unsharded))
-        (_current, _num_unsharded), _ever_active = self._state, True
+        _current, _num_unsharded = self._state
+        _ever_active = _ever_active or isinstance(_current, Opened)
 
     def __exit__(self, *_: object) -> None:
         global _current, _num_unsharded
@@ -106,27 +105,14 @@ def exchange_unsharded(number: int) -> int:
     return former
 
 
-@contextmanager
-def paused() -> Iterator[None]:
+def paused() -> activate:
     """Switch context parallelism off: full sequences, on this rank only."""
-    global _current
-    previous, _current = _current, PAUSED
-    try:
-        yield
-    finally:
-        _current = previous
+    return activate(PAUSED, num_unsharded=_num_unsharded)
 
 
-@contextmanager
-def outside() -> Iterator[None]:
+def outside() -> activate:
     """Suspend the active step, as if none had been opened."""
-    global _current, _num_unsharded
-    previous = _current, _num_unsharded
-    _current, _num_unsharded = None, 0
-    try:
-        yield
-    finally:
-        _current, _num_unsharded = previous
+    return activate(None)
 
 
 def was_ever_active() -> bool:
