@@ -27,7 +27,7 @@ from hf_patches.moe_loss import balance_loss
 from hf_patches.multimodal.call import around_decoder
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
-from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.data.sharding import full_tokens, own_tokens, unshard
 from lightning_cp.fsdp.sharding import on_tensor_ranks
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.logp import Head, token_logp
@@ -244,7 +244,7 @@ def _without_padding(labels: Tensor, step: Step) -> Tensor:
     """Ignore labels of padding, as the loss of some models does."""
     if step.padding is None:
         return labels
-    padding = shard(torch.from_numpy(step.padding), 1, layout=step.layout, rank=step.cp_rank)
+    padding = own_tokens(torch.from_numpy(step.padding), step)
     return labels.masked_fill(padding.to(labels.device), IGNORED_LABEL)
 
 
@@ -465,15 +465,11 @@ def _score_sequences(
             f"{type(model).__name__} scores full sequences, but the batch holds sequences of "
             "several documents. Give each document its own sequence."
         )
-    layout, transport = step.layout, step.groups.context
     real = model.get_submodule(enabled.base)
     local = {
         name: arguments[name] for name in _SEQUENCES if isinstance(arguments.get(name), Tensor)
     }
-    full: dict[str, Any] = {
-        name: unshard(x, 1, layout=layout, transport=transport, uid=step.uid)
-        for name, x in local.items()
-    }
+    full: dict[str, Any] = {name: full_tokens(x, step) for name, x in local.items()}
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         base_arguments = name_arguments(real, args, kwargs)
@@ -482,8 +478,7 @@ def _score_sequences(
             name: local.get(name, x) if x is not None else x for name, x in base_arguments.items()
         }
         output = real(**sharded)
-        hidden = unshard(output[0], 1, layout=layout, transport=transport, uid=step.uid)
-        return _with_hidden(output, hidden)
+        return _with_hidden(output, full_tokens(output[0], step))
 
     if num_items is not None:
         full["num_items_in_batch"] = num_items  # the head has all sequences, as the stock model
@@ -526,14 +521,14 @@ def unshard_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     step = active()
     if step is None:
         return None
-    layout, transport, x = step.layout, step.groups.context, args[0]
+    transport, x = step.groups.context, args[0]
     if x.dim() == 3 and x.shape[1] == step.tensor_len:
-        return (unshard(x, 1, layout=layout, transport=transport, uid=step.uid), *args[1:])
+        return (full_tokens(x, step), *args[1:])
     if x.dim() == 2 and isinstance(pooler, nn.Linear):
         # The model has selected the first token (ALBERT): take it from the rank that holds it.
         ranks = build_layout("contiguous", seq_len=step.cp_size, cp_size=step.cp_size)
         firsts = unshard(x.unsqueeze(1), 1, layout=ranks, transport=transport, uid=step.uid)
-        owner = [layout.ranges(rank)[0].start for rank in range(step.cp_size)].index(0)
+        owner = [step.layout.ranges(rank)[0].start for rank in range(step.cp_size)].index(0)
         return (firsts[:, owner], *args[1:])
     raise ValueError(
         f"{type(pooler).__name__} got a tensor of shape {tuple(x.shape)} to pool inside a step "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_patches.names import is_ours
 from hf_patches.private import attention_name, has_own_loss
 from lightning_cp.comm.collective_errors import any_rank
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.sharding import own_tokens
 from lightning_cp.step import IGNORED_LABEL, PerStep, Step
 from lightning_cp.torch_private import constant_in_graphs
 
@@ -195,7 +195,7 @@ def _is_real(step: Step, x: Tensor) -> Tensor:
 def _differs(mask: Tensor, full: Tensor, step: Step) -> bool:
     if mask.shape[1] != step.tensor_len:
         return True
-    expected = shard(full, 1, layout=step.layout, rank=step.cp_rank).to(mask.device)
+    expected = own_tokens(full, step).to(mask.device)
     return bool(((mask != expected) & _is_real(step, mask)).any())
 
 

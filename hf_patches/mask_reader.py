@@ -29,7 +29,7 @@ from hf_patches.private import (
     replace_mask_arguments,
 )
 from lightning_cp.attn.operator import mark_mask
-from lightning_cp.data.sharding import unshard
+from lightning_cp.data.sharding import full_tokens
 from lightning_cp.step import Step, StepMask, StepReference
 
 _LIBRARY: Final = "transformers.masking_utils."
@@ -141,7 +141,7 @@ def _spans(blocks: Tensor, step: Step, config: PreTrainedConfig) -> Tensor | Non
     block is a run of consecutive marked tokens, so the marks are sufficient.
     """
     local = (blocks[:, : step.tensor_len] >= 0).to(torch.int64)
-    marked = unshard(local, 1, layout=step.layout, transport=step.groups.context).cpu()
+    marked = full_tokens(local, step).cpu()
     if not marked.any():
         return None
     if config.model_type not in _RUN_BLOCKS:

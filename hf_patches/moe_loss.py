@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches.names import find_in_modules
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.sharding import own_tokens
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.precision import accumulation_dtype
 from lightning_cp.step import Step
@@ -73,13 +73,12 @@ def balance_loss(model: PreTrainedModel, output: Any, step: Step) -> tuple[Tenso
 
 def _real_tokens(step: Step) -> Tensor:
     """Return bool [B, L]: which of this rank's tokens are not padding."""
-    layout = step.layout
-    real = torch.ones(step.batch_size, layout.seq_len, dtype=torch.bool)
+    real = torch.ones(step.batch_size, step.layout.seq_len, dtype=torch.bool)
     if step.padding is not None:
         real &= ~torch.from_numpy(step.padding)
     if step.documents is not None:
         real &= torch.from_numpy(step.documents != NO_DOCUMENT)
-    return shard(real, 1, layout=layout, rank=step.cp_rank, fill=False)
+    return own_tokens(real, step)
 
 
 def _top_k(model: PreTrainedModel) -> int:

@@ -19,7 +19,7 @@ from hf_patches.names import active
 from lightning_cp import active_step
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import count_positions
-from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.data.sharding import full_tokens, own_tokens
 from lightning_cp.guards import check_recompute
 from lightning_cp.step import Step, StepMask, per_step
 
@@ -92,10 +92,10 @@ def local_positions(step: Step, rule: tuple[str, int], input_ids: Tensor | None)
         if step.padding is not None:
             real = ~torch.from_numpy(step.padding).to(real.device)
     elif input_ids is not None:
-        real = unshard(input_ids, 1, layout=layout, transport=step.groups.context) != first
+        real = full_tokens(input_ids, step) != first
     numbers = torch.where(real, count_real(real, step) + first, first)
     numbers = numbers.expand(step.batch_size, -1)
-    return shard(numbers, 1, layout=layout, rank=step.cp_rank)
+    return own_tokens(numbers, step)
 
 
 def count_real(real: Tensor, step: Step) -> Tensor:
@@ -113,8 +113,7 @@ def count_real(real: Tensor, step: Step) -> Tensor:
 def document_positions(step: Step) -> Tensor:
     """Return the index of each of this rank's tokens in its document, [B or 1, L]."""
     positions = torch.from_numpy(count_positions(step.documents, step.layout.seq_len))
-    local = shard(positions, 1, layout=step.layout, rank=step.cp_rank)
-    return local.to(step.position_ids.device)
+    return own_tokens(positions, step).to(step.position_ids.device)
 
 
 # ---------------------------------------------------------------- position embeddings

@@ -26,7 +26,7 @@ from hf_patches.input_checks import name_arguments, parameters_of
 from hf_patches.left_out import leave_out
 from hf_patches.moe_loss import balance_loss
 from lightning_cp import active_step
-from lightning_cp.data.sharding import shift_labels, unshard
+from lightning_cp.data.sharding import full_tokens, shift_labels
 from lightning_cp.options import SequenceDims, check_choice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import patches_of, replace_method
@@ -344,12 +344,8 @@ def _unshard_field(
         return value
     if name == "router_logits" and value.dim() == 2:  # [B * L, experts]
         local = value.view(step.batch_size, step.tensor_len, -1)
-        return _unshard(local, step).flatten(0, 1)
-    return _unshard(value, step)
-
-
-def _unshard(x: Tensor, step: Step) -> Tensor:
-    return unshard(x, 1, layout=step.layout, transport=step.groups.context, uid=step.uid)
+        return full_tokens(local, step).flatten(0, 1)
+    return full_tokens(value, step)
 
 
 # ---------------------------------------------------------------- TRL's fused head
@@ -389,7 +385,7 @@ def _run_fused(
             output = forward.stock_forward(model)(fused_lm_head=True, **call)
         names = [name for name in _FUSED if output.get(name) is not None]
         values = torch.stack([output[name].to(output.log_probs.dtype) for name in names], -1)
-        values = _unshard(values, step)
+        values = full_tokens(values, step)
         auxiliary = None
         if output.get("aux_loss") is not None:
             router = {"aux_loss": output.aux_loss, "router_logits": outputs[0].get("router_logits")}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_cp.chunked_loss import chunked_losses, cross_entropy
 from lightning_cp.comm.transport import to_device
-from lightning_cp.data.sharding import unshard
+from lightning_cp.data.sharding import full_tokens
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import IntArray
 from lightning_cp.guards import step_of_call
@@ -179,10 +179,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 def _full(x: Tensor, step: Step | None) -> Tensor:
     """Return the columns of the full sequence; the last token predicts nothing."""
-    if step is not None:
-        context = step.groups.context
-        x = unshard(x, 1, layout=step.layout, transport=context, uid=step.uid)
-    return x[:, :-1]
+    return (x if step is None else full_tokens(x, step))[:, :-1]
 
 
 def _segments(per: str | Tensor, labels: Tensor, step: Step | None) -> Tensor | None:
@@ -194,9 +191,7 @@ def _segments(per: str | Tensor, labels: Tensor, step: Step | None) -> Tensor | 
                 f"integer ids of the shape of the labels, {tuple(labels.shape)}, from 0, and -1 "
                 "for tokens of no segment."
             )
-        if step is None:
-            return per
-        return unshard(per, 1, layout=step.layout, transport=step.groups.context)
+        return per if step is None else full_tokens(per, step)
     if per not in ("sample", "document"):
         raise ValueError(
             f"sequence_logp(per={per!r}): pass 'sample', 'document', or integer ids "

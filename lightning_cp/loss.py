@@ -32,7 +32,7 @@ from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
-from lightning_cp.data.sharding import shard, shift_labels, unshard
+from lightning_cp.data.sharding import full_tokens, own_tokens, shift_labels
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of, step_of_call
 from lightning_cp.step import IGNORED_LABEL, LossMark, Opened, Step
 from lightning_cp.torch_private import depends_on, in_backward, node_number, outside_graphs
@@ -330,14 +330,12 @@ def scored_labels(labels: Tensor, step: Step | None, *, shift: bool = True) -> T
 
 def local_targets(labels: Tensor, step: Step) -> Tensor:
     """Return, for each of this rank's tokens, the label of the next token of its document."""
-    layout = step.layout
     runs = step.label_runs
     ids = None if runs is None else to_device(torch.from_numpy(runs), labels.device)
-    if layout.is_whole:
+    if step.layout.is_whole:
         return shift_labels(labels, ids)
-    full = unshard(labels, 1, layout=layout, transport=step.groups.context)
-    shifted = shift_labels(full, ids)
-    return shard(shifted, 1, layout=layout, rank=step.cp_rank, fill=IGNORED_LABEL)
+    shifted = shift_labels(full_tokens(labels, step), ids)
+    return own_tokens(shifted, step, fill=IGNORED_LABEL)
 
 
 def _mean_over(

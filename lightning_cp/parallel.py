@@ -21,7 +21,14 @@ from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import BatchChecks, find_differing
-from lightning_cp.data.sharding import check_local, shard, token_dim, unshard, unshard_value
+from lightning_cp.data.sharding import (
+    check_local,
+    full_tokens,
+    own_tokens,
+    token_dim,
+    unshard,
+    unshard_value,
+)
 from lightning_cp.data.step_builder import check_not_sharded, open_step
 from lightning_cp.data.structure import Flat, flatten
 from lightning_cp.geometry.layout import build_layout
@@ -120,7 +127,7 @@ def _pooling_weights(step: Step, how: str) -> Tensor:
         order = np.where(real, position, layout.seq_len if how == "first" else -1)
         chosen = order.min(1) if how == "first" else order.max(1)
         weights = (position == chosen[:, None]).astype(np.float64)
-    return shard(torch.from_numpy(weights), 1, layout=layout, rank=step.cp_rank)
+    return own_tokens(torch.from_numpy(weights), step)
 
 
 class ContextParallel:
@@ -468,8 +475,7 @@ class ContextParallel:
         """
         step = self._active("unshard()")
         check_local(x, dim, step)
-        context = step.groups.context
-        return unshard(x, dim, layout=step.layout, transport=context, uid=step.uid)
+        return full_tokens(x, step, dim)
 
     def unshard_all(self, output: Any) -> Any:
         """Return the output of a model, with every tensor of tokens as full sequences.
@@ -526,7 +532,7 @@ class ContextParallel:
         real = step.layout.is_real(step.cp_rank).expand(step.batch_size, -1)
         if step.padding is not None:
             padding = torch.from_numpy(step.padding)
-            real = real & ~shard(padding, 1, layout=step.layout, rank=step.cp_rank, fill=True)
+            real = real & ~own_tokens(padding, step, fill=True)
         return real.to(step.position_ids.device)
 
     def pool(self, x: Tensor, how: Literal["first", "last", "mean"]) -> Tensor:

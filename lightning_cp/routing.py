@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_cp import active_step, guards
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attend
-from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.data.sharding import full_tokens, own_tokens
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.precision import as_autocast
@@ -301,7 +301,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
             "sequences, or no mask."
         )
     if num_queries == 1 and num_keys == local_len != layout.seq_len:
-        mask = unshard(mask, -1, layout=layout, transport=step.groups.context)
+        mask = full_tokens(mask, step, -1)
     elif num_keys == 1:
         mask = mask.expand(*mask.shape[:-1], layout.seq_len)
     elif num_keys != layout.seq_len:
@@ -309,7 +309,7 @@ def _bias(mask: Tensor, query: Tensor, step: Step) -> Tensor:
     if num_queries not in (1, local_len):
         if num_queries != layout.seq_len:
             raise _mask_shape_error(mask, step)
-        mask = shard(mask, -2, layout=layout, rank=step.cp_rank)
+        mask = own_tokens(mask, step, -2)
     if mask.dtype == torch.bool:
         visible, mask = mask, torch.zeros_like(mask, dtype=query.dtype)
         mask = mask.masked_fill(~visible, NEVER)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_patches.names import STOCK, implementations, stock_name, text_key
 from hf_patches.private import set_attention_name
 from lightning_cp.comm.transport import to_device
-from lightning_cp.data.sharding import unshard
+from lightning_cp.data.sharding import full_tokens
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.patch import Patch, replace_method
@@ -88,11 +88,6 @@ def real_tokens(step: Step, device: torch.device) -> Tensor:
     if step.padding is None:
         return torch.ones(1, step.layout.seq_len, dtype=torch.bool, device=device)
     return ~to_device(torch.from_numpy(step.padding), device)
-
-
-def full_tokens(x: Tensor, step: Step, dim: int = 1) -> Tensor:
-    """Return the tokens of all ranks, in sequence order; gradients of all ranks are summed."""
-    return unshard(x, dim, layout=step.layout, transport=step.groups.context, uid=step.uid)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

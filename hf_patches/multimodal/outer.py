@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from lightning_cp import active_step
 from lightning_cp.data.batch import SEQUENCE_DIMS, count_positions
-from lightning_cp.data.sharding import unshard
+from lightning_cp.data.sharding import full_tokens
 from lightning_cp.step import Step
 from lightning_cp.torch_private import tensor_version
 
@@ -129,12 +129,8 @@ def full_value(name: str, x: Any, step: Step) -> Any:
     known = step.shard_of(x)
     if known is not None and known.leaf.dim is not None:
         is_unchanged = tensor_version(x) == known.version
-        return known.leaf.value if is_unchanged else _unshard(x, known.leaf.dim, step)
+        return known.leaf.value if is_unchanged else full_tokens(x, step, known.leaf.dim)
     dim = SEQUENCE_DIMS.get(name)
     if dim is None or x.dim() < 2 or x.shape[dim] != step.tensor_len:
         return x
-    return _unshard(x, dim, step)
-
-
-def _unshard(x: Tensor, dim: int, step: Step) -> Tensor:
-    return unshard(x, dim, layout=step.layout, transport=step.groups.context, uid=step.uid)
+    return full_tokens(x, step, dim)

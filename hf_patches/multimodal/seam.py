@@ -20,7 +20,7 @@ from hf_patches.input_checks import name_arguments, note_filled, parameters_of
 from hf_patches.multimodal.outer import hand_over_routers, merged_ids, on_full_sequences
 from hf_patches.names import active
 from lightning_cp import active_step
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.sharding import own_tokens, shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.step import PerStep, Step, StepMask
@@ -208,7 +208,7 @@ def _shard_at(module: nn.Module, name: str, x: Tensor, dim: int, step: Step) -> 
             f"sequences have {step.layout.seq_len} tokens: the model has lengthened its sequences. "
             "Give it sequences that hold a placeholder for each feature, as its processor does."
         )
-    return shard(x, dim, layout=step.layout, rank=step.cp_rank)
+    return own_tokens(x, step, dim)
 
 
 class AttendsToMedia:

@@ -66,6 +66,16 @@ def unshard(x: Tensor, dim: int, *, layout: Layout, transport: Transport, uid: i
     return full
 
 
+def full_tokens(x: Tensor, step: Step, dim: int = 1) -> Tensor:
+    """Return the tokens of all ranks of a step, in their order; see `unshard`."""
+    return unshard(x, dim, layout=step.layout, transport=step.groups.context, uid=step.uid)
+
+
+def own_tokens(x: Tensor, step: Step, dim: int = 1, *, fill: float = 0) -> Tensor:
+    """Return this rank's tokens of full sequences; see `shard`."""
+    return shard(x, dim, layout=step.layout, rank=step.cp_rank, fill=fill)
+
+
 def unshard_value(x: Any, dim: int, step: Opened) -> Any:
     """Return a tensor or an array of this rank's tokens as full sequences, on its own device."""
     if not isinstance(step, Step):
@@ -74,7 +84,7 @@ def unshard_value(x: Any, dim: int, step: Opened) -> Any:
     check_local(local, dim, step)
     transport = step.groups.context
     moved = local.to(transport.device) if transport.size > 1 else local
-    full = unshard(moved, dim, layout=step.layout, transport=transport, uid=step.uid)
+    full = full_tokens(moved, step, dim)
     full = full.to(local.device)
     return full.numpy() if isinstance(x, np.ndarray) else full
 

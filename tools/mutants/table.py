@@ -343,8 +343,8 @@ LOSS = (
     Mutant(
         "loss-shifted-on-each-rank",
         "lightning_cp.loss:local_targets",
-        "shifted = shift_labels(full, ids)",
-        "shifted = shift_labels(full, None)",
+        "shifted = shift_labels(full_tokens(labels, step), ids)",
+        "shifted = shift_labels(full_tokens(labels, step), None)",
         (f"{_LIFETIME}::test_a_checkpointed_loss_is_exact",),
         "labels are shifted across documents",
     ),
@@ -378,8 +378,8 @@ LOSS = (
     Mutant(
         "logp-of-first-token",
         "lightning_cp.logp:_full",
-        "return x[:, :-1]",
-        "return x[:, 1:]",
+        "full_tokens(x, step))[:, :-1]",
+        "full_tokens(x, step))[:, 1:]",
         ("tests/test_logp.py::test_outside_a_step_it_is_log_softmax",),
         "columns belong to other labels",
     ),
@@ -666,8 +666,8 @@ ATTENTION = (
     Mutant(
         "routed-mask-of-rank-0",
         "lightning_cp.routing:_bias",
-        "mask = shard(mask, -2, layout=layout, rank=step.cp_rank)",
-        "mask = shard(mask, -2, layout=layout, rank=0)",
+        "mask = own_tokens(mask, step, -2)",
+        "mask = mask.narrow(-2, 0, local_len)",
         ("tests/parity/test_sdpa_calls.py::test_masks_of_every_shape",),
         "all ranks take the mask of the first rank's queries",
     ),
@@ -1409,7 +1409,7 @@ HF = (
     Mutant(
         "media-changes-ignored",
         "hf_patches.multimodal.outer:full_value",
-        "return known.leaf.value if is_unchanged else _unshard(x, known.leaf.dim, step)",
+        "return known.leaf.value if is_unchanged else full_tokens(x, step, known.leaf.dim)",
         "return known.leaf.value",
         (
             "tests/hf_patches/test_multimodal.py::"
