@@ -75,8 +75,7 @@ def attention(
             "configs); dropout on activations is fine."
         )
     if step is None:
-        check_qkv("attention", q, k, v)
-        step = full_step(q.shape[2])
+        step = full_step(q.shape[2] if q.dim() == 4 else 1)  # other shapes are refused below
     score_bias = None
     if bias is not None or alibi is not None:
         score_bias = _read_bias(bias, alibi, q, step.layout.seq_len)
