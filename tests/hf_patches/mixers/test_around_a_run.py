@@ -42,7 +42,7 @@ def verify(name, kind, how):
         for block in model.get_decoder().layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return hf_patches.verify(model, batch, cp=hf.build_cp())
+    return hf_patches.verify(model, batch, cp=hf.build_cp(), check=False)
 
 
 def verify_all(cases):
