@@ -106,7 +106,8 @@ PARTS = (
         "gpu",
         "{python} -m tests.gpu",
         "lightning_cp hf_patches benchmarks/*.py :(glob)tests/*.py tests/gpu tests/attn "
-        "tests/lightning tests/parity tests/scripts constraints.txt pyproject.toml",
+        "tests/hf_patches/test_compiled.py tests/lightning tests/parity tests/scripts "
+        "constraints.txt pyproject.toml",
         10,
     ),
     Part(
