@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
@@ -118,28 +119,27 @@ def enable(
     names = implementations(inner)
     ours = {key: _our_name(name) for key, name in names.items()}
     changes: list[Removable] = []
-    try:
+    with ExitStack() as undo:
+        undo.callback(_implement, inner, names)
         _implement(inner, ours)
         for change in _change_modules(inner, known):
+            undo.callback(change.remove)
             changes.append(change)
-    except ValueError:
-        for change in changes:
-            change.remove()
-        _implement(inner, names)
-        raise
-    only_attends = known is not None and not known.mixers and positions.counts_by_index(inner)
-    media = None if known is None else known.media
-    inner.__dict__[forward.MARK] = Enabled(
-        kind,
-        _base_of(inner),
-        chunked_loss,
-        replace_method(inner, "forward", forward.forward),
-        changes,
-        only_attends and media is None,
-        media,
-        "" if media is None else find_decoder(inner, media),
-    )
-    add_saving(model)
+        only_attends = known is not None and not known.mixers and positions.counts_by_index(inner)
+        media = None if known is None else known.media
+        enabled = Enabled(
+            kind,
+            _base_of(inner),
+            chunked_loss,
+            undo.enter_context(replace_method(inner, "forward", forward.forward)),
+            changes,
+            only_attends and media is None,
+            media,
+            "" if media is None else find_decoder(inner, media),
+        )
+        add_saving(model)
+        undo.pop_all()
+    inner.__dict__[forward.MARK] = enabled
     _log(inner, known, kind)
     return Handle(inner, model)
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import sys
 
 import pytest
 import torch
@@ -481,6 +482,18 @@ def test_losses_of_ones_own_are_refused(cp, batch):
         loss_in_step(model, cp, tokens(batch))
     with cp.step(batch) as local:
         assert model(local["input_ids"]).logits is not None
+
+
+def test_enabling_that_fails_leaves_no_trace(monkeypatch):
+    def fail(model):
+        raise RuntimeError("transformers has no such name")
+
+    model = zoo.build_model("llama")
+    before = trace(model)
+    monkeypatch.setattr(sys.modules[enable.__module__], "add_saving", fail)
+    with pytest.raises(RuntimeError, match="no such name"):
+        enable(model)
+    assert trace(model) == before
 
 
 class Shifting(nn.Linear):
