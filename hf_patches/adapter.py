@@ -39,7 +39,9 @@ class HuggingFaceAdapter:
 
     def enable(self, module: nn.Module) -> Handle:
         """Enable a model, unless the user has done so."""
-        return NoOpHandle() if is_enabled(module) else enable(module)
+        was_enabled = is_enabled(module)
+        handle = enable(module)  # a PEFT model that came after is saved whole, too
+        return NoOpHandle() if was_enabled else handle
 
     def guard(self) -> AbstractContextManager[None]:
         """Refuse models that are not enabled, inside a ``with`` block."""

@@ -104,6 +104,7 @@ def enable(
     check_choice("chunked_loss", chunked_loss, get_args(ChunkedLoss))
     inner = inner_model(model)
     if is_enabled(inner):
+        add_saving(model)  # a PEFT model that came after
         return Handle(inner, model)
     known = _check_known(inner, allow_unknown=allow_unknown)
     if known is not None and known.media is not None:

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import enable, forward, guard
+from hf_patches.adapter import adapter
 from lightning_cp import chunked_loss
 from tests import doors
 from tests.parity import zoo
@@ -223,6 +224,17 @@ def test_lora_models_are_enabled_inside(cp, batch, tied):
     assert handle.model is model.get_base_model()
     handle.undo()
     torch.testing.assert_close(model(**unpack(batch, PAD)).loss, exact)
+
+
+def test_adapters_that_come_after_enabling_are_saved_whole():
+    model = zoo.build_model("llama")
+    handle = enable(model)
+    outer = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    adapter.enable(outer).remove()  # as the strategy does
+    assert "save_pretrained" in vars(outer)
+    enable(outer).undo()
+    assert "save_pretrained" not in {*vars(outer), *vars(model)}
+    handle.undo()
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
