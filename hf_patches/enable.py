@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any, Final, get_args
 
 from torch import nn
@@ -33,7 +34,7 @@ from hf_patches.support import (
     head_of,
 )
 from lightning_cp.options import check_choice
-from lightning_cp.patch import replace_method
+from lightning_cp.patch import Method, replace_method
 from lightning_cp.torch_private import uncompiled
 
 _logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def enable(
             "classification, question answering, and models without a head."
         )
     _check_dropout(inner)
+    _check_forward(inner)
     names = implementations(inner)
     ours = {key: _our_name(name) for key, name in names.items()}
     changes: list[Removable] = []
@@ -321,6 +323,35 @@ def _check_dropout(model: PreTrainedModel) -> None:
                 f"config.{name} = {value}: attention dropout is not exact when a sequence is "
                 f"sharded. Load the model with {name}=0.0; dropout on activations is supported."
             )
+
+
+_WRAPPERS: Final = {*LIBRARIES, "accelerate", "trl"}
+
+
+def _check_forward(model: PreTrainedModel) -> None:
+    """Raise if the forward of a model is a user's: its changes would be lost in a step."""
+    pending: list[Any] = [vars(model).get("forward")]
+    while pending:
+        call = pending.pop()
+        method = getattr(call, "method", call)  # bound again, by accelerate
+        if isinstance(method, Method):
+            pending += method.patch.previous
+        elif isinstance(call, functools.partial | MethodType):
+            pending.append(call.func if isinstance(call, functools.partial) else call.__func__)
+            pending.append(vars(call).get("__wrapped__"))
+        elif call is not None and call is not type(model).forward:
+            scope = getattr(call, "__globals__", {"__name__": type(call).__module__})
+            if scope["__name__"].partition(".")[0] not in _WRAPPERS:
+                raise ValueError(
+                    f"{type(model).__name__}.forward was replaced before enable(), by "
+                    f"{getattr(call, '__qualname__', type(call).__name__)} of {scope['__name__']}: "
+                    "inside a step the loss is computed around the model's own forward, and what "
+                    "the other one changes would be lost. Replace it after enable(model), which "
+                    "is then below it, or change `loss` or `logits` of the output in your step."
+                )
+            cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+            pending += [x for x in cells if isinstance(x, FunctionType | MethodType)]
+            pending.append(getattr(call, "__wrapped__", None))
 
 
 def _implement(model: PreTrainedModel, names: dict[str, str]) -> None:

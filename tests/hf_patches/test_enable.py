@@ -1,12 +1,15 @@
 """`enable()`: what it does to a model, what it leaves alone, and what it refuses."""
 
 import copy
+import functools
 import logging
 import pickle
 import sys
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -19,6 +22,7 @@ from transformers import (
 from transformers import T5ForConditionalGeneration as T5
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
 from hf_patches import enable, forward, guard
 from hf_patches.adapter import adapter
@@ -494,6 +498,47 @@ def test_losses_of_ones_own_are_refused(cp, batch):
         loss_in_step(model, cp, tokens(batch))
     with cp.step(batch) as local:
         assert model(local["input_ids"]).logits is not None
+
+
+def test_a_forward_that_a_user_has_wrapped_before_is_refused(cp, batch):
+    model = zoo.build_model("llama")
+    stock = model.forward
+
+    @functools.wraps(stock)
+    def doubled(*args, **kwargs):
+        output = stock(*args, **kwargs)
+        output.loss = 2 * output.loss
+        return output
+
+    model.forward = doubled
+    before = trace(model)
+    message = r"forward was replaced before enable\(\), by .* Replace it after enable\(model\)"
+    for wrap in (lambda model: None, lambda model: add_hook_to_module(model, ModelHook())):
+        wrap(model)
+        with pytest.raises(ValueError, match=message):
+            enable(model)
+        remove_hook_from_module(model)
+        assert trace(model) == before
+    model.forward = stock
+    enable(model)
+    stock = model.forward
+    model.forward = doubled  # around ours
+    torch.testing.assert_close(loss_in_step(model, cp, batch), 2 * stock_loss("llama", batch))
+
+
+@pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
+def test_a_forward_that_a_library_has_wrapped_before_is_served(cp, batch, library):
+    model = zoo.build_model("llama")
+    if library == "trl":
+        add_fused_lm_head(model)
+    elif library == "accelerate":
+        model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    else:
+        add_hook_to_module(model, ModelHook())
+    enable(model)
+    exact = stock_loss("llama", batch)
+    tolerance = {"atol": 0.05, "rtol": 0.05} if library == "accelerate" else {}
+    torch.testing.assert_close(loss_in_step(model, cp, batch), exact, **tolerance)
 
 
 def test_enabling_that_fails_leaves_no_trace(monkeypatch):
