@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_patches.input_checks import check_dense_mask, check_no_weights
+from hf_patches.input_checks import check_dense_mask, check_no_weights, not_enabled
 from hf_patches.mask_reader import mask_of_step
-from hf_patches.names import NAMES, find_in_modules, step_of, stock_name
+from hf_patches.names import ENABLED, NAMES, find_in_modules, step_of, stock_name
 from hf_patches.positions import scales_queries, temperature
 from lightning_cp.attn import api
 from lightning_cp.attn.accumulators import NEVER
@@ -152,6 +152,9 @@ def _can_trace(
 
 
 def _check(module: nn.Module, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
+    if ENABLED not in module.__dict__:  # its config is that of another model, which is
+        config: Any = module.config
+        raise not_enabled(config.model_type)
     unknown = [
         name
         for name, x in others.items()

@@ -23,7 +23,7 @@ from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pool
 from hf_patches.mixers import INSTALLERS
 from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
-from hf_patches.names import NAMES, STOCK, implementations, is_ours, text_key
+from hf_patches.names import ENABLED, NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.private import attention_name, set_attention_name, takes_attention
 from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import (
@@ -34,7 +34,7 @@ from hf_patches.support import (
     head_of,
 )
 from lightning_cp.options import check_choice
-from lightning_cp.patch import Method, replace_method
+from lightning_cp.patch import Method, Patch, replace_method
 from lightning_cp.torch_private import uncompiled
 
 _logger = logging.getLogger(__name__)
@@ -154,6 +154,8 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
     else:
         yield from positions.add_hooks(model)
     for module in model.modules():
+        if "config" in vars(module):
+            yield Patch(module, ENABLED, True)
         pooler = getattr(module, "pooler", None)
         if isinstance(module, PreTrainedModel) and isinstance(pooler, nn.Module):
             yield pooler.register_forward_pre_hook(unshard_for_pooler)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from transformers import AttentionMaskInterface
 
+from hf_patches.input_checks import not_enabled
 from hf_patches.mask_reader import search_skipped
 from hf_patches.names import NAMES, active
 
@@ -79,10 +80,5 @@ def _is_guarded(function: Callable[..., Any]) -> bool:
 def _refuse_in_step(stock: Callable[..., Any], **arguments: Any) -> Any:
     """Build a stock mask; raise inside a step, where the model sees a shard of each sequence."""
     if active() is not None:
-        raise ValueError(
-            f"A model of type '{arguments['config'].model_type}' runs inside a step and is not "
-            "enabled: it would see this rank's tokens only. Call hf_patches.enable(model) first "
-            "(the strategy does so for submodules of the LightningModule), or run it on full "
-            "sequences: `with cp.paused():`."
-        )
+        raise not_enabled(arguments["config"].model_type)
     return stock(**arguments)

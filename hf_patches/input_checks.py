@@ -20,6 +20,16 @@ from lightning_cp.data.sharding import own_tokens
 from lightning_cp.step import IGNORED_LABEL, PerStep, Step
 from lightning_cp.torch_private import constant_in_graphs
 
+
+def not_enabled(kind: str) -> ValueError:
+    """Return the error of a model of some type that runs inside a step."""
+    return ValueError(
+        f"A model of type '{kind}' runs inside a step and is not enabled: it would see this rank's "
+        "tokens only. Call hf_patches.enable(model) first (the strategy does so for submodules of "
+        "the LightningModule), or run it on full sequences: `with cp.paused():`."
+    )
+
+
 _filled = PerStep[list[Tensor]]()
 
 

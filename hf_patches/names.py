@@ -31,6 +31,10 @@ STOCK: Final = {ours: stock for stock, ours in NAMES.items()}
 """The implementation for each of our names."""
 
 
+ENABLED: Final = "_lightning_cp_enabled"
+"""The attribute of the modules of an enabled model that have a config: its attention has it."""
+
+
 def active() -> Step | None:
     """Return the step in which enabled models run sharded; None where they run as stock models.
 

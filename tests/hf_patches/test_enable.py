@@ -440,6 +440,16 @@ def test_a_model_that_is_not_enabled_is_refused_in_a_step(cp, batch, attention):
         model(**tokens(batch))
 
 
+def test_a_model_with_the_config_of_an_enabled_one_is_refused_in_a_step(cp, batch):
+    policy = zoo.build_model("llama")
+    reference = LlamaForCausalLM(policy.config)
+    enable(policy)
+    with pytest.raises(ValueError, match=r"type 'llama' runs inside a step and is not enabled"):
+        loss_in_step(reference, cp, tokens(batch))
+    enable(reference)
+    assert torch.isfinite(loss_in_step(reference, cp, tokens(batch)))
+
+
 def mask_functions():
     return {name: AttentionMaskInterface()[name] for name in guard.STOCK_NAMES}
 
@@ -527,6 +537,27 @@ def test_a_forward_that_a_user_has_wrapped_before_is_refused(cp, batch):
 
 
 @pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
+@pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
+def delete_forward(model):
+    del model.forward
+
+
+def test_a_forward_that_was_taken_away_from_an_enabled_model_is_refused(cp, batch):
+    for take_away in (delete_forward, remove_hook_from_module):
+        model = zoo.build_model("llama")
+        exact = model(**unpack(batch, PAD)).loss
+        add_hook_to_module(model, ModelHook())
+        handle = enable(model)
+        take_away(model)
+        model(**tokens(batch))  # outside of steps
+        for each in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
+            with pytest.raises(ValueError, match=r"`forward` has since .*, then enable\(model\)"):
+                loss_in_step(each, cp, batch)
+        handle.undo()
+        enable(model)
+        torch.testing.assert_close(loss_in_step(model, cp, batch), exact)
+
+
 def test_a_forward_that_a_library_has_wrapped_before_is_served(cp, batch, library):
     model = zoo.build_model("llama")
     if library == "trl":
