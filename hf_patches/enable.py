@@ -153,6 +153,9 @@ def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Itera
         yield from _add_seam(model, known.media)
     else:
         yield from positions.add_hooks(model)
+    base = model.get_submodule(_base_of(model))  # PEFT calls model.forward(), without hooks
+    for module in dict.fromkeys((model, base)):
+        yield module.register_forward_pre_hook(functools.partial(forward.check_in_force, model))
     for module in model.modules():
         if "config" in vars(module):
             yield Patch(module, ENABLED, True)

@@ -27,6 +27,7 @@ from hf_patches.moe_loss import balance_loss
 from hf_patches.multimodal.call import around_decoder
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
+from lightning_cp import active_step
 from lightning_cp.data.sharding import full_tokens, own_tokens, unshard
 from lightning_cp.fsdp.sharding import on_tensor_ranks
 from lightning_cp.geometry.layout import build_layout
@@ -125,6 +126,23 @@ def forward(model: PreTrainedModel, _: object, *args: Any, **kwargs: Any) -> Any
         _check_labels(model, model.__dict__[MARK], arguments)
     output = stock_forward(model)(**arguments)
     return _logp_of(model, output, arguments) if scores_tokens else output
+
+
+def check_in_force(model: PreTrainedModel, *_: object) -> None:
+    """Raise inside a step if somebody has taken our ``forward`` away from an enabled model."""
+    step = active_step.current()
+    if step is None or step.is_stock:
+        return
+    found = model.__dict__.get("forward")
+    patch: Patch = model.__dict__[MARK].patch
+    is_stock = found is None or getattr(found, "__func__", None) is type(model).forward
+    if is_stock or found in patch.previous:
+        raise ValueError(
+            f"{type(model).__name__} is enabled, but its `forward` has since been set back to what "
+            "it was before enable(), and would compute the loss of this rank's tokens. Undo in the "
+            "other order what was done around enable(model), or enable the model again: "
+            "handle.remove(), then enable(model)."
+        )
 
 
 def forward_in_step(

@@ -537,7 +537,6 @@ def test_a_forward_that_a_user_has_wrapped_before_is_refused(cp, batch):
 
 
 @pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
-@pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
 def delete_forward(model):
     del model.forward
 
