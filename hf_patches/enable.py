@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 import hf_patches.attention  # noqa: F401  registers our names
 from hf_patches import forward, positions
 from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
+from hf_patches.input_checks import check_loss
 from hf_patches.mixers import INSTALLERS
 from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.names import ENABLED, NAMES, STOCK, implementations, is_ours, text_key
-from hf_patches.private import attention_name, set_attention_name, takes_attention
+from hf_patches.private import attention_name, check_loss_name, set_attention_name, takes_attention
 from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import (
     ARCHITECTURES,
@@ -119,6 +120,8 @@ def enable(
         )
     _check_dropout(inner)
     _check_forward(inner)
+    check_loss_name()
+    check_loss(inner)
     names = implementations(inner)
     ours = {key: _our_name(name) for key, name in names.items()}
     changes: list[Removable] = []

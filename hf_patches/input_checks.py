@@ -84,6 +84,17 @@ def check_dense_mask(module: nn.Module, mask: object, step: Step) -> Tensor:
     )
 
 
+def check_loss(model: PreTrainedModel) -> None:
+    """Raise for a loss function of a user."""
+    if has_own_loss(model):
+        raise ValueError(
+            f"{type(model).__name__}.loss_function has been replaced, and would see this rank's "
+            "tokens only. Leave the model its own, call it without labels, and compute the loss "
+            "from its logits: token_mean() from lightning_cp, or global_mean() from "
+            "lightning_cp.loss."
+        )
+
+
 def check_call(
     model: PreTrainedModel, arguments: Mapping[str, Any], step: Step, *, takes_media: bool = False
 ) -> None:
@@ -95,12 +106,8 @@ def check_call(
             f"'{implementation}', which sees this rank's tokens only. Set it before calling "
             "enable(model)."
         )
-    if arguments.get("labels") is not None and has_own_loss(model):
-        raise ValueError(
-            f"{type(model).__name__}.loss_function has been replaced, and would see this rank's "
-            "tokens only. Call the model without labels and compute the loss from its logits: "
-            "token_mean() from lightning_cp, or global_mean() from lightning_cp.loss."
-        )
+    if arguments.get("labels") is not None:
+        check_loss(model)
     for name, default in (("ignore_index", -100), ("label_smoothing", 0.0)):
         if arguments.get(name, default) != default:
             raise ValueError(

@@ -9,6 +9,7 @@ Those of trainers stand in `trainer_private`; names of functions inside mask fun
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Final
 
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
@@ -53,6 +54,16 @@ def is_built_by(auto: Any, config: PreTrainedConfig) -> bool:
 def names_not_saved(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the weights that `save_pretrained` leaves out (`_keys_to_ignore_on_save`)."""
     return tuple(model._keys_to_ignore_on_save or ())
+
+
+def check_loss_name() -> None:
+    """Raise unless `PreTrainedModel.loss_function` is stored where `has_own_loss` looks."""
+    use = "a loss of a user is refused inside a step"
+    require(PreTrainedModel, "loss_function", library=_LIBRARY, use=use)
+    stored = SimpleNamespace(__name__=PreTrainedModel.__name__)
+    prop: Any = PreTrainedModel.loss_function
+    prop.fset(stored, None)
+    require(stored, "_loss_function", library=_LIBRARY, use=use)
 
 
 def has_own_loss(model: PreTrainedModel) -> bool:

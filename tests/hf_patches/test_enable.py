@@ -16,6 +16,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    PreTrainedModel,
     T5Config,
     masking_utils,
 )
@@ -581,6 +582,20 @@ def test_enabling_that_fails_leaves_no_trace(monkeypatch):
     with pytest.raises(RuntimeError, match="no such name"):
         enable(model)
     assert trace(model) == before
+
+
+def test_a_loss_of_ones_own_is_refused_before_training(monkeypatch):
+    model = zoo.build_model("llama")
+    before = trace(model)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    with pytest.raises(ValueError, match=r"loss_function has been replaced, .* token_mean\(\)"):
+        enable(model)
+    del model._loss_function
+    assert trace(model) == before
+    renamed = property(fset=lambda self, loss: setattr(self, "loss_of_users", loss))
+    monkeypatch.setattr(PreTrainedModel, "loss_function", renamed)
+    with pytest.raises(RuntimeError, match=r"has no `PreTrainedModel._loss_function`, by which"):
+        enable(model)
 
 
 class Shifting(nn.Linear):
