@@ -55,6 +55,11 @@ class Handle:
 
     def remove(self) -> None:
         """Restore the model; one that is sharded can still be saved."""
+        if forward.ROWS in self.model.__dict__:
+            raise ValueError(
+                f"{type(self.model).__name__} takes full sequences by whole_rows(model, cp), which "
+                "needs it enabled. Call remove() of the handle of whole_rows() first."
+            )
         remove_saving(self.outer)
         enabled: Enabled | None = self.model.__dict__.pop(forward.MARK, None)
         if enabled is None:

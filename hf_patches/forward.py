@@ -52,6 +52,9 @@ ChunkedLoss = Literal["auto", "always", "never"]
 MARK: Final = "_lightning_cp"
 """The attribute of an enabled model that holds its `Enabled`."""
 
+ROWS: Final = "_lightning_cp_rows"
+"""The attribute of a model that `whole_rows` has changed."""
+
 # In training, "auto" computes the loss in chunks if a rank's float32 logits take more bytes.
 LARGEST_LOGITS: Final = 4 * MAX_CHUNK_LOGITS
 

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from hf_patches import enable, forward, guard
+from hf_patches import enable, forward, guard, whole_rows
 from hf_patches.adapter import adapter
 from lightning_cp import chunked_loss
 from tests import doors
@@ -596,6 +596,18 @@ def test_a_loss_of_ones_own_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "loss_function", renamed)
     with pytest.raises(RuntimeError, match=r"has no `PreTrainedModel._loss_function`, by which"):
         enable(model)
+
+
+def test_a_model_that_takes_full_sequences_stays_enabled(cp, batch):
+    model = zoo.build_model("llama")
+    handle = enable(model)
+    rows = whole_rows(model, cp)
+    with pytest.raises(ValueError, match=r"takes full .* handle of whole_rows\(\) first"):
+        handle.undo()
+    assert torch.isfinite(model(**tokens(batch)).loss)
+    rows.undo()
+    handle.undo()
+    assert trace(model) == trace(zoo.build_model("llama"))
 
 
 class Shifting(nn.Linear):
