@@ -18,7 +18,7 @@ from hf_patches.model_shape import model_shape
 from hf_patches.tensor_parallel import check_loaded, parallelize
 from lightning_cp.adapters import Handle
 from lightning_cp.memory.checkpointing import switched_layers
-from lightning_cp.torch_private import uncompiled
+from lightning_cp.private.compiler import uncompiled
 
 
 class NoOpHandle:

@@ -36,7 +36,7 @@ from hf_patches.support import (
 )
 from lightning_cp.options import check_choice
 from lightning_cp.patch import Method, Patch, replace_method
-from lightning_cp.torch_private import uncompiled
+from lightning_cp.private.compiler import uncompiled
 
 _logger = logging.getLogger(__name__)
 

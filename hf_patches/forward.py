@@ -40,8 +40,9 @@ from lightning_cp.loss import (
     token_mean,
 )
 from lightning_cp.patch import Patch
+from lightning_cp.private.autograd import node_number
+from lightning_cp.private.fsdp2 import stays_unsharded
 from lightning_cp.step import IGNORED_LABEL, LossMark, Step
-from lightning_cp.torch_private import node_number, stays_unsharded
 
 HeadKind = Literal["next token", "same token", "sequence", "none"]
 """What a label belongs to: the next token, the same token or the sequence."""

@@ -30,8 +30,9 @@ from lightning_cp.data.sharding import full_tokens, shift_labels
 from lightning_cp.options import SequenceDims, check_choice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import patches_of, replace_method
+from lightning_cp.private.fsdp2 import map_tensors
+from lightning_cp.private.modules import run_pre_hooks
 from lightning_cp.step import IGNORED_LABEL, Step
-from lightning_cp.torch_private import map_tensors, run_pre_hooks
 
 Logits = Literal["auto", "always", "never"]
 """Whether an output has logits where labels are given; ``auto``: not in training."""

@@ -27,8 +27,9 @@ from lightning_cp.geometry.layout import Layout, layout_of_shards
 from lightning_cp.options import check_choice
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.patch import replace_method
+from lightning_cp.private.autograd import in_backward
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.step import Opened, Step
-from lightning_cp.torch_private import in_backward, outside_graphs
 
 _NAME = "ContextParallelAttention"
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from lightning_cp.gradients import add_gradients, unlisted_leaf
 from lightning_cp.precision import ForwardState, accumulation_dtype, autocast_off
+from lightning_cp.private.modules import without_tensor_hooks
 from lightning_cp.step import IGNORED_LABEL
-from lightning_cp.torch_private import without_tensor_hooks
 from lightning_cp.vocabulary import sharded_cross_entropy
 
 MAX_CHUNK_LOGITS: Final = 2**28

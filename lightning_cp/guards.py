@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_cp import active_step
+from lightning_cp.private.autograd import in_backward
+from lightning_cp.private.modes import plain_functions
 from lightning_cp.step import Opened, Step, StepMask
-from lightning_cp.torch_private import in_backward, plain_functions
 
 _FIX = "Use checkpoint(..., use_reentrant=False)"
 

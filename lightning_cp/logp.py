@@ -20,8 +20,8 @@ from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import IntArray
 from lightning_cp.guards import step_of_call
 from lightning_cp.loss import build_problem, check_label_shape, scored_labels
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.step import IGNORED_LABEL, Step
-from lightning_cp.torch_private import outside_graphs
 
 Head = Callable[[Tensor], Tensor]
 """Computes logits [1, n, V] from hidden states [1, n, d], each token separately."""

@@ -34,8 +34,9 @@ from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.sharding import full_tokens, own_tokens, shift_labels
 from lightning_cp.guards import check_mark, check_recompute, enter_backward_of, step_of_call
+from lightning_cp.private.autograd import depends_on, in_backward, node_number
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.step import IGNORED_LABEL, LossMark, Opened, Step
-from lightning_cp.torch_private import depends_on, in_backward, node_number, outside_graphs
 
 __all__ = [
     "MAX_CHUNK_LOGITS",

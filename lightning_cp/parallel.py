@@ -47,9 +47,9 @@ from lightning_cp.options import (
     SequenceDims,
     check_choice,
 )
+from lightning_cp.private.autograd import Nested, checkpoint_contexts
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import BatchOfParts, Opened, Step, StepMask, StepReference
-from lightning_cp.torch_private import Nested, checkpoint_contexts
 
 
 class reenter(active_step.activate):

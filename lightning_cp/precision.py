@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.torch_private import any_autocast
+from lightning_cp.private.modes import any_autocast
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

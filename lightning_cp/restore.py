@@ -56,8 +56,7 @@ from lightning_cp.contents import (
     items_of,
     length,
 )
-from lightning_cp.replay import NotComparableError, StandIns
-from lightning_cp.torch_private import (
+from lightning_cp.private.modules import (
     accumulation_hooks,
     global_module_hooks,
     gradient_hooks,
@@ -66,6 +65,7 @@ from lightning_cp.torch_private import (
     own_parts,
     tensor_version,
 )
+from lightning_cp.replay import NotComparableError, StandIns
 from lightning_cp.whose_code import (
     is_holder,
     is_metric,

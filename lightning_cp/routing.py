@@ -24,16 +24,15 @@ from lightning_cp.data.sharding import full_tokens, own_tokens
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.precision import as_autocast
-from lightning_cp.step import Step
-from lightning_cp.torch_private import (
-    Detour,
+from lightning_cp.private.compiler import (
     constant_in_graphs,
-    is_higher_order,
     never_compile_alone,
     outside_graphs,
-    plain_functions,
     prepare_breaks,
 )
+from lightning_cp.private.functions import Detour
+from lightning_cp.private.modes import is_higher_order, plain_functions
+from lightning_cp.step import Step
 
 # A model that ignores documents and padding on one device ignores them on several.
 _CAUSAL = Mask(causal=True, documents=False, padding=False)

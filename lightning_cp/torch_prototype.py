@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp import active_step, torch_private
+from lightning_cp import active_step
 from lightning_cp.comm.mesh import group_of, neighbours
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import FullBatch, unnamed_batch
@@ -26,6 +26,7 @@ from lightning_cp.data.structure import Flat, Leaf
 from lightning_cp.geometry.layout import layout_of_shards
 from lightning_cp.options import AlgorithmName, LayoutName, check_choice
 from lightning_cp.parallel import ContextParallel, run_step
+from lightning_cp.private import functions, modules
 from lightning_cp.step import Opened, Step, Yielded
 
 _ALGORITHMS: Final[dict[str, AlgorithmName]] = {"allgather": "gather", "alltoall": "ring"}
@@ -161,7 +162,7 @@ def _parallel(mesh: Any, group: object, num_inside: int) -> ContextParallel:
 def _layout_name(seq_len: int, cp_size: int) -> LayoutName:
     """Return torch's layout; lengths that torch rejects are balanced."""
     is_odd = seq_len % (2 * cp_size) != 0 and seq_len % cp_size == 0
-    return "contiguous" if is_odd or not torch_private.prototype_balances() else "zigzag"
+    return "contiguous" if is_odd or not functions.prototype_balances() else "zigzag"
 
 
 def _read(
@@ -248,9 +249,9 @@ def _swapped(
         for name in list(shards):
             leaf, original, _ = shards.pop(name)
             x, dim = leaf.value, leaf.dim
-            torch_private.swap_contents(x, original)
+            modules.swap_contents(x, original)
             if id(x) not in freed:
-                stack.callback(torch_private.swap_contents, x, original)
+                stack.callback(modules.swap_contents, x, original)
                 if dim is not None and all(size == 1 for size in x.shape[:dim]):
                     tables[name] = original, dim
             del original

@@ -24,13 +24,9 @@ from lightning_cp.data.structure import flatten
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
+from lightning_cp.private.fsdp2 import drop_unreduced_gradients, take_used
+from lightning_cp.private.modules import accumulation_hooks, tensor_version
 from lightning_cp.restore import Reached, restored_state
-from lightning_cp.torch_private import (
-    accumulation_hooks,
-    drop_unreduced_gradients,
-    take_used,
-    tensor_version,
-)
 
 MIXING: Final = (
     "Something mixes tokens that is not routed: attention written as matmul and softmax, a "

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_cp.precision import accumulation_dtype
+from lightning_cp.private.modules import local_slices
 from lightning_cp.step import IGNORED_LABEL
-from lightning_cp.torch_private import local_slices
 
 
 def sharded_cross_entropy(logits: DTensor, targets: Tensor) -> Tensor:

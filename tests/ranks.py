@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.torch_private import num_process_groups
+from lightning_cp.private.groups import num_process_groups
 from tests.torch_names import code_generator, compile_here
 
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second. Where

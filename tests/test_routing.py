@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import active_step, routing
 from lightning_cp.attn.blockwise.kernels import cpu
-from lightning_cp.torch_private import num_function_modes
+from lightning_cp.private.modes import num_function_modes
 from tests import doors
 
 LENGTH, DIM = 6, 8

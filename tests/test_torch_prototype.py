@@ -30,7 +30,8 @@ from lightning_cp import (
     token_mean,
     torch_prototype,
 )
-from lightning_cp.torch_private import num_function_modes, num_process_groups
+from lightning_cp.private.groups import num_process_groups
+from lightning_cp.private.modes import num_function_modes
 from tests.oracle import errors
 from tests.ranks import RankPool
 from tests.scripts.run import run_alone, run_shared

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 
 from lightning_cp import token_mean, verify
-from lightning_cp.torch_private import flatten
+from lightning_cp.private.groups import flatten
 from lightning_cp.verification import Report, truncate_batch
 from tests import doors
 from tests.parity.batches import BATCHES

@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("lightning_cp", "hf_patches", "recipes")
 
 FENCES = {
-    "lightning_cp/torch_private.py": "torch and FSDP2",
+    "lightning_cp/private/autograd.py": "torch: autograd",
+    "lightning_cp/private/compiler.py": "torch: the compiler",
+    "lightning_cp/private/fsdp2.py": "torch: FSDP2",
+    "lightning_cp/private/functions.py": "torch: functions",
+    "lightning_cp/private/groups.py": "torch: process groups",
+    "lightning_cp/private/modes.py": "torch: modes",
+    "lightning_cp/private/modules.py": "torch: modules and tensors",
     "lightning_cp/lightning/private.py": "Lightning and torchmetrics",
     "hf_patches/private.py": "transformers",
     "hf_patches/trainer_private.py": "transformers' Trainer, accelerate, TRL",
@@ -188,7 +194,7 @@ def write_page() -> str:
     for path, library in FENCES.items():
         lines += [f"## {library}", "", f"`{path}`", "", "| names | what needs them |", "|---|---|"]
         for use in uses(path, own):
-            seen |= {(library, name) for name in use.names}
+            seen |= {(library.partition(":")[0], name) for name in use.names}
             lines.append(f"| {_code(use.names)} | {_cell(use.purpose)} |")
         lines.append("")
     lines += ["## Elsewhere", "", "| module | names | why |", "|---|---|---|"]

@@ -30,9 +30,9 @@ from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.patch import Patch
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.sequence.ranges import token_map
 from lightning_cp.step import Step, per_step
-from lightning_cp.torch_private import outside_graphs
 
 _OF_TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "langs")
 

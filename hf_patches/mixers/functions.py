@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_patches.mixers.common import Replacement
 from hf_patches.names import step_of
 from lightning_cp.patch import Patch
-from lightning_cp.torch_private import outside_graphs
+from lightning_cp.private.compiler import outside_graphs
 
 Functions = Mapping[str, Callable[..., Any]]
 """Replacements by the names of functions; each takes the stock function first."""

@@ -31,9 +31,9 @@ from hf_patches.mixers.common import (
 from hf_patches.names import find_in_modules, step_of
 from hf_patches.positions import count_real
 from lightning_cp.patch import Patch
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import Step, StepMask, StepReference, per_step
-from lightning_cp.torch_private import outside_graphs
 
 _WRITTEN: Final = {
     "BloomAttention",

@@ -18,7 +18,7 @@ from hf_patches.mixers.mamba2 import chunk_scan
 from hf_patches.mixers.rows import build_rows
 from hf_patches.names import step_of
 from lightning_cp.patch import Patch
-from lightning_cp.torch_private import outside_graphs
+from lightning_cp.private.compiler import outside_graphs
 
 
 class LightningAttention(Replacement):

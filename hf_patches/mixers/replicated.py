@@ -27,10 +27,10 @@ from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import full_tokens
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.patch import Patch
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.sequence.halo import build_halo_plan, extend
 from lightning_cp.sequence.ranges import TokenMap, token_map
 from lightning_cp.step import PerStep, Step, StepMask, per_step
-from lightning_cp.torch_private import outside_graphs
 
 
 @dataclass(frozen=True)

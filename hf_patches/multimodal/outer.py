@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 from lightning_cp import active_step
 from lightning_cp.data.batch import SEQUENCE_DIMS, count_positions
 from lightning_cp.data.sharding import full_tokens
+from lightning_cp.private.modules import tensor_version
 from lightning_cp.step import Step
-from lightning_cp.torch_private import tensor_version
 
 
 @dataclass(eq=False)

@@ -22,8 +22,8 @@ from lightning_cp.attn.choose import build_call
 from lightning_cp.geometry.branches import Branches, BranchMask
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import step_of_call
+from lightning_cp.private.compiler import outside_graphs, within
 from lightning_cp.step import PerStep, Step, full_step
-from lightning_cp.torch_private import outside_graphs, within
 
 
 @outside_graphs

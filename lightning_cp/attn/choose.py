@@ -37,8 +37,8 @@ from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.options import Options
 from lightning_cp.precision import accumulation_dtype
+from lightning_cp.private.compiler import can_compile
 from lightning_cp.step import Step
-from lightning_cp.torch_private import can_compile
 
 _logger = logging.getLogger(__name__)
 

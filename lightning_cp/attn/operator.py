@@ -34,8 +34,9 @@ from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import enter_backward_of
 from lightning_cp.precision import accumulation_dtype, autocast_off
+from lightning_cp.private.compiler import constant_in_graphs, outside_graphs
+from lightning_cp.private.modes import plain_functions
 from lightning_cp.step import Step, StepMask
-from lightning_cp.torch_private import constant_in_graphs, outside_graphs, plain_functions
 
 AnyMask = TypeVar("AnyMask", bound=StepMask)
 

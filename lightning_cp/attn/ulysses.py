@@ -24,8 +24,8 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
 from lightning_cp.guards import refuse_second_derivative
 from lightning_cp.precision import accumulation_dtype
+from lightning_cp.private.modes import plain_functions
 from lightning_cp.step import PerStep, Step
-from lightning_cp.torch_private import plain_functions
 
 
 class _Move(NamedTuple):

@@ -22,7 +22,7 @@ from lightning_cp.checkpoint.blocks import Blocks, as_blocks
 from lightning_cp.checkpoint.checksums import ALL, Share, check_file, check_folder
 from lightning_cp.checkpoint.folder import META, UNSHARDED, read_metadata
 from lightning_cp.checkpoint.state import Names, plain_name, renamed
-from lightning_cp.torch_private import local_slices
+from lightning_cp.private.modules import local_slices
 
 Keys = tuple[str | int, ...]
 """The keys that lead to a value: ("state_dict", NAME) or ("optimizer_0", "state", NAME, ...)."""

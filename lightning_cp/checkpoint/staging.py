@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_cp.checkpoint.blocks import as_blocks
 from lightning_cp.checkpoint.state import map_tensors
 from lightning_cp.memory.arena import Arena, Block, aligned
-from lightning_cp.torch_private import taken_apart
+from lightning_cp.private.modules import taken_apart
 
 
 class HostStager(AsyncStager):

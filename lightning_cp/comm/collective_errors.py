@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_cp.comm.transport import Transport, gather
-from lightning_cp.torch_private import default_store
+from lightning_cp.private.groups import default_store
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp import torch_private
+from lightning_cp.private import groups
 
 T = TypeVar("T")
 Message = tuple[int, Tensor]
@@ -101,13 +101,13 @@ class GroupTransport:
             return nothing
         # As bytes: not every backend supports every dtype.
         out_bytes, x_bytes = (t.view(-1).view(torch.uint8) for t in (out, x))
-        work = torch_private.all_gather_single(out_bytes, x_bytes, self.group)
+        work = groups.all_gather_single(out_bytes, x_bytes, self.group)
         return _Pending([work], [out, x])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Callable[[], None]:
         """Start a reduce-scatter."""
         return _Pending(
-            [torch_private.reduce_scatter_single(out.view(-1), x.view(-1), self.group)], [out, x]
+            [groups.reduce_scatter_single(out.view(-1), x.view(-1), self.group)], [out, x]
         )
 
     def all_to_all(

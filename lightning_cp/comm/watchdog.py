@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_cp.error_report import tell_torchrun
-from lightning_cp.torch_private import default_store
+from lightning_cp.private.groups import default_store
 
 HEARTBEAT_TIMEOUT: Final = timedelta(seconds=60)
 """How long a rank may be silent by default. Its thread needs the interpreter lock for a moment, so

@@ -24,8 +24,8 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.options import SequenceDims
+from lightning_cp.private.modules import tensor_version
 from lightning_cp.step import IGNORED_LABEL, Opened, Yielded
-from lightning_cp.torch_private import tensor_version
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,

@@ -18,8 +18,8 @@ from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import enter_backward_of
 from lightning_cp.precision import accumulation_dtype
+from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.step import IGNORED_LABEL, Opened, Step, not_sharded
-from lightning_cp.torch_private import outside_graphs
 
 
 def shard(x: Tensor, dim: int, *, layout: Layout, rank: int, fill: float = 0) -> Tensor:

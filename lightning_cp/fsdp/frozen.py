@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.data.outputs import checksum
 from lightning_cp.fsdp.gathering import find_units, own_modules
-from lightning_cp.torch_private import is_made_of_tensors, keep_dtypes
+from lightning_cp.private.fsdp2 import keep_dtypes
+from lightning_cp.private.modules import is_made_of_tensors
 
 _SAMPLED: Final = 1 << 20
 """Number of elements of a tensor that are compared, at least."""

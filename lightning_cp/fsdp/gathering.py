@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cp.fsdp.scalars import USE_CALLBACK
-from lightning_cp.torch_private import (
-    base_of,
+from lightning_cp.private.fsdp2 import (
     has_gradients_of_one_copy,
     has_unreduced_gradients,
     init_root,
@@ -27,12 +26,13 @@ from lightning_cp.torch_private import (
     is_idle,
     is_in_forward,
     map_tensors,
-    plain_functions,
     post_forward,
     pre_backward_hook,
     pre_forward,
     wait_for_reductions,
 )
+from lightning_cp.private.modes import plain_functions
+from lightning_cp.private.modules import base_of
 
 _DIRECT_CALLS: Final = "_lightning_cp_parts"
 """Attribute of a unit: its modules that were called directly and have not returned yet."""

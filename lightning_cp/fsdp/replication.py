@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cp.precision import accumulation_dtype
-from lightning_cp.torch_private import after_backward, backward_id, plain_functions
+from lightning_cp.private.autograd import after_backward, backward_id
+from lightning_cp.private.modes import plain_functions
 
 BUCKET_BYTES: Final = 1 << 27
 """Bytes that are summed together. A larger gradient has a bucket of its own."""

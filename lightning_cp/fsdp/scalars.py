@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp.torch_private import never_compile_alone
+from lightning_cp.private.compiler import never_compile_alone
 
 USE_CALLBACK: Final = "_lightning_cp_used"
 """Attribute of a gathered parameter: a function to call when autograd uses the parameter."""

@@ -27,18 +27,20 @@ from lightning_cp.fsdp.frozen import FrozenWeights, keep_packed
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import of_rank_0, set_averaging
 from lightning_cp.options import TENSOR_AXIS, check_choice
-from lightning_cp.torch_private import (
-    accumulation_hooks,
-    apply_to_tensors,
+from lightning_cp.private.fsdp2 import (
     divide_once,
     drop_unreduced_gradients,
-    gradient_hooks,
     hide_from_modes,
     is_hybrid,
-    module_tensors,
     note_used_parameters,
     reduce_unused_parameters,
     take_used,
+)
+from lightning_cp.private.modules import (
+    accumulation_hooks,
+    apply_to_tensors,
+    gradient_hooks,
+    module_tensors,
 )
 
 Sharding = Literal["full", "hybrid", "none"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cp.geometry.bounds import Bounds, build_bounds, minimum_from_end
 from lightning_cp.geometry.ranges import BoolArray, IntArray
-from lightning_cp.torch_private import tensor_version
+from lightning_cp.private.modules import tensor_version
 
 NO_DOCUMENT = -1
 """Document id of a token that belongs to none: it sees nothing and nothing sees it."""

@@ -15,7 +15,8 @@ from lightning_cp.memory import checkpoint_layers, tile_modules
 from lightning_cp.memory.tiles import TileTokens
 from lightning_cp.options import Options, check_choice
 from lightning_cp.patch import Patch, replace_method
-from lightning_cp.torch_private import copy_function, exact_backend
+from lightning_cp.private.compiler import exact_backend
+from lightning_cp.private.functions import copy_function
 
 CompileName = Literal["layers"]
 

@@ -23,7 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 from lightning_cp.checkpoint.load import accept_full_tensors
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning import private
-from lightning_cp.torch_private import own_parts, without_fsdp
+from lightning_cp.private.fsdp2 import without_fsdp
+from lightning_cp.private.modules import own_parts
 
 Undo = Callable[[], None]
 

@@ -23,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_cp.comm.mesh import gather_objects
 from lightning_cp.lightning.private import draws_graph
 from lightning_cp.patch import Patch
-from lightning_cp.torch_private import module_hooks
+from lightning_cp.private.modules import module_hooks
 
 
 def check_module(module: LightningModule) -> None:

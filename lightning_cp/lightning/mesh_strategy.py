@@ -40,7 +40,7 @@ from lightning_cp.lightning.launch import (
 )
 from lightning_cp.options import TENSOR_AXIS, Options
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.torch_private import delay_exit_for_gloo
+from lightning_cp.private.groups import delay_exit_for_gloo
 
 
 class MeshStrategy(ModelParallelStrategy):

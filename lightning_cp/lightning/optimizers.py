@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.fsdp.scalars import unsharded_scalars
 from lightning_cp.lightning.private import around_hooks
-from lightning_cp.torch_private import has_step_hooks
+from lightning_cp.private.modules import has_step_hooks
 
 # They update each element from its own gradient and state, and compute no scalar of a tensor.
 _ELEMENTWISE: Final = (

@@ -24,12 +24,8 @@ from lightning_cp import active_step
 from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
 from lightning_cp.gradients import unlisted_leaf
 from lightning_cp.precision import autocast_off
-from lightning_cp.torch_private import (
-    RecordedOperators,
-    module_hooks,
-    without_dispatch_modes,
-    without_modes,
-)
+from lightning_cp.private.modes import RecordedOperators, without_dispatch_modes, without_modes
+from lightning_cp.private.modules import module_hooks
 
 _LEADING: Final = {2: (5,), 3: (2, 5), 4: (2, 5, 3)}
 """Number of dims of an input to its sizes in the probe, without the width."""

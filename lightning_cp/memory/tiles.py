@@ -28,13 +28,9 @@ from lightning_cp.gradients import add_gradients
 from lightning_cp.memory.probe import Verdict, has_hooks_inside, has_matrices, has_units_inside
 from lightning_cp.memory.replace import Handle, Replacement, is_replaced, replace_modules
 from lightning_cp.precision import autocast_off
-from lightning_cp.torch_private import (
-    backward_id,
-    outside_graphs,
-    saved_tensor_hooks,
-    tensor_version,
-    without_tensor_hooks,
-)
+from lightning_cp.private.autograd import backward_id, saved_tensor_hooks
+from lightning_cp.private.compiler import outside_graphs
+from lightning_cp.private.modules import tensor_version, without_tensor_hooks
 
 TileTokens = int | Literal["auto"]
 

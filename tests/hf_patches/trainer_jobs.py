@@ -46,7 +46,7 @@ from trl import (
 )
 
 from hf_patches.trainer import context_parallel, verify
-from lightning_cp.torch_private import plain_functions
+from lightning_cp.private.modes import plain_functions
 from tests.parity import media_zoo, zoo
 from tests.parity.hf import Double
 from tests.parity.trainer_step import processes

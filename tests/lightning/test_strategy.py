@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lightning_cp.adapters
-from lightning_cp import torch_private
 from lightning_cp.comm.mesh import Sizes, resolve_sizes
 from lightning_cp.lightning import launch
+from lightning_cp.private import groups as process_groups
 from tests import doors
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader
 
@@ -306,7 +306,7 @@ def test_what_would_go_wrong_is_refused_at_set_up_by_all_ranks(ranks):
 def run_groups():
     """Return the timeouts of all groups, how many groups a fit makes, and the rank's places."""
     with elastic_environment():
-        before = torch_private.num_process_groups()
+        before = process_groups.num_process_groups()
         strategy = doors.strategy(
             context_parallel_size=2, timeout=timedelta(seconds=77), parameter_sharding="full"
         )
@@ -319,7 +319,7 @@ def run_groups():
         groups.append(strategy.context_parallel.groups.attend.group)
         # torch has no other way to ask a group for its timeout.
         timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
-        made = torch_private.num_process_groups() - before
+        made = process_groups.num_process_groups() - before
         return timeouts, made, (strategy.data_parallel_rank, strategy.context_parallel_rank)
 
 
@@ -368,12 +368,12 @@ def run_exits(num_fits):
     """Return the functions that fits register for interpreter exit."""
     left = []
     with pytest.MonkeyPatch.context() as patch, elastic_environment():
-        patch.setattr(torch_private.atexit, "register", lambda *call: left.append(call))
-        torch_private.delay_exit_for_gloo.cache_clear()
+        patch.setattr(process_groups.atexit, "register", lambda *call: left.append(call))
+        process_groups.delay_exit_for_gloo.cache_clear()
         for _ in range(num_fits):
             trainer = build_trainer(strategy=doors.strategy(verify_steps=False), max_steps=1)
             trainer.fit(Module(), loader(PackedRows(4), 1))
-    torch_private.delay_exit_for_gloo.cache_clear()
+    process_groups.delay_exit_for_gloo.cache_clear()
     return left
 
 

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_cp import token_mean
 from lightning_cp.memory import checkpoint_layers
 from lightning_cp.memory.checkpointing import switched_layers
-from lightning_cp.torch_private import checkpoint_contexts, module_hooks
+from lightning_cp.private.autograd import checkpoint_contexts
+from lightning_cp.private.modules import module_hooks
 from tests import doors
 from tests.attn.test_kept import make_batch
 from tests.parity import zoo

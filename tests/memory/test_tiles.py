@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -25,7 +26,6 @@ from transformers import LlamaConfig
 from hf_patches import enable
 from lightning_cp.fsdp.gathering import gather_parts
 from lightning_cp.memory import tile_modules, tiles
-from lightning_cp.torch_private import TorchDispatchMode
 from tests.memory import token_wise
 from tests.memory.token_wise import (
     gradients_of,

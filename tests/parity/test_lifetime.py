@@ -15,8 +15,8 @@ from lightning_cp.attn.plan import Plan
 from lightning_cp.data.sharding import shard, shift_labels
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.private.groups import num_process_groups
 from lightning_cp.step import Step
-from lightning_cp.torch_private import num_process_groups
 from tests import doors
 from tests.oracle import errors
 from tests.parity.batches import BATCHES

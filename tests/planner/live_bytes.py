@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_patches import enable
 from lightning_cp.memory import tile_modules
-from lightning_cp.torch_private import TorchDispatchMode
 from tests import doors
 from tests.torch_names import tree_iter, tree_map
 

@@ -56,7 +56,8 @@ from lightning_cp.guards import (
 from lightning_cp.memory.offload import Saved
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype, autocast_off
-from lightning_cp.torch_private import plain_functions, saves_through_hooks
+from lightning_cp.private.autograd import saves_through_hooks
+from lightning_cp.private.modes import plain_functions
 
 
 class _OnlyTile(NamedTuple):

@@ -47,8 +47,9 @@ from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.guards import check_lengths, check_recomputable, step_of_call
 from lightning_cp.precision import accumulation_dtype, as_autocast
+from lightning_cp.private.compiler import outside_graphs
+from lightning_cp.private.modes import without_modes
 from lightning_cp.step import Step, per_step
-from lightning_cp.torch_private import outside_graphs, without_modes
 
 _LSE = AuxRequest(lse=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.torch_private import tensor_version
+from lightning_cp.private.modules import tensor_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 

@@ -39,7 +39,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import autocast_off
-from lightning_cp.torch_private import without_modes
+from lightning_cp.private.modes import without_modes
 
 SHORT_SEQUENCE = 65536
 """Sequences up to this have one buffer length, up to twice this two: each is compiled for."""

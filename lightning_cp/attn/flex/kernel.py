@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp.attn.accumulators import NEVER, with_sinks
 from lightning_cp.attn.call import split_query_heads
 from lightning_cp.precision import accumulation_dtype
-from lightning_cp.torch_private import copy_function, exact_backend, without_modes
+from lightning_cp.private.compiler import exact_backend
+from lightning_cp.private.functions import copy_function
+from lightning_cp.private.modes import without_modes
 
 _logger = logging.getLogger(__name__)
 

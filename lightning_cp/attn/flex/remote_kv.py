@@ -31,7 +31,7 @@ from lightning_cp.geometry.ranges import Range
 from lightning_cp.guards import backward_of_step
 from lightning_cp.options import GradientWire
 from lightning_cp.precision import accumulation_dtype
-from lightning_cp.torch_private import plain_functions
+from lightning_cp.private.modes import plain_functions
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
-from lightning_cp import Mask, attention, routing, torch_private
+from lightning_cp import Mask, attention, routing
 from lightning_cp.attn.flex import api, kernel
 from lightning_cp.attn.flex import api as flex_api
+from lightning_cp.private import functions, modes
 from tests import doors, torch_names
 from tests.attn.flex.cases import (
     MASKS,
@@ -121,10 +122,10 @@ def test_a_function_with_other_arguments_is_left_alone():
     def also_ours(query, key):
         return "ours"
 
-    with torch_private.Detour(theirs, ours) as _, torch_private.Detour(theirs, ours):
+    with functions.Detour(theirs, ours) as _, functions.Detour(theirs, ours):
         assert theirs(1, 2) == "theirs"
-    kept = torch_private.copy_function(theirs)
-    detour = torch_private.Detour(theirs, also_ours)
+    kept = functions.copy_function(theirs)
+    detour = functions.Detour(theirs, also_ours)
     with detour:
         with detour:
             assert theirs(1, 2) == "ours"
@@ -149,9 +150,9 @@ class Seen(TorchFunctionMode):
 def test_modes_are_taken_off_and_put_back(cp, batch):
     x = torch.ones(2)
     with Seen() as outer, cp.step(batch), Seen() as inner:
-        with torch_private.without_modes():
+        with modes.without_modes():
             torch.sin(x)
-        with pytest.raises(KeyError), torch_private.without_modes():
+        with pytest.raises(KeyError), modes.without_modes():
             raise KeyError
         assert outer.functions == inner.functions == []
         torch.cos(x)

@@ -25,7 +25,7 @@ from lightning_cp.attn.flex.mods import (
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.torch_private import exact_backend
+from lightning_cp.private.compiler import exact_backend
 from tests import doors, torch_names
 from tests.attn import cases
 from tests.attn.flex.cases import (

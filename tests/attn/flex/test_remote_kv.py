@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.attn import kv_exchange
 from lightning_cp.attn.flex import kernel as kernel
@@ -18,7 +19,6 @@ from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.torch_private import TorchDispatchMode
 from tests.attn.flex.cases import (
     HEADS,
     MASKS,

@@ -1,16 +1,16 @@
-"""What `torch_private` changes of torch is undone."""
+"""What `lightning_cp.private` changes of torch is undone."""
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp import torch_private
+from lightning_cp.private import modes, modules
 
 
 def test_hooks_of_leaves_are_put_back():
     leaf = torch.ones(2, requires_grad=True)
     calls = []
     leaf.register_hook(calls.append)
-    with torch_private.without_tensor_hooks([leaf]):
+    with modules.without_tensor_hooks([leaf]):
         torch.autograd.grad((leaf * 2).sum(), leaf)
     assert calls == []
     torch.autograd.grad((leaf * 2).sum(), leaf)
@@ -28,8 +28,8 @@ def test_modes_entered_inside_without_modes_work_where_functions_are_plain():
             return func(*args, **(kwargs or {}))
 
     outer, inner, x = Seen(), Seen(), torch.ones(2)
-    with outer, torch_private.plain_functions():
-        with torch_private.without_modes(), inner:
+    with outer, modes.plain_functions():
+        with modes.without_modes(), inner:
             x + 1
         with inner:
             x + 1
