@@ -537,7 +537,6 @@ def test_a_forward_that_a_user_has_wrapped_before_is_refused(cp, batch):
     torch.testing.assert_close(loss_in_step(model, cp, batch), 2 * stock_loss("llama", batch))
 
 
-@pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
 def delete_forward(model):
     del model.forward
 
@@ -558,6 +557,7 @@ def test_a_forward_that_was_taken_away_from_an_enabled_model_is_refused(cp, batc
         torch.testing.assert_close(loss_in_step(model, cp, batch), exact)
 
 
+@pytest.mark.parametrize("library", ["accelerate", "accelerate hook", "trl"])
 def test_a_forward_that_a_library_has_wrapped_before_is_served(cp, batch, library):
     model = zoo.build_model("llama")
     if library == "trl":
