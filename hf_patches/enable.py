@@ -81,7 +81,8 @@ def enable(
     """Let a Hugging Face model run inside steps.
 
     Works on loaded models and on the meta device, with or without PEFT. Outside of steps the model
-    behaves as before. Enabling a model twice has no effect.
+    behaves as before. Enabling a model twice has no effect; a PEFT model that has come around it in
+    between is then saved whole, too.
 
     Args:
         model: a model from transformers, or a PEFT model around one.
