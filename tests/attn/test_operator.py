@@ -11,7 +11,7 @@ from lightning_cp.attn.api import attention
 from lightning_cp.attn.blockwise import function
 from tests import doors, torch_names
 
-BACKENDS = ["aot_eager", "inductor"]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def heads(number=4, seed=0):
