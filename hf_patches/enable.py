@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, Final, get_args
@@ -345,15 +345,19 @@ _WRAPPERS: Final = {*LIBRARIES, "accelerate", "trl"}
 def _check_forward(model: PreTrainedModel) -> None:
     """Raise if the forward of a model is a user's: its changes would be lost in a step."""
     pending: list[Any] = [vars(model).get("forward")]
+    seen: list[Any] = [None, type(model).forward]
     while pending:
         call = pending.pop()
+        if any(call is other for other in seen):  # functions may call themselves
+            continue
+        seen.append(call)
         method = getattr(call, "method", call)  # bound again, by accelerate
         if isinstance(method, Method):
             pending += method.patch.previous
         elif isinstance(call, functools.partial | MethodType):
             pending.append(call.func if isinstance(call, functools.partial) else call.__func__)
             pending.append(vars(call).get("__wrapped__"))
-        elif call is not None and call is not type(model).forward:
+        else:
             scope = getattr(call, "__globals__", {"__name__": type(call).__module__})
             if scope["__name__"].partition(".")[0] not in _WRAPPERS:
                 raise ValueError(
@@ -363,9 +367,15 @@ def _check_forward(model: PreTrainedModel) -> None:
                     "the other one changes would be lost. Replace it after enable(model), which "
                     "is then below it, or change `loss` or `logits` of the output in your step."
                 )
-            cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
-            pending += [x for x in cells if isinstance(x, FunctionType | MethodType)]
+            pending += [x for x in _closure(call) if isinstance(x, FunctionType | MethodType)]
             pending.append(getattr(call, "__wrapped__", None))
+
+
+def _closure(call: Any) -> Iterator[Any]:
+    """Yield the variables that a function has from around it, but for those that have no value."""
+    for cell in getattr(call, "__closure__", None) or ():
+        with suppress(ValueError):
+            yield cell.cell_contents
 
 
 def _implement(model: PreTrainedModel, names: dict[str, str]) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_patches import forward
 from hf_patches.enable import Handle, enable, inner_model, is_enabled
-from hf_patches.forward import Enabled, TokenLogpOutput
+from hf_patches.forward import ROWS, Enabled, TokenLogpOutput
 from hf_patches.input_checks import name_arguments, parameters_of
 from hf_patches.left_out import leave_out
 from hf_patches.moe_loss import balance_loss
@@ -36,8 +36,6 @@ from lightning_cp.step import IGNORED_LABEL, Step
 
 Logits = Literal["auto", "always", "never"]
 """Whether an output has logits where labels are given; ``auto``: not in training."""
-
-_MARK: Final = "_lightning_cp_rows"
 
 # Fields of an output: those with one entry per token, and those that all ranks have in common.
 _PER_TOKEN: Final = ("last_hidden_state", "hidden_states", "logits", "router_logits")
@@ -93,7 +91,7 @@ class RowsHandle:
 
     def remove(self) -> None:
         """Restore the model; one that was enabled before stays enabled."""
-        rows: Rows | None = self.model.__dict__.pop(_MARK, None)
+        rows: Rows | None = self.model.__dict__.pop(ROWS, None)
         if rows is None:
             return
         for name, function in _METHODS.items():
@@ -108,7 +106,7 @@ class RowsHandle:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Run full sequences on each rank by itself, as one device, inside a ``with`` block."""
-        rows: Rows = self.model.__dict__[_MARK]
+        rows: Rows = self.model.__dict__[ROWS]
         rows.is_alone = True
         try:
             yield
@@ -117,18 +115,18 @@ class RowsHandle:
 
     def run_alone_where(self, is_private: Callable[[], bool]) -> None:
         """Run calls without gradients as ``generate()`` does, where a condition holds."""
-        self.model.__dict__[_MARK].is_private = is_private
+        self.model.__dict__[ROWS].is_private = is_private
 
     @property
     def logits(self) -> Logits:
         """Return whether an output has logits where labels are given; it can be set."""
-        rows: Rows = self.model.__dict__[_MARK]
+        rows: Rows = self.model.__dict__[ROWS]
         return rows.logits
 
     @logits.setter
     def logits(self, logits: Logits) -> None:
         check_choice("logits", logits, get_args(Logits))
-        self.model.__dict__[_MARK].logits = logits
+        self.model.__dict__[ROWS].logits = logits
 
 
 def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto") -> RowsHandle:
@@ -171,7 +169,7 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
     """
     check_choice("logits", logits, get_args(Logits))
     inner = inner_model(model)
-    rows: Rows | None = inner.__dict__.get(_MARK)
+    rows: Rows | None = inner.__dict__.get(ROWS)
     if rows is not None:
         if rows.cp is not cp:
             raise ValueError(
@@ -187,17 +185,18 @@ def whole_rows(model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
             "would be a mean over all of them, where the stock model's loss is that of its own "
             "samples. Build it without them: ContextParallel(mesh['cp'])."
         )
-    handle = None if is_enabled(inner) else enable(model)
+    was_enabled = is_enabled(inner)
+    handle = enable(model)  # a PEFT model that came after is saved whole, too
     for name, function in _METHODS.items():
         if hasattr(inner, name):
             replace_method(inner, name, function)
-    inner.__dict__[_MARK] = Rows(cp, logits)
-    return RowsHandle(inner, handle)
+    inner.__dict__[ROWS] = Rows(cp, logits)
+    return RowsHandle(inner, None if was_enabled else handle)
 
 
 def takes_full_sequences(model: nn.Module) -> bool:
     """Return whether `whole_rows` has changed a model, or the one inside a PEFT model."""
-    return _MARK in inner_model(model).__dict__
+    return ROWS in inner_model(model).__dict__
 
 
 def _generate(_: object, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +211,7 @@ def _forward(model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kw
     has_cache = arguments.get("past_key_values") is not None or arguments.get("use_cache")
     if active_step.opened() is not None or active_step.is_paused() or has_cache:
         return stock(**arguments)
-    if not torch.is_grad_enabled() and model.__dict__[_MARK].is_private():
+    if not torch.is_grad_enabled() and model.__dict__[ROWS].is_private():
         with active_step.paused():
             return stock(**arguments)
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -230,7 +229,7 @@ _METHODS: Final = {"forward": _forward, "generate": _generate}
 
 
 def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | int | None) -> Any:
-    rows: Rows = model.__dict__[_MARK]
+    rows: Rows = model.__dict__[ROWS]
     enabled: Enabled = model.__dict__[forward.MARK]
     labels, keep = arguments.get("labels"), None
     if enabled.head != "sequence" and not _takes_num_items(type(model).forward):
@@ -362,7 +361,7 @@ def _run_fused(
 
     The loss is computed from full sequences, on every rank, as the head does it.
     """
-    rows: Rows = model.__dict__[_MARK]
+    rows: Rows = model.__dict__[ROWS]
     enabled: Enabled = model.__dict__[forward.MARK]
     if not enabled.patch.previous or "labels" not in arguments:
         raise ValueError(

@@ -231,11 +231,12 @@ def test_lora_models_are_enabled_inside(cp, batch, tied):
     torch.testing.assert_close(model(**unpack(batch, PAD)).loss, exact)
 
 
-def test_adapters_that_come_after_enabling_are_saved_whole():
+@pytest.mark.parametrize("again", [adapter.enable, lambda m: whole_rows(m, doors.parallel(None))])
+def test_adapters_that_come_after_enabling_are_saved_whole(again):
     model = zoo.build_model("llama")
     handle = enable(model)
     outer = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    adapter.enable(outer).remove()  # as the strategy does
+    again(outer).remove()  # as a strategy does, or a trainer
     assert "save_pretrained" in vars(outer)
     enable(outer).undo()
     assert "save_pretrained" not in {*vars(outer), *vars(model)}
@@ -570,6 +571,25 @@ def test_a_forward_that_a_library_has_wrapped_before_is_served(cp, batch, librar
     exact = stock_loss("llama", batch)
     tolerance = {"atol": 0.05, "rtol": 0.05} if library == "accelerate" else {}
     torch.testing.assert_close(loss_in_step(model, cp, batch), exact, **tolerance)
+
+
+CALLS_ITSELF = """
+def wrap(stock):
+    def forward(*args, **kwargs):
+        return stock(*args, **kwargs) if args or kwargs else (forward(), unset)
+    if stock is None:
+        unset = None
+    return forward
+"""
+
+
+def test_what_a_wrapper_has_from_around_it_is_read_once(cp, batch):
+    of_accelerate = {"__name__": "accelerate.utils"}
+    exec(CALLS_ITSELF, of_accelerate)
+    model = zoo.build_model("llama")
+    model.forward = of_accelerate["wrap"](model.forward)
+    enable(model)
+    torch.testing.assert_close(loss_in_step(model, cp, batch), stock_loss("llama", batch))
 
 
 def test_enabling_that_fails_leaves_no_trace(monkeypatch):
