@@ -100,8 +100,7 @@ class Activations:
             undos.append(checkpointed.remove)
         if self.tile and self.tile != "auto" and training:
             tokens: TileTokens = "auto" if self.tile is True else self.tile
-            handle = tile_modules(model, tile_tokens=tokens, shard_modules=shard_modules)
-            undos.append(handle.remove)
+            undos.append(tile_modules(model, tile_tokens=tokens).remove)
         return undos
 
 

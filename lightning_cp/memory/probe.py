@@ -8,9 +8,7 @@ may be random, routed, remembered, or trained without being a parameter of the m
 
 import inspect
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from lightning_cp import active_step
 from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
@@ -27,7 +24,7 @@ from lightning_cp.precision import autocast_off
 from lightning_cp.private.modes import RecordedOperators, without_dispatch_modes, without_modes
 from lightning_cp.private.modules import module_hooks
 
-_LEADING: Final = {2: (5,), 3: (2, 5), 4: (2, 5, 3)}
+PROBED_DIMS: Final = {2: (5,), 3: (2, 5), 4: (2, 5, 3)}
 """Number of dims of an input to its sizes in the probe, without the width."""
 
 _ROUTING: Final = {"topk", "sort", "argmax", "kthvalue", "nonzero", "bincount", "histc"}
@@ -52,14 +49,10 @@ class Verdict:
         obstacle: why a module cannot be computed in tiles; empty if it can.
         saved: bytes that autograd saves for the module besides its input and its parameters, over
             the bytes of the input.
-        mixes: whether tokens are mixed inside, or may be.
-        routes: whether the module selects weights by token, as experts do.
     """
 
     obstacle: str = ""
     saved: float = 0.0
-    mixes: bool = False
-    routes: bool = False
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -70,12 +63,6 @@ def takes_one_tensor(module: nn.Module) -> bool:
     several = any(p.kind == p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
     takes = any(p.kind in (*positional, p.VAR_POSITIONAL) for p in parameters)
     return len(required) <= 1 and takes and not several
-
-
-def is_pending(module: nn.Module) -> bool:
-    """Return whether a module cannot be called yet: tensors are sharded or on the meta device."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return any(isinstance(x, DTensor) or x.is_meta for x in tensors)
 
 
 def has_units_inside(module: nn.Module) -> bool:
@@ -89,54 +76,14 @@ def has_hooks_inside(module: nn.Module) -> bool:
     return any(not is_gathering_hook(hook) for part in inside for hook in module_hooks(part))
 
 
-def has_matrices(module: nn.Module) -> bool:
-    """Return whether a module holds more than scales and biases; quantized weights are flat."""
-    return any(p.dim() > 1 or not p.is_floating_point() for p in module.parameters())
-
-
-def format_states(states: Iterable[tuple[str, str]]) -> str:
-    """Return the states of modules as text, layers that are alike in one line.
-
-    Example:
-        >>> print(format_states([("layers.0.mlp", "tiled"), ("layers.1.mlp", "tiled")]))
-        layers.*.mlp (2): tiled
-    """
-    lines = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), state) for name, state in states)
-    return "\n".join(f"{name} ({num}): {state}" for (name, state), num in lines.items())
-
-
-def sample_input(
-    ndim: int, width: int, *, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """Return a random input for a probe; None for a number of dims that is not supported.
+def sample_input(ndim: int, width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a random input for a probe, with one of `PROBED_DIMS`.
 
     The global random state is neither used nor changed.
     """
-    if ndim not in _LEADING:
-        return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(*_LEADING[ndim], width, generator=generator)
+    x = torch.randn(*PROBED_DIMS[ndim], width, generator=generator)
     return x.to(device, dtype)
-
-
-def find_input(module: nn.Module, forward: Callable[[Tensor], Any]) -> Tensor | None:
-    """Return an input [batch, tokens, width] that a module takes; None if none is found.
-
-    The width is one of the sizes of its parameters.
-    """
-    parameters = [p for p in module.parameters() if p.is_floating_point()]
-    if not parameters:
-        return None
-    for width in dict.fromkeys(size for p in parameters for size in reversed(p.shape)):
-        x = sample_input(3, width, dtype=parameters[0].dtype, device=parameters[0].device)
-        with _undisturbed(module), torch.no_grad():
-            try:
-                y = forward(x) if x is not None else None
-            except _ERRORS:
-                continue
-        if y is not None:
-            return x
-    return None
 
 
 def probe(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Verdict:
@@ -167,20 +114,19 @@ def _probe(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Ve
         y = forward(given)
     if _routes(recorded):
         return Verdict(
-            "it routes tokens to experts; hooks that record its router need whole tensors",
-            routes=True,
+            "it routes tokens to experts; hooks that record its router need whole tensors"
         )
     if not isinstance(y, Tensor):
-        return Verdict(f"it returns a {type(y).__name__}, not one tensor", mixes=True)
+        return Verdict(f"it returns a {type(y).__name__}, not one tensor")
     if y.shape[:-1] != x.shape[:-1] or y.dim() != x.dim():
-        return Verdict(f"it returns {tuple(y.shape)} for an input of {tuple(x.shape)}", mixes=True)
+        return Verdict(f"it returns {tuple(y.shape)} for an input of {tuple(x.shape)}")
     if not torch.equal(given, x):
         return Verdict("it changes its input in place")
     if any(torch.Tag.nondeterministic_seeded in op.tags for op in recorded.operators):
         return Verdict("it draws random numbers in training mode (dropout)")
     with torch.no_grad():
         if _mixes(forward, x, y):
-            return Verdict("it mixes tokens, or depends on their positions", mixes=True)
+            return Verdict("it mixes tokens, or depends on their positions")
     return _saved(module, forward, x)
 
 

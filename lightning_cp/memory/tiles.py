@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token-wise modules computed in tiles of tokens, so that recomputing a layer takes less memory.
 
-`tile_modules(model)` finds them by a probe (`probe.py`): MLPs, norms, shared experts. A tiled
-module saves its input for backward and nothing else. Backward computes one tile after another,
-forward and gradients, and sums the gradients of the weights in float32 or wider.
-
-What follows a tiled norm, an MLP or projections, does not save the norm's output: backward computes
-it again from the norm's input.
+`tile_modules(model)` takes modules by name: MLPs, norms, shared experts. One whose probe
+(`probe.py`) shows that it computes each token by itself saves its input for backward and nothing
+else. Backward computes one tile after another, forward and gradients, and sums the gradients of the
+weights in float32 or wider.
 """
 
-import inspect
+import logging
 import math
-import weakref
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -25,14 +25,29 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.gradients import add_gradients
-from lightning_cp.memory.probe import Verdict, has_hooks_inside, has_matrices, has_units_inside
-from lightning_cp.memory.replace import Handle, Replacement, is_replaced, replace_modules
+from lightning_cp.memory.probe import (
+    PROBED_DIMS,
+    Verdict,
+    has_hooks_inside,
+    has_units_inside,
+    probe,
+    sample_input,
+    takes_one_tensor,
+)
+from lightning_cp.patch import Patch, patches_of, replace_method
 from lightning_cp.precision import autocast_off
-from lightning_cp.private.autograd import backward_id, saved_tensor_hooks
 from lightning_cp.private.compiler import outside_graphs
-from lightning_cp.private.modules import tensor_version, without_tensor_hooks
+from lightning_cp.private.modules import without_tensor_hooks
+
+_logger = logging.getLogger(__name__)
 
 TileTokens = int | Literal["auto"]
+
+TOKEN_WISE: Final = (
+    *("*mlp", "*feed_forward", "*ffn", "*shared_expert", "*shared_experts"),
+    "*Norm",
+)
+"""Names and classes of modules that are probed: as the models of transformers have them."""
 
 MIN_TOKENS: Final = 2048
 """Tokens of a tile, at least, under ``auto``: with fewer, matrix products become slower."""
@@ -45,30 +60,77 @@ _MIN_SAVED: Final = 1.0
 """Bytes saved besides the input, over those of the input, from which on tiles are worth it."""
 
 
+@dataclass(frozen=True)
+class ModuleReport:
+    """What became of a module.
+
+    Args:
+        name: of the module in the model.
+        is_tiled: whether it is computed in tiles; None until it is called with more tokens than one
+            tile has.
+        reason: why it is left alone; empty if it is not.
+    """
+
+    name: str
+    is_tiled: bool | None
+    reason: str = ""
+
+
+class Handle:
+    """The tiled modules of a model, until `remove()`."""
+
+    def __init__(self, tiled: list["_Tiled"], left_alone: list[ModuleReport]) -> None:
+        self._tiled, self._left_alone = tiled, left_alone
+
+    def remove(self) -> None:
+        """Restore the modules. Graphs that exist already can still be used for backward."""
+        for each in self._tiled:
+            each.patch.remove()
+        self._tiled.clear()
+
+    def report(self) -> tuple[ModuleReport, ...]:
+        """Return which modules are tiled, and which are left alone and why, by name."""
+        found = [each.report() for each in self._tiled if not each.is_inside]
+        return tuple(sorted(found + self._left_alone, key=lambda x: _natural(x.name)))
+
+    def __str__(self) -> str:
+        """Return the report as text, layers that are alike in one line."""
+        states = {True: "tiled", None: "decided at its first call", False: "left alone"}
+        return format_states(
+            (each.name, states[each.is_tiled] + (f": {each.reason}" if each.reason else ""))
+            for each in self.report()
+        )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
 def tile_modules(
     model: nn.Module,
     *,
+    modules: Sequence[str] | None = None,
     tile_tokens: TileTokens = "auto",
-    shard_modules: Sequence[str] | None = None,
 ) -> Handle:
-    """Compute the token-wise modules of a model in tiles of tokens.
+    """Compute token-wise modules of a model in tiles of tokens.
 
-    A module is tiled if a probe shows that it computes each token by itself; the loss and all
-    gradients are those of the plain model, but for the rounding of sums. Looked at are the parts of
-    the blocks (decoder layers), and norms anywhere. Under activation checkpointing
-    (``use_reentrant=False``), the recompute of a layer that ends with a tiled module stops at the
-    module's input, so that the module runs as often as without tiles.
+    A module is tiled if it is named, and a probe shows that it computes each token by itself; the
+    loss and all gradients are those of the plain model, but for the rounding of sums. It is decided
+    when the module is first called with more tokens than one tile has. A named module inside of one
+    that is tiled is part of its tiles. Under activation checkpointing (``use_reentrant=False``),
+    the recompute of a layer that ends with a tiled module stops at the module's input, so that the
+    module runs as often as without tiles.
 
-    Call it before or after `fully_shard`, PEFT and `enable`. The decision about a module with
-    sharded or meta parameters is made when it is called.
+    Call it before or after `fully_shard`, PEFT and `enable`.
 
     Args:
         model: a model, a LightningModule that holds some, or a single block.
+        modules: class names or name patterns of the modules, such as ``"layers.*.mlp"``; by default
+            `TOKEN_WISE`: MLPs, shared experts and norms.
         tile_tokens: tokens of a tile, over all samples of the batch, at most. ``auto`` divides an
             MLP so that what autograd saves for one tile takes about as much as its input, and a
             norm by 16, into tiles of at least 2048 tokens. It depends on local shapes only: all
             ranks that hold equally many tokens use equal tiles.
-        shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
 
     Returns:
         A handle: ``report()`` lists what is tiled and what is not; ``remove()`` restores the model.
@@ -78,10 +140,10 @@ def tile_modules(
         >>> layer.mlp = nn.Sequential(nn.Linear(4, 9), nn.SiLU(), nn.Linear(9, 4))
         >>> model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
         >>> handle = tile_modules(model, tile_tokens=2)
-        >>> print(handle)
-        layers.*.mlp (1): tiled
         >>> layer.mlp(torch.ones(1, 5, 4)).shape
         torch.Size([1, 5, 4])
+        >>> print(handle)
+        layers.*.mlp (1): tiled
         >>> handle.remove()
     """
     if tile_tokens != "auto" and (isinstance(tile_tokens, bool) or not _is_count(tile_tokens)):
@@ -89,135 +151,188 @@ def tile_modules(
             f"tile_tokens={tile_tokens!r}: give the number of tokens of a tile, 1 or more, or "
             "'auto'."
         )
-    return replace_modules(model, _Tiled, shard_modules=shard_modules, tile_tokens=tile_tokens)
+    patterns = TOKEN_WISE if modules is None else modules
+    named = {n: m for n, m in model.named_modules() if n and _is_named(n, m, patterns)}
+    if not named:
+        raise ValueError(
+            f"No module of {type(model).__name__} with parameters has a name or a class like "
+            f"{', '.join(patterns)}. Name those that compute each token by itself: "
+            "tile_modules(model, modules=['*.my_mlp'])."
+        )
+    tiled: dict[str, _Tiled] = {}
+    left_alone = []
+    for name, module in named.items():
+        if reason := _reason_to_leave(module):
+            left_alone.append(ModuleReport(name, False, reason))
+        else:
+            tiled[name] = _Tiled(module, name, tile_tokens)
+            tiled[name].install(_outer(name, tiled))
+    handle = Handle(list(tiled.values()), left_alone)
+    _logger.info("modules in tiles of %s tokens:\n%s", tile_tokens, handle)
+    return handle
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and value >= 1
 
 
-class _Projection(Replacement):
-    """A single matrix: it saves no output of a tiled norm.
+def _is_named(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
+    has_parameters = any(True for _ in module.parameters())
+    names = name, type(module).__name__
+    return has_parameters and any(fnmatchcase(x, p) for x in names for p in patterns)
 
-    It is not computed in tiles: it saves little else, and would run a third time.
+
+def _reason_to_leave(module: nn.Module) -> str:
+    if is_tiled(module):
+        return "it is tiled already"
+    return "" if takes_one_tensor(module) else "its forward takes more than one tensor"
+
+
+def _outer(name: str, tiled: dict[str, "_Tiled"]) -> "_Tiled | None":
+    """Return the innermost of the modules around one."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in tiled:
+            return tiled[name]
+    return None
+
+
+def is_tiled(module: nn.Module) -> bool:
+    """Return whether a module is computed in tiles, or may be."""
+    functions = (patch.value.function for patch in patches_of(module, "forward"))
+    return any(isinstance(getattr(function, "__self__", None), _Tiled) for function in functions)
+
+
+def format_states(states: Iterable[tuple[str, str]]) -> str:
+    """Return the states of modules as text, layers that are alike in one line.
+
+    Example:
+        >>> print(format_states([("layers.0.mlp", "tiled"), ("layers.1.mlp", "tiled")]))
+        layers.*.mlp (2): tiled
     """
-
-    state = "a projection"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and let backward compute the norm before it again."""
-        if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
-            return self.call(*args, **kwargs)
-        return _project(self.call, args[0], self)
-
-
-def _project(call: Callable[[Any], Any], x: Any, reader: Replacement) -> Any:
-    source = _source_of(x, reader)
-    if source is None:
-        return call(x)
-    with _recomputing(x, source):
-        return call(x)
+    lines = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), state) for name, state in states)
+    return "\n".join(f"{name} ({num}): {state}" for (name, state), num in lines.items())
 
 
 @dataclass(eq=False)
-class _Tiled(Replacement):
-    """A module that is computed in tiles.
+class _Tiled:
+    """A module that is computed in tiles, in the instance.
 
     Args:
+        module: the module.
+        name: of the module in the model.
         tile_tokens: tokens of a tile.
     """
 
-    state = "tiled"
-    projection = _Projection
-
-    tile_tokens: TileTokens = "auto"
+    module: nn.Module
+    name: str
+    tile_tokens: TileTokens
+    inside: list["_Tiled"] = field(default_factory=list)
+    is_inside: bool = False  # of a module that is tiled, or may be
+    is_settled: bool = False
+    obstacle: str = ""
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    patch: Patch = field(init=False)
+
+    def install(self, outer: "_Tiled | None") -> None:
+        """Replace the forward.
+
+        Args:
+            outer: the tiled module around this one.
+        """
+        self.patch = replace_method(self.module, "forward", self._forward)
+        if outer is not None:
+            outer.inside.append(self)
+            self.is_inside = True
+
+    def report(self) -> ModuleReport:
+        """Return what became of the module."""
+        if self.obstacle:
+            return ModuleReport(self.name, False, self.obstacle)
+        return ModuleReport(self.name, True if self.is_settled else None)
 
     @outside_graphs
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a module in tiles, where its arguments and its state allow it."""
+    def _forward(self, _: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the module in tiles, where its arguments and its state allow it."""
         values = [*args, *kwargs.values()]
         x = values[0] if len(values) == 1 else None
+        if self.is_inside:
+            return stock(*args, **kwargs)
         is_plain = isinstance(x, Tensor) and not isinstance(x, DTensor) and x.dim() > 1
         if not isinstance(x, Tensor) or not is_plain or not x.is_floating_point():
-            self.decide(Verdict("it is called with something else than one tensor"))
-            return self.call(*args, **kwargs)
-        call = self.call if args else partial(_call_by_name, self.call, next(iter(kwargs)))
-        num = self.num_tiles(x, call)
+            self._settle("it is called with something else than one tensor")
+            return stock(*args, **kwargs)
+        call = stock if args else partial(_call_by_name, stock, next(iter(kwargs)))
+        num = self._num_tiles(x, call)
         if num == 1:
-            return _project(call, x, self)
+            return call(x)
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        needs_grad = torch.is_grad_enabled() and bool(parameters or x.requires_grad)
-        source = _source_of(x, self) if needs_grad else None
-        job = _Job(self, call, num, tuple(parameters), x, _Saved(source))
-        if not needs_grad:
+        job = _Job(self.module, call, num, tuple(parameters), x)
+        if not torch.is_grad_enabled() or not (parameters or x.requires_grad):
             return job.forward(x, grad=False)
-        if source is None:
-            if not x.requires_grad:
-                x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
-            x = _Input.apply(x, job.saved)  # type: ignore[no-untyped-call]
-        y: Tensor = _InTiles.apply(x, job, *parameters.values())  # type: ignore[no-untyped-call]
-        job.version = tensor_version(y)
-        return y
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # saved by `_Input` only if it requires a gradient
+        x = _Input.apply(x, job)  # type: ignore[no-untyped-call]
+        return _InTiles.apply(x, job, *parameters.values())  # type: ignore[no-untyped-call]
 
-    def first_verdict(self) -> Verdict | None:
-        """Probe the module, unless tiles would be wrong or slow whatever it computes."""
-        obstacle = self.obstacle_inside()
-        return Verdict(obstacle) if obstacle else super().first_verdict()
-
-    def check(self, x: Tensor, call: Callable[[Tensor], Any]) -> Verdict:
-        """Probe the module, and whether tiles save memory."""
-        verdict = super().check(x, call)
-        if not verdict.obstacle and verdict.saved < _MIN_SAVED:
-            return Verdict("autograd saves little more than its input: nothing to gain")
-        return verdict
-
-    def verdict(self, x: Tensor, call: Callable[[Tensor], Any]) -> Verdict:
-        """Return the verdict for inputs like this one; probe the module if there is none yet."""
-        parameters = list(self.module.parameters())
-        key = (
-            (x.dim(), x.shape[-1], x.dtype, x.device),
-            tuple((id(part), getattr(part, "p", None)) for part in self.module.modules()),
-            tuple((p.dtype, p.requires_grad) for p in parameters),
-        )
-        if key not in self.verdicts:
-            self.verdicts[key] = self.verdict_like(x, call)
-        return self.verdicts[key]
-
-    def obstacle_inside(self) -> str:
-        """Return why tiles would be wrong or slow now, whatever the module computes."""
-        if has_units_inside(self.module):
-            return "an FSDP2 unit inside it would be gathered for every tile"
-        if has_hooks_inside(self.module):
-            return "hooks on modules inside it would see tiles instead of whole tensors"
-        return ""
-
-    def num_tiles(self, x: Tensor, call: Callable[[Tensor], Any]) -> int:
+    def _num_tiles(self, x: Tensor, call: Callable[[Tensor], Any]) -> int:
         """Return the number of tiles for an input; 1 where the module is to be called plainly."""
         dim = _tile_dim(x)
         num_tokens = math.prod({0: x.shape[0], dim: x.shape[dim]}.values())
         least = MIN_TOKENS if self.tile_tokens == "auto" else self.tile_tokens
         if num_tokens <= least:
             return 1
-        self.obstacle = self.obstacle_inside()
-        if not self.obstacle and any(isinstance(p, DTensor) for p in self.module.parameters()):
-            self.obstacle = "its parameters are sharded while it is called"
-        if self.obstacle:  # of this call; hooks may go again
+        obstacle = self._obstacle_now(x)
+        self._settle(obstacle)
+        if obstacle:  # of this call; hooks may go again
             return 1
-        verdict = self.verdict(x, call)
-        self.decide(verdict)
+        verdict = self._verdict(x, call)
+        self._settle(verdict.obstacle)
         if verdict.obstacle:
+            self.patch.remove()
             return 1
         num = -(-num_tokens // least)
         if self.tile_tokens == "auto":
-            wanted = max(2, round(verdict.saved)) if has_matrices(self.module) else _NORM_TILES
+            wanted = max(2, round(verdict.saved)) if self._has_matrices() else _NORM_TILES
             num = min(wanted, num_tokens // least)
         return min(num, x.shape[dim])
 
+    def _has_matrices(self) -> bool:
+        """Return whether it holds more than scales and biases; quantized weights are flat."""
+        return any(p.dim() > 1 or not p.is_floating_point() for p in self.module.parameters())
 
-def is_tiled(module: nn.Module) -> bool:
-    """Return whether a module is computed in tiles, or may be."""
-    return is_replaced(module, _Tiled)
+    def _settle(self, obstacle: str) -> None:
+        """Note why the module is left alone; then those inside are computed in tiles."""
+        self.obstacle, self.is_settled = obstacle, True
+        for each in self.inside:
+            each.is_inside = not obstacle
+
+    def _obstacle_now(self, x: Tensor) -> str:
+        """Return why tiles would be wrong or slow in this call, whatever the module computes."""
+        if x.dim() not in PROBED_DIMS:
+            return f"its input has {x.dim()} dims"
+        if has_units_inside(self.module):
+            return "an FSDP2 unit inside it would be gathered for every tile"
+        if has_hooks_inside(self.module):
+            return "hooks on modules inside it would see tiles instead of whole tensors"
+        if any(isinstance(p, DTensor) for p in self.module.parameters()):
+            return "its parameters are sharded while it is called"
+        return ""
+
+    def _verdict(self, x: Tensor, call: Callable[[Tensor], Any]) -> Verdict:
+        """Return the verdict for inputs like this one; probe the module if there is none yet."""
+        key = (
+            (x.dim(), x.shape[-1], x.dtype, x.device),
+            tuple((id(part), getattr(part, "p", None)) for part in self.module.modules()),
+            tuple((p.dtype, p.requires_grad) for p in self.module.parameters()),
+        )
+        if key not in self.verdicts:
+            sample = sample_input(x.dim(), x.shape[-1], dtype=x.dtype, device=x.device)
+            verdict = probe(self.module, call, sample)
+            if not verdict.obstacle and verdict.saved < _MIN_SAVED:
+                verdict = Verdict("autograd saves little more than its input: nothing to gain")
+            self.verdicts[key] = verdict
+        return self.verdicts[key]
 
 
 def _tile_dim(x: Tensor) -> int:
@@ -230,84 +345,30 @@ def _call_by_name(call: Callable[..., Any], name: str, x: Tensor) -> Any:
     return call(**{name: x})
 
 
-class _Saved:
-    """The input of a tiled module, for backward.
-
-    Args:
-        source: the tiled norm whose output it is: it is not saved, but computed again, tile by
-            tile, from what the norm has saved. None for an input that autograd saves.
-    """
-
-    def __init__(self, source: "_Job | None") -> None:
-        self.source = source
-        self.ctx: Any = None  # of `_Input`, which saves it
-        self._x: Tensor | None = None
-        self._backward = -1
-
-    def tiles(self, num: int, dim: int) -> Iterator[Tensor]:
-        """Yield the input in tiles."""
-        if self.source is not None:
-            yield from self.source.output_tiles(num, dim)
-            return
-        # Activation checkpointing returns a saved tensor only once in a backward.
-        if self._x is None or self._backward != backward_id():
-            (self._x,), self._backward = self.ctx.saved_tensors, backward_id()
-        yield from self._x.tensor_split(num, dim)
-
-    def free(self) -> None:
-        """Forget the input: the module's own backward is the last to need it."""
-        self._x = None
-
-
-class _Region:
-    """The hooks for saved tensors, of activation checkpointing, inside which it was created.
-
-    Weak references: those hooks hold the checkpoint of their layer, which would stay in memory as
-    long as the graph of the step.
-    """
-
-    def __init__(self) -> None:
-        self._hooks = [_weak(hook) for hook in saved_tensor_hooks() or ()]
-
-    def is_current(self) -> bool:
-        """Return whether its hooks are the innermost ones now."""
-        return [ref() for ref in self._hooks] == list(saved_tensor_hooks() or ())
-
-
-def _weak(hook: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    return weakref.WeakMethod(hook) if inspect.ismethod(hook) else weakref.ref(hook)
-
-
 class _Job:
     """One call of a tiled module.
 
     Args:
-        tiled: the module.
+        module: the module.
         call: its forward, without tiles and hooks.
         num: number of tiles.
         names: of the parameters that require gradients.
         x: the input.
-        saved: what backward has of it.
     """
 
     def __init__(
         self,
-        tiled: _Tiled,
+        module: nn.Module,
         call: Callable[[Tensor], Tensor],
         num: int,
         names: tuple[str, ...],
         x: Tensor,
-        saved: _Saved,
     ) -> None:
-        self.module, self.name, self.call = tiled.module, tiled.name, call
-        self.num, self.names, self.saved = num, names, saved
+        self.module, self.call, self.num, self.names = module, call, num, names
+        self.input_ctx: Any = None  # of `_Input`, which saves it
         self.dim = _tile_dim(x)
         self.shape, self.dtype, self.device_type = x.shape, x.dtype, x.device.type
         self.needs_input_grad = x.requires_grad
-        self.region = _Region()
-        self.version: int | None = None  # of the output
-        self._output: Tensor | None = None
-        self._backward = -1
         self._autocast: tuple[torch.dtype, bool] | None = None
         if torch.is_autocast_enabled(self.device_type):
             dtype = torch.get_autocast_dtype(self.device_type)
@@ -327,36 +388,15 @@ class _Job:
             x: the input.
             grad: whether the caller has gradients enabled.
         """
-        tiles = x.tensor_split(self.num, self.dim)
-        return self._join(self._tile(tile, grad=grad) for tile in tiles)
-
-    def output(self) -> Tensor:
-        """Return the output once more, in backward; once for all projections."""
-        if self._output is None or self._backward != backward_id():
-            self._output = self._join(self.output_tiles(self.num, self.dim))
-            self._backward = backward_id()
-        return self._output
-
-    def output_tiles(self, num: int, dim: int) -> Iterator[Tensor]:
-        """Yield the output once more, in backward, in tiles."""
-        for tile in self.saved.tiles(num, dim):
-            with self.autocast():
-                y = self._tile(tile, grad=True)
-            yield y
-
-    def _tile(self, tile: Tensor, *, grad: bool) -> Tensor:
-        with _private_graph(self.device_type, grad=grad):
-            return self.call(tile.detach().contiguous()).detach()
-
-    def _join(self, tiles: Iterable[Tensor]) -> Tensor:
         out: Tensor | None = None
         start = 0
-        for y in tiles:
+        for tile in x.tensor_split(self.num, self.dim):
+            with _private_graph(self.device_type, grad=grad):
+                y = self.call(tile.detach().contiguous()).detach()
             if out is None:
                 out = y.new_empty((*self.shape[:-1], y.shape[-1]))
-            length = y.shape[self.dim]
-            out.narrow(self.dim, start, length).copy_(y)
-            start += length
+            out.narrow(self.dim, start, y.shape[self.dim]).copy_(y)
+            start += y.shape[self.dim]
         if out is None:
             raise AssertionError("an input without tiles")
         return out
@@ -368,7 +408,8 @@ class _Job:
         parameters = [own[name] for name in self.names]
         dx: Tensor | None = None
         sums: list[Tensor | None] = [None for _ in parameters]
-        tiles = self.saved.tiles(self.num, self.dim)
+        (x,) = self.input_ctx.saved_tensors
+        tiles = x.tensor_split(self.num, self.dim)
         douts = dout.tensor_split(self.num, self.dim)
         start = 0
         # Hooks of a parameter are for its gradient, which autograd passes to them after backward.
@@ -389,48 +430,8 @@ class _Job:
                     part.zero_() if piece_grad is None else part.copy_(piece_grad)
                 start += tile.shape[self.dim]
                 add_gradients(sums, found)
-        self.saved.free()
-        self._output = None
         cast = zip(sums, parameters, strict=True)
         return dx, [None if total is None else total.to(p.dtype) for total, p in cast]
-
-
-def _source_of(x: object, reader: Replacement) -> _Job | None:
-    """Return the call of a tiled norm whose output a tensor is, if backward can compute it again.
-
-    It can in the region of activation checkpointing in which the norm was called, and while the
-    FSDP2 unit of the norm is gathered. Both are the same when the region is recomputed.
-
-    Args:
-        x: the input of a module.
-        reader: the module.
-    """
-    job = getattr(x.grad_fn, "job", None) if isinstance(x, Tensor) else None
-    if not isinstance(x, Tensor) or not isinstance(job, _Job) or has_matrices(job.module):
-        return None
-    is_unchanged = tensor_version(x) == job.version and job.region.is_current()
-    return job if is_unchanged and reader.finder.share_units(job.name, reader.name) else None
-
-
-@contextmanager
-def _recomputing(x: Tensor, source: _Job) -> Iterator[None]:
-    """Let autograd not save the output of a norm, but compute it again in backward."""
-    pack_other, unpack_other = saved_tensor_hooks() or (_identity, _identity)
-    # Not the tensor itself: autograd holds its hooks as long as what they have packed.
-    whole = x.data_ptr(), x.numel(), x.dtype
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.is_contiguous() and (tensor.data_ptr(), tensor.numel(), tensor.dtype) == whole:
-            return source, tensor.shape
-        return None, pack_other(tensor)
-
-    with saved_tensors_hooks(pack, partial(_unpack, unpack_other)):
-        yield
-
-
-def _unpack(unpack_other: Callable[[Any], Tensor], packed: tuple[_Job | None, Any]) -> Tensor:
-    source, value = packed
-    return unpack_other(value) if source is None else source.output().view(value)
 
 
 @contextmanager
@@ -465,9 +466,9 @@ class _Input(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: _Saved) -> Tensor:
+    def forward(ctx: Any, x: Tensor, job: _Job) -> Tensor:
         ctx.save_for_backward(x)
-        saved.ctx = ctx
+        job.input_ctx = ctx
         return x.view_as(x)
 
     @staticmethod

@@ -209,9 +209,9 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     in_attention = ATTENTION_HIDDEN * residual // 2 * hidden + 2 * keys + 4 * out
     if setup.tiles:
         in_mlp = _tiled(layer, hidden, setup, mlp + backward)
-        in_attention -= 2 * out
-        # Norms save their input; projections and MLPs nothing, but for the casts of autocast.
-        saved = residual * layer.num_norms * hidden
+        in_attention += 2 * hidden - 2 * out  # the output of the norm before it
+        # Norms and MLPs save their input, projections theirs, under autocast a cast for each.
+        saved = residual * layer.num_norms * hidden + 2 * min(2, layer.num_norms) * hidden
         saved += attention - (QK_NORM_SAVED + wide - 2) * normalized
         saved += mlp if layer.num_active else 0
         saved += CAST * 3 * hidden if is_mixed else 0
@@ -229,8 +229,7 @@ def _tiled(layer: LayerShape, hidden: int, setup: Setup, mlp: float) -> float:
     """Return the bytes per token of a layer in tiles, without its checkpoint and kept attention.
 
     The largest of three moments: rotary embeddings while the layer is recomputed; the MLP; and the
-    norm in front of it. Norms before attention and MLP save nothing but their input, and neither
-    do the projections behind them, except for the casts of autocast.
+    norm in front of it. Norms save their input, and so do the projections and the MLP behind them.
 
     Args:
         layer: its shape.
@@ -241,7 +240,7 @@ def _tiled(layer: LayerShape, hidden: int, setup: Setup, mlp: float) -> float:
     residual = residual_bytes(setup)
     state = residual * hidden
     queries, num_after = layer.query_width, max(0, layer.num_norms - 2)
-    saved = float(2 * layer.key_width)
+    saved = float(2 * layer.key_width + 2 * hidden)
     if residual == 4:
         saved += CAST * (2 if layer.latent else 3) * hidden
     if layer.qk_norm:
@@ -251,8 +250,9 @@ def _tiled(layer: LayerShape, hidden: int, setup: Setup, mlp: float) -> float:
     # Under autocast, cos and sin are float32, and so are queries that were normalized.
     turned = (residual if layer.qk_norm else 2) + ROTARY_TENSORS * residual
     rotary = 2 * state + saved + turned * queries
-    # The gradient of the layer's output, and the input of the norm before the MLP.
+    # The gradient of the layer's output, and the inputs of the MLP and of the norm before it.
     saved += 2 * state + 2 * queries + num_after * state
+    saved += 0 if layer.num_active else 2 * hidden
     tile = 1 if layer.num_active else 1 / setup.tiles  # experts are left alone
     in_mlp = saved + state + mlp * tile
     in_norm = saved + 2 * state + NORM_BACKWARD * hidden / setup.tiles

@@ -1,4 +1,4 @@
-"""What the tests of tiles and of compiled layers share: models, a step, and reading reports."""
+"""What the tests of tiles share: models, a step, and reading reports."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -45,18 +45,18 @@ def assert_close(found, exact, tolerance):
     assert worst[1] <= tolerance, worst
 
 
-def replaced_names(handle):
-    return {report.name for report in handle.report() if report.is_replaced}
+def tiled_names(handle):
+    return {report.name for report in handle.report() if report.is_tiled}
 
 
 def names_in_layers(handle):
-    """Return the names of replaced modules in their layer."""
-    parts = [name.split(".") for name in replaced_names(handle)]
+    """Return the names of tiled modules in their layer."""
+    parts = [name.split(".") for name in tiled_names(handle)]
     return {".".join(name[3:]) for name in parts if name[1:2] in (["layers"], ["h"])}
 
 
 def reasons(handle):
-    return {report.name: report.reason for report in handle.report() if not report.is_replaced}
+    return {report.name: report.reason for report in handle.report() if not report.is_tiled}
 
 
 def lora(model):
