@@ -1,22 +1,42 @@
-"""Fixtures for all tests: ranks that start once, and a guard against leftovers."""
+"""Fixtures for all tests: ranks that start once, and a guard against leftovers.
+
+What takes seconds to import is imported where it is used: the process that hands tests out to
+workers imports this file before it starts them.
+"""
 
 import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from lightning_cp import active_step
-from tests.ranks import RankPool
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
 
-try:
-    from hypothesis import Phase, settings
-except ImportError:  # a GPU machine with torch and pytest only runs tests/gpu
-    settings = None
-else:
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collect no garbage while modules are imported, and leave them out of it afterwards."""
+    gc.disable()
+    try:
+        if getattr(session.config.option, "dist", "no") == "no":  # else workers collect
+            _set_up_libraries()
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _set_up_libraries() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        from hypothesis import Phase, settings
+    except ImportError:  # a GPU machine with torch and pytest only runs tests/gpu
+        return
     # Shrinking a failure of a case with threads takes minutes; the drawn case is printed anyway.
     settings.register_profile(
         "seeded",
@@ -26,18 +46,6 @@ else:
         phases=[Phase.explicit, Phase.generate],
     )
     settings.load_profile("seeded")
-torch.set_num_threads(1)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Collect no garbage while modules are imported, and leave them out of it afterwards."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,8 +57,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks() -> "Iterator[Callable[[int], RankPool]]":
     """Return a function that gives a pool of so many gloo processes, started at its first use."""
+    from tests.ranks import RankPool
+
     pools: dict[int, RankPool] = {}
     yield lambda size: pools.setdefault(size, RankPool(size))
     for pool in pools.values():
@@ -74,6 +84,10 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
+    import torch.distributed as dist
+
+    from lightning_cp import active_step
+
     before = _environment()
     yield
     assert _environment() == before, "an environment variable was left behind"

@@ -36,6 +36,7 @@ from tests.torch_names import code_generator, compile_here
 # Processes fork from a server that has imported these: a rank starts in a tenth of a second. Where
 # there is a GPU, nothing else: a library that looks for GPUs when it is imported spoils the fork.
 _PRELOAD = [
+    "tests.imports_without_collecting",
     "torch",
     "torch.distributed",
     "lightning_cp.parallel",
@@ -207,6 +208,7 @@ def _serve(
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.write(2, b"(before its first job)\n")  # gone when a job starts
     gc.freeze()  # what the server imported stays shared, and is not visited again
+    gc.enable()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
