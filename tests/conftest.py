@@ -6,9 +6,11 @@ workers imports this file before it starts them.
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -54,6 +56,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr == "gpu" and collection_path.is_file():
         return gpu not in collection_path.parents or None
     return None
+
+
+@cache
+def _on_ranks(file: str) -> set[str]:
+    """Return the functions of a file that take ranks, or a fixture of the file that does."""
+    found, text = {"ranks"}, (Path(__file__).parents[1] / file).read_text()
+    for name, parameters in re.findall(r"^def (\w+)\(([^)]*)\)", text, re.MULTILINE):
+        if found & set(re.findall(r"\w+", parameters)):
+            found.add(name)
+    return found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run all tests on ranks: two would start everything twice, and wait."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            return "ranks" if test.partition("[")[0] in _on_ranks(file) else file
+
+    return RanksTogether(config, log)
 
 
 @pytest.fixture(scope="session")
