@@ -349,10 +349,10 @@ TRAINED = {
 }
 
 
-def run_training():
+def run_training(kinds):
     """Return the result of each training step."""
     results = {}
-    for kind in TRAINED:
+    for kind in kinds:
         with elastic_environment():
             loss = "local_mean" if kind == "shifted local mean" else "auto"
             strategy = build_strategy(loss=loss)
@@ -369,10 +369,15 @@ def run_training():
     return results
 
 
-def test_what_training_logs_is_global_or_refused(ranks):
-    for results in ranks(2).run(run_training):
-        for kind, expected in TRAINED.items():
-            assert expected in results[kind], (kind, results[kind])
+QUICK = ("late", "metric object", "right")
+OTHERS = [kind for kind in TRAINED if kind not in QUICK]
+
+
+@pytest.mark.parametrize("kinds", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=len)
+def test_what_training_logs_is_global_or_refused(ranks, kinds):
+    for results in ranks(2).run(run_training, kinds):
+        for kind in kinds:
+            assert TRAINED[kind] in results[kind], (kind, results[kind])
 
 
 class Unlabelled(Step):

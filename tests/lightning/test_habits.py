@@ -242,27 +242,34 @@ def fit_message(module, rows=PackedRows, **options):
         return "trained"
 
 
-def run_refusals():
-    """Return the errors of models that would be wrong, and of one that failed before."""
+def run_refusals(names):
+    """Return the errors of models that would be wrong."""
+    return {name: fit_message(WOULD_BE_WRONG[name]()) for name in names}
+
+
+def run_after_a_failure():
+    """Return the error of a model, what it does when it is right, and that of an unknown key."""
     failing = Failing()
     first = fit_message(failing)
     assert current() is None
     assert "log" not in failing.__dict__
     failing.__class__ = Module
     return {
-        "added": fit_message(Partly()),
-        "instead": fit_message(Instead()),
-        "conv": fit_message(Mixing(nn.Conv1d(8, 8, 3, padding=1))),
-        "pointwise": fit_message(Mixing(nn.Conv1d(8, 8, 1))),
-        "recurrence": fit_message(Mixing(nn.GRU(8, 8, batch_first=True))),
-        "statistics": fit_message(Mixing(nn.BatchNorm1d(8))),
-        "by hand": fit_message(MixingByHand()),
         "own key": fit_message(OwnKey(), OwnKeyRows, sequence_dims={"targets": 1}),
         "failing": first,
         "again": fit_message(failing),
     }
 
 
+WOULD_BE_WRONG = {
+    "added": Partly,
+    "instead": Instead,
+    "conv": lambda: Mixing(nn.Conv1d(8, 8, 3, padding=1)),
+    "pointwise": lambda: Mixing(nn.Conv1d(8, 8, 1)),
+    "recurrence": lambda: Mixing(nn.GRU(8, 8, batch_first=True)),
+    "statistics": lambda: Mixing(nn.BatchNorm1d(8)),
+    "by hand": MixingByHand,
+}
 EXPECTED = {
     "added": "returned a loss: ",
     "instead": "returned a loss: ",
@@ -279,10 +286,22 @@ EXPECTED = {
 }
 
 
-def test_what_would_train_wrongly_is_refused_by_all_ranks(ranks):
-    for found in ranks(2).run(run_refusals):
-        for name, message in EXPECTED.items():
-            assert message in found[name], (name, found[name])
+QUICK = ("added", "conv", "pointwise", "by hand")
+OTHERS = [name for name in WOULD_BE_WRONG if name not in QUICK]
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=len)
+def test_what_would_train_wrongly_is_refused_by_all_ranks(ranks, names):
+    for found in ranks(2).run(run_refusals, names):
+        assert found.keys() == set(names)
+        for name, message in found.items():
+            assert EXPECTED[name] in message, name
+
+
+def test_a_step_that_failed_is_right_the_next_time(ranks):
+    for found in ranks(2).run(run_after_a_failure):
+        for name, message in found.items():
+            assert EXPECTED[name] in message, name
 
 
 class Drawing(Module):
