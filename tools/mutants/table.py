@@ -58,7 +58,8 @@ _LIFETIME = "tests/parity/test_lifetime.py"
 _DATA = "tests/recipes/test_data.py"
 _CHECKPOINT = "tests/checkpoint/test_checkpoint.py"
 _HF = "tests/parity/test_hf.py"
-_RANKS_OF_HF = f"{_HF}::test_other_numbers_of_ranks_change_nothing"
+_MODELS = f"{_HF}::test_models_are_those_of_one_process[some]"
+_EXACT_MODELS = f"{_HF}::test_in_double_precision_the_algebra_is_exact[some]"
 _RECOMPUTED_HF = f"{_HF}::test_layers_may_be_recomputed_in_backward"
 _WHOLE_ROWS = "tests/hf_patches/test_whole_rows.py"
 _ROWS_ON_RANKS = f"{_WHOLE_ROWS}::test_a_model_returns_what_the_stock_model_returns"
@@ -423,7 +424,7 @@ ATTENTION = (
         "lightning_cp.attn.plan:_runs",
         "place.offset + piece.positions.start - place.positions.start",
         "place.offset",
-        ("tests/attn/test_plan.py", f"{_GRID}[gather-documents-gqa-3]"),
+        ("tests/attn/test_plan.py", f"{_GRID}[gather-documents-mqa-3]"),
         "keys arrive at the start of the piece that they are a part of",
     ),
     Mutant(
@@ -466,7 +467,7 @@ ATTENTION = (
         "lightning_cp.attn.blockwise.function:compute_forward",
         "        add_sinks_(out, lse, sinks)",
         "        add_sinks_(out, lse, sinks)\n        add_sinks_(out, lse, sinks)",
-        (f"{_GRID}[gather-causal-gqa-2]",),
+        (f"{_GRID}[gather-causal-mqa-3]",),
         "sinks take their share twice",
     ),
     Mutant(
@@ -495,7 +496,7 @@ ATTENTION = (
         "if False:",
         (
             "tests/attn/test_accumulators.py::test_parts_that_cover_anything_add_up",
-            f"{_GRID}[gather-right padding-gqa-3]",
+            f"{_GRID}[gather-right padding-mqa-3]",
         ),
         "what no tile covers is memory that nobody has written",
     ),
@@ -504,7 +505,7 @@ ATTENTION = (
         "lightning_cp.attn.kv_exchange:_fetch_into",
         "        wait()\n        for parcel",
         "        for parcel",
-        (f"{_GRID}[gather-documents-gqa-4]",),
+        (f"{_GRID}[gather-documents-mqa-3]",),
         "keys are used before they have arrived",
     ),
     Mutant(
@@ -512,7 +513,7 @@ ATTENTION = (
         "lightning_cp.attn.kv_exchange:KVGradBuffer.add",
         "self._written = union((first[0], covered))",
         "self._written = union((first[0],))",
-        (f"{_GRID}[gather-documents-gqa-3]", f"{_GRID}[ring-window-gqa-3]"),
+        (f"{_GRID}[gather-documents-mqa-3]", f"{_GRID}[ring-window-gqa-3]"),
         "gradients of keys that only the second tile covers are cleared",
     ),
     Mutant(
@@ -542,7 +543,7 @@ ATTENTION = (
         "lightning_cp.attn.kv_exchange:_scatter_slots",
         "add(_view_records(out, key_dim), slot.start)",
         "add(_view_records(out, key_dim), 0)",
-        (f"{_GRID}[gather-causal-gqa-2]",),
+        (f"{_GRID}[gather-causal-mqa-3]",),
         "gradients of all chunks are added to the first one",
     ),
     Mutant(
@@ -1160,7 +1161,7 @@ HF = (
         "hf_patches.forward:_score_tokens",
         "loss = loss + coefficient * output",
         "loss = loss + output",
-        (f"{_RANKS_OF_HF}[3]",),
+        (_MODELS, _EXACT_MODELS),
         "the balance loss enters without its coefficient",
     ),
     Mutant(
@@ -1187,7 +1188,7 @@ HF = (
         "hf_patches.moe_loss:_real_tokens",
         "real &= ~torch.from_numpy(step.padding)",
         "pass",
-        (f"{_RANKS_OF_HF}[3]", f"{_ROWS_ON_RANKS}"),
+        (f"{_ROWS_ON_RANKS}", _MODELS),
         "the balance loss is taken over padding too",
     ),
     Mutant(
@@ -1195,7 +1196,7 @@ HF = (
         "hf_patches.moe_loss:balance_loss",
         "for transport in step.loss_groups:",
         "for transport in step.loss_groups[1:]:",
-        (f"{_RANKS_OF_HF}[3]",),
+        (_MODELS, _EXACT_MODELS),
         "both means of the balance loss are those of this rank",
     ),
     Mutant(
@@ -1203,7 +1204,7 @@ HF = (
         "hf_patches.moe_loss:balance_loss",
         "(num_experts * num_ranks / sums[-1].clamp(min=1))",
         "(num_experts / sums[-1].clamp(min=1))",
-        (f"{_RANKS_OF_HF}[3]",),
+        (_MODELS, _EXACT_MODELS),
         "averaging over ranks divides the balance loss's gradient once too often",
     ),
     Mutant(
@@ -1211,7 +1212,7 @@ HF = (
         "hf_patches.positions:count_real",
         "total.gather(1, start) - real.gather(1, start).long()",
         "total.gather(1, start)",
-        (f"{_RANKS_OF_HF}[3]",),
+        (_MODELS, _EXACT_MODELS),
         "counted positions start one too low",
     ),
     Mutant(
@@ -1235,7 +1236,7 @@ HF = (
         "hf_patches.mask_reader:_LEAVES",
         'left=closure["sliding_window"] - 1',
         'left=closure["sliding_window"]',
-        (f"{_RANKS_OF_HF}[3]",),
+        (_MODELS, _EXACT_MODELS),
         "the window of a model sees one key too many",
     ),
     Mutant(
@@ -1270,9 +1271,7 @@ HF = (
         "hf_patches.trainer:_first_of_each",
         "x.view(num_groups, size, length, *x.shape[1:])[:, 0]",
         "x.view(size, num_groups, length, *x.shape[1:])[0]",
-        (
-            "tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
-        ),
+        ("tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes",),
         "metrics hold the samples of one data rank twice",
     ),
     Mutant(
@@ -1280,9 +1279,7 @@ HF = (
         "hf_patches.trainer:_step_per_data_rank",
         "range(num_data_ranks if is_update else 1)",
         "range(1)",
-        (
-            "tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
-        ),
+        ("tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes",),
         "the schedule advances once per step, not per data rank",
     ),
     Mutant(
