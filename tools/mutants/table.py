@@ -467,7 +467,7 @@ ATTENTION = (
         "lightning_cp.attn.blockwise.function:compute_forward",
         "        add_sinks_(out, lse, sinks)",
         "        add_sinks_(out, lse, sinks)\n        add_sinks_(out, lse, sinks)",
-        (f"{_GRID}[gather-causal-mqa-3]",),
+        (f"{_GRID}[gather-bidirectional-gqa-3]",),
         "sinks take their share twice",
     ),
     Mutant(
