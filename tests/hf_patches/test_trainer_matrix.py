@@ -35,14 +35,14 @@ def covering(settings):
     def pairs(row):
         return set(itertools.combinations(zip(names, row, strict=True), 2))
 
-    every = list(itertools.product(*settings.values()))
-    missing = set().union(*map(pairs, every))
+    every = {row: pairs(row) for row in itertools.product(*settings.values())}
+    missing = set().union(*every.values())
     rows, used = [], Counter()
     while missing:  # of rows that add as many pairs, the one whose values are rarest
         rows.append(
-            max(every, key=lambda row: (len(pairs(row) & missing), -sum(used[x] for x in row)))
+            max(every, key=lambda row: (len(every[row] & missing), -sum(used[x] for x in row)))
         )
-        missing -= pairs(rows[-1])
+        missing -= every[rows[-1]]
         used.update(rows[-1])
     return [dict(zip(names, row, strict=True)) for row in rows]
 
