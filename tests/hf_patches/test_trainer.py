@@ -29,7 +29,7 @@ CASES = [
     ("sft", "packed every_batch", 2, 2),
     ("accelerate", "evaluated", 2, 2),
     ("trainer", "stream short every_batch", 4, 2),
-    pytest.param("accelerate", "", 4, 2, marks=slow),
+    ("accelerate", "", 4, 2),
     pytest.param("trainer", "own fsdp every_batch few no_predictions", 2, 2, marks=slow),
     pytest.param("trainer", "flattened fsdp", 2, 2, marks=slow),
     pytest.param("sft", "packed", 2, 2, marks=slow),

@@ -1271,7 +1271,9 @@ HF = (
         "hf_patches.trainer:_first_of_each",
         "x.view(num_groups, size, length, *x.shape[1:])[:, 0]",
         "x.view(size, num_groups, length, *x.shape[1:])[0]",
-        ("tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes",),
+        (
+            "tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
+        ),
         "metrics hold the samples of one data rank twice",
     ),
     Mutant(
@@ -1279,7 +1281,9 @@ HF = (
         "hf_patches.trainer:_step_per_data_rank",
         "range(num_data_ranks if is_update else 1)",
         "range(1)",
-        ("tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes",),
+        (
+            "tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
+        ),
         "the schedule advances once per step, not per data rank",
     ),
     Mutant(
