@@ -8,6 +8,7 @@ import argparse
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +103,8 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def own_names() -> set[str]:
+@cache
+def own_names() -> frozenset[str]:
     """Return the names that our packages define themselves."""
     found = set[str]()
     for path in sources():
@@ -113,7 +115,7 @@ def own_names() -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found |= {node.attr} if is_self(node.value) else set()
-    return found - {"__create_chunk_list__"}
+    return frozenset(found - {"__create_chunk_list__"})
 
 
 def imported_names(tree: ast.AST) -> dict[str, list[str]]:
@@ -132,7 +134,7 @@ def imported_names(tree: ast.AST) -> dict[str, list[str]]:
     return found
 
 
-def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def foreign_names(tree: ast.AST, own: frozenset[str]) -> Iterator[str]:
     """Yield private names that are imported, read from other objects, or written as strings."""
     for names in imported_names(tree).values():
         yield from names
@@ -146,7 +148,7 @@ def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
                 yield node.value
 
 
-def uses(path: str, own: set[str]) -> Iterator[Use]:
+def uses(path: str, own: frozenset[str]) -> Iterator[Use]:
     """Yield what a fence says of its names: by function, class, or constant.
 
     What has no docstring belongs to what stands before it.

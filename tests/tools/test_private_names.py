@@ -29,7 +29,7 @@ self._base, y._replace(z=1), torch.ops.aten.add, x._own
 
 
 def test_private_names_are_recognised():
-    assert set(foreign_names(ast.parse(SOURCE), {"_own"})) == {
+    assert set(foreign_names(ast.parse(SOURCE), frozenset({"_own"}))) == {
         "_C", "_apply_to_tensors", "_base", "_dynamo", "_ops", "_swap_tensor_impl", "_version",
         "_world", "__create_chunk_list__",
     }  # fmt: skip
