@@ -60,10 +60,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @cache
 def _on_ranks(file: str) -> set[str]:
-    """Return the functions of a file that take ranks, or a fixture of the file that does."""
-    found, text = {"ranks"}, (Path(__file__).parents[1] / file).read_text()
-    for name, parameters in re.findall(r"^def (\w+)\(([^)]*)\)", text, re.MULTILINE):
-        if found & set(re.findall(r"\w+", parameters)):
+    """Return the functions of a file that take ranks or a fixture that does, or start a pool."""
+    found, text = {"RankPool"}, (Path(__file__).parents[1] / file).read_text()
+    functions = r"^def (\w+)(\([^)]*\))((?:.|\n(?=[\s)]))*)"
+    for name, parameters, body in re.findall(functions, text, re.MULTILINE):
+        words = set(re.findall(r"\w+", parameters + body))
+        if found & words or "ranks" in re.findall(r"\w+", parameters):
             found.add(name)
     return found
 
