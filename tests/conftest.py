@@ -63,10 +63,13 @@ def _on_ranks(file: str) -> set[str]:
     """Return the functions of a file that take ranks or a fixture that does, or start a pool."""
     found, text = {"RankPool"}, (Path(__file__).parents[1] / file).read_text()
     functions = r"^def (\w+)(\([^)]*\))((?:.|\n(?=[\s)]))*)"
-    for name, parameters, body in re.findall(functions, text, re.MULTILINE):
-        words = set(re.findall(r"\w+", parameters + body))
-        if found & words or "ranks" in re.findall(r"\w+", parameters):
-            found.add(name)
+    words = {
+        name: {*re.findall(r"\w+", re.sub(r"\branks\b", "RankPool", parameters) + body)}
+        for name, parameters, body in re.findall(functions, text, re.MULTILINE)
+    }
+    # Until nothing is found any more: a function may stand behind those that call it.
+    while more := {name for name, own in words.items() if own & found} - found:
+        found |= more
     return found
 
 
