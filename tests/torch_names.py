@@ -72,3 +72,10 @@ def compilations_at_most(number: int) -> Any:
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=number)
+
+
+def functorch_options(**options: Any) -> Any:
+    """Return a context with other options of the compiler's autograd."""
+    from torch._functorch import config
+
+    return config.patch(**options)

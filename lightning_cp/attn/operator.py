@@ -34,7 +34,11 @@ from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.guards import enter_backward_of
 from lightning_cp.precision import accumulation_dtype, autocast_off
-from lightning_cp.private.compiler import constant_in_graphs, outside_graphs
+from lightning_cp.private.compiler import (
+    constant_in_graphs,
+    outside_graphs,
+    recomputes_operators,
+)
 from lightning_cp.private.modes import plain_functions
 from lightning_cp.step import Step, StepMask
 
@@ -103,6 +107,8 @@ def can_trace(
 ) -> bool:
     """Return whether a call becomes an operator of the graph that the compiler traces."""
     if not isinstance(mask, StepMask) or mask.reference is None or mask.reference.mark is None:
+        return False
+    if recomputes_operators():  # a rank that runs the same code eagerly calls once
         return False
     if not mask.reference.needs_fused or q.device.type != "cuda":
         return True

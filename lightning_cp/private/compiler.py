@@ -8,6 +8,7 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch._functorch.config
 from torch.utils._triton import has_triton
 
 from lightning_cp.patch import Patch
@@ -71,6 +72,17 @@ def constant_in_graphs(fn: Callable[P, T]) -> Callable[P, T]:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+@constant_in_graphs
+def recomputes_operators() -> bool:
+    """Return whether compiled backwards may compute operators again (`torch._functorch.config`)."""
+    config = torch._functorch.config
+    return (
+        config.activation_memory_budget < 1
+        or config.aggressive_recomputation
+        or not config.ban_recompute_not_in_allowlist
+    )
 
 
 def uncompiled(module: Any) -> Any:

@@ -161,6 +161,17 @@ def test_other_masks_are_not_traced(mask):
         assert not operator.can_trace(operator.mark_mask(cp.mask(causal=True)), q, q, None, None)
 
 
+def test_calls_that_backward_would_compute_again_are_not_traced(mask):
+    """Eager code on another rank computes them once."""
+    q = heads()
+    for option, value in {
+        "activation_memory_budget": 0.5,
+        "aggressive_recomputation": True,
+    }.items():
+        with torch_names.functorch_options(**{option: value}):
+            assert not operator.can_trace(mask, q, q, None, None)
+
+
 def test_replays_are_refused_by_cuda_graphs():
     for name in ("attend", "attend_backward"):
         op = getattr(torch.ops.lightning_cp, name).default
