@@ -419,6 +419,7 @@ def test_auto_takes_the_first_kernel_that_can(request_, chosen, gpu):
     ("name", "request_", "reason"),
     [
         ("cpu", on_cpu(softcap=30.0), r"it has no softcap \(got 30.0\)"),
+        ("cpu", on_cpu(scale=0.0), r"its scale must be above 0 \(got 0.0\)"),
         ("cpu", on_gpu(), "it runs on CPUs, but the tensors are on cuda:0"),
         ("flash", on_cpu(), "it runs on GPUs, but the tensors are on cpu"),
         ("cudnn", on_cpu(), "it runs on GPUs, but the tensors are on cpu"),

@@ -34,11 +34,13 @@ class CpuKernel(TiledKernel):
     tile_size = 256
 
     def unsupported_reason(self, request: Request) -> str | None:
-        """Exclude other devices, and softcap, which the op does not have."""
+        """Exclude other devices, scales with which the op is wrong, and softcap, which it lacks."""
         if request.device.type != "cpu":
             return f"it runs on CPUs, but the tensors are on {request.device}"
         if request.scores.softcap is not None:
             return f"it has no softcap (got {request.scores.softcap})"
+        if request.scores.scale <= 0:  # it hides scores before it scales them
+            return f"its scale must be above 0 (got {request.scores.scale})"
         return None
 
     def tiles(self, block: Block, bias: ScoreBias | None) -> tuple[PlacedTile, ...]:
