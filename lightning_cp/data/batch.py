@@ -167,6 +167,7 @@ def read_batch(
             leaf = leaf._replace(role=None)
         dim = _dim_of(leaf, rules.get(leaf.path), flat.leaves, found, checked_paths)
         leaves.append(leaf if dim is None else leaf._replace(dim=dim))
+    _check_labels(leaves)
     describing = [x for x in leaves if not (x.above and rules.get(x.path) == (None, True))]
     metadata, documents, padding = _read_metadata(describing, found)
     ids = _read_ids("branch_ids", metadata.get("branch_ids"), found)
@@ -180,6 +181,15 @@ def read_batch(
         metadata,
         branches,
     )
+
+
+def _check_labels(leaves: Sequence[Leaf]) -> None:
+    for path, x in ((x.path, x.value) for x in leaves if x.dim is not None and _fill(x) < 0):
+        if x.dtype == torch.uint8:
+            raise ValueError(
+                f"`{path}` has dtype torch.uint8, which cannot hold {IGNORED_LABEL}, the label of "
+                f"tokens that a loss ignores. Give `{path}.long()`."
+            )
 
 
 def _rule(leaf: Leaf, dims: SequenceDims) -> _Rule | None:
@@ -247,7 +257,8 @@ def _unnamed_anchor(leaves: Sequence[Leaf], rules: Mapping[str, _Rule]) -> Leaf:
     if not unnamed:
         raise ValueError(
             f"The batch has the keys {sorted(x.path for x in leaves)}, and none of them is known "
-            "to hold a sequence. Give its dim: sequence_dims={'my_tokens': 1}."
+            "to hold a sequence in a tensor. Give its dim: sequence_dims={'my_tokens': 1}; convert "
+            "arrays first: torch.as_tensor(x)."
         )
     # [batch, features] looks like [batch, tokens]: floating-point tensors are ambiguous.
     sure = [x for x in unnamed if x.value.dim() > 2 or not x.value.is_floating_point()]

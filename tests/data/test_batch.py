@@ -99,6 +99,15 @@ def test_position_ids_restart_in_each_document():
         assert cp.position_ids().tolist() == [[0, 1, 2, 3, 4, 5]] * 2
 
 
+def test_labels_that_cannot_be_ignored_are_refused():
+    batch = {"input_ids": torch.zeros(1, 4).long(), "labels": torch.zeros(1, 4, dtype=torch.uint8)}
+    with (
+        pytest.raises(ValueError, match=r"torch.uint8, .* Give `labels.long\(\)`"),
+        doors.parallel(None).step(batch),
+    ):
+        pass
+
+
 def test_known_keys_are_those_of_hugging_face_batches():
     assert {"input_ids", "labels", "attention_mask", "position_ids"} <= set(SEQUENCE_DIMS)
 
