@@ -175,7 +175,7 @@ def verify(
     """Compare loss and every gradient with those of the stock model on full sequences.
 
     Every rank must call it. Dropout is off (``model.eval()``); gradients, buffers, metrics, random
-    states and attributes of the model are restored.
+    states, attributes of the model and what ``loss_fn`` reaches are restored.
 
     Args:
         model: the model whose gradients are compared; plain, or sharded over the ranks.
@@ -248,7 +248,7 @@ def compare(
 
     dtype = lowest_precision(model)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    with restored_state(model):
+    with restored_state(model, functions=() if loss_fn is None else (loss_fn,)):
         model.eval()
         step = nullcontext(part) if takes_full else cp.step(part, training=True)
         try:
@@ -265,11 +265,18 @@ def compare(
         full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)
         truth = _on_all_ranks(lambda: exact(part), model, cp) if exact is not None else None
     groups = cp.groups.context, cp.groups.data
+    found = distances(sharded, full, *groups)
+    if full and not any(x.any() for x in found):
+        raise ValueError(
+            "No token of this batch has a label, or the loss does not depend on it: every gradient "
+            "is 0, and there is nothing to compare. A label of -100 does not count, nor that of "
+            "the first token of a document. Give longer or other sequences."
+        )
     # A stock model may not support float64: for example, masks that overflow in float32.
     rounding = None if truth is None else distances(full, truth[1], *groups)
     earned: dict[str, float] = {}
     if truth is None or rounding is None or not bool(rounding[0].isfinite().all()):
-        errors = relative(*distances(sharded, full, *groups))
+        errors = relative(*found)
     else:
         errors = relative(*distances(sharded, truth[1], *groups))
         limits, typical = _earned(*rounding, torch.finfo(dtype).eps)
@@ -323,6 +330,8 @@ def lowest_precision(model: nn.Module, mixed: str = "") -> torch.dtype:
 
 def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> Any:
     """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
+    if max_len is not None and max_len < 1:
+        raise ValueError(f"max_len={max_len}: give the tokens of a sequence, 1 or more, or None.")
     full = batches.read_batch(flatten(batch), sequence_dims=cp.options.sequence_dims)
     if max_len is None or full.seq_len <= max_len or full.is_unsharded:
         return batch

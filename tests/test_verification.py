@@ -124,13 +124,29 @@ def test_a_comparison_leaves_no_trace():
     cp, model = doors.parallel(None), Counting()
     model.inner.weight.grad = torch.ones(8, 2)
     batch = {"labels": torch.ones(1, 4, dtype=torch.long), "inputs_embeds": torch.ones(1, 4, 2)}
-    before = random.getstate()
-    report = verify(model, batch, cp=cp, loss_fn=lambda local: model(**local))
-    assert report.passed
+    before, generator = random.getstate(), torch.Generator()
+    drawn = generator.get_state()
+
+    def loss_fn(local):
+        return model(**local) * torch.rand((), generator=generator)
+
+    report = verify(model, batch, cp=cp, loss_fn=loss_fn, check=False)
+    assert not report.passed  # another draw
+    assert torch.equal(generator.get_state(), drawn)
+    assert verify(model, batch, cp=cp, loss_fn=lambda local: model(**local)).passed
     assert random.getstate() == before
     assert (model.calls, model.mean.update_count, float(model.last)) == (0, 0, 0.0)
     assert float(model.mean.mean_value) == 0.0
     assert bool((model.inner.weight.grad == 1).all())
+
+
+def test_what_has_no_gradient_is_not_compared():
+    cp, model = doors.parallel(None), Counting()
+    batch = {"labels": torch.full((1, 4), -100), "inputs_embeds": torch.ones(1, 4, 2)}
+    with pytest.raises(ValueError, match="No token .* has a label, or .* every gradient is 0"):
+        verify(model, batch, cp=cp, loss_fn=lambda local: model(**local))
+    with pytest.raises(ValueError, match="max_len=0: give the tokens of a sequence, 1 or more"):
+        verify(model, batch, cp=cp, max_len=0)
 
 
 def test_rows_are_cut_around_their_first_label():
