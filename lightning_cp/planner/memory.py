@@ -209,7 +209,9 @@ def token_bytes(layer: LayerShape, hidden: int, setup: Setup) -> TokenBytes:
     in_attention = ATTENTION_HIDDEN * residual // 2 * hidden + 2 * keys + 4 * out
     if setup.tiles:
         in_mlp = _tiled(layer, hidden, setup, mlp + backward)
-        in_attention += 2 * hidden - 2 * out  # the output of the norm before it
+        # The output of the norm before it; and as much again, which was measured on a GPU
+        # (benchmarks/results/plan_h200_202611.md) and is not seen on CPUs.
+        in_attention += 4 * hidden - 2 * out
         # Norms and MLPs save their input, projections theirs, under autocast a cast for each.
         saved = residual * layer.num_norms * hidden + 2 * min(2, layer.num_norms) * hidden
         saved += attention - (QK_NORM_SAVED + wide - 2) * normalized
