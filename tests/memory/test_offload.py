@@ -522,10 +522,9 @@ def train_by_lightning():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "SMALL_BYTES", 0)
         patch.setattr(lightning_job, "build", lambda name, lora: build_llama(lora))
-        patch.setattr(lightning_job, "STEPS", 4)
         copies = Copies(patch)
         runs = [
-            lightning_job.train("llama", False, {"keep_attention": "all", "offload": how})
+            lightning_job.train("llama", False, {"keep_attention": "all", "offload": how}, 4)
             for how in ("none", 1.0)
         ]
         same = all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
