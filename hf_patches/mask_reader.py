@@ -54,6 +54,9 @@ class _Visible:
     block_left: float = math.inf
 
 
+_FULL: Final = (slice(None), slice(0, None))
+
+
 class ModelMask(StepMask):
     """A mask in place of a tensor, for models that look at its dims or convert it."""
 
@@ -61,6 +64,16 @@ class ModelMask(StepMask):
 
     def to(self, *_: object, **__: object) -> "ModelMask":
         """Return the mask itself: it has neither a dtype nor a device."""
+        return self
+
+    def __getitem__(self, index: object) -> "ModelMask":
+        """Return the mask itself to models that take the queries of all tokens of it."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(x, slice) and x in _FULL for x in parts):
+            raise TypeError(
+                f"A model's code took the part {index} of a mask inside a step, where it holds no "
+                "entries. Call it without logits_to_keep."
+            )
         return self
 
 

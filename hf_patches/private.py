@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private names of transformers.
 
-Checked with transformers 5.17 to 5.22. Each function names what it relies on and why no public name
+Checked with transformers 5.17 to 5.23. Each function names what it relies on and why no public name
 serves. No other module uses private names of transformers (tests/tools/test_private_names.py).
 Those of trainers stand in `trainer_private`; names of functions inside mask functions in
 `mask_reader`, which refuses what it does not know.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from lightning_cp.patch import Patch, require
@@ -99,3 +100,23 @@ def prepare_mask_arguments(config: PreTrainedConfig, *args: Any, **kwargs: Any) 
 def mask_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `prepare_mask_arguments` after the config, by name."""
     return dict(zip(_ARGUMENTS[1:], args, strict=False)) | kwargs
+
+
+def plan_by_module(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return a plan as `apply_tensor_parallelism` takes it; weights in it are tied no longer.
+
+    Since transformers 5.23 it has the names of modules and parameters, `_expand_parallel_plan`, and
+    finds parameters by the first of their names. Before, it has ``*`` for the numbers of layers.
+    """
+    expand: Callable[..., dict[str, str]] | None = getattr(model, "_expand_parallel_plan", None)
+    if expand is None:
+        return dict(plan)
+    expanded = expand(dict(plan))
+    first_names = {name for name, _ in model.named_parameters()}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if name in expanded and name not in first_names:
+            owner, _, own_name = name.rpartition(".")
+            module = model.get_submodule(owner)
+            untied = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            module.register_parameter(own_name, untied)
+    return expanded

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_patches.private import plan_by_module
+
 
 def _words(names: str) -> frozenset[str]:
     return frozenset(names.split())
@@ -182,7 +184,7 @@ def _apply(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) ->
             "tensor_parallel_size needs transformers 5.21 or newer, which divides models that are "
             "loaded. Upgrade it, or use more context ranks: context_parallel_size."
         ) from None
-    apply_tensor_parallelism(model, mesh, dict(plan))  # type: ignore[no-untyped-call]
+    apply_tensor_parallelism(model, mesh, plan_by_module(model, plan))  # type: ignore[no-untyped-call]
 
 
 def _check_parts(model: PreTrainedModel, size: int) -> None:

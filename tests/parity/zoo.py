@@ -15,6 +15,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -438,6 +439,16 @@ UNBUILDABLE: Mapping[str, str] = MappingProxyType(
 def causal_names() -> list[str]:
     """Return the model types that the installed transformers trains as causal language models."""
     return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def is_newer_than_the_table() -> bool:
+    """Return whether transformers is newer than the version whose model types are in the table.
+
+    Types that came since are refused as unknown.
+    """
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    (tested,) = re.findall(r"^transformers==(\S+)", constraints, re.MULTILINE)
+    return Version(transformers.__version__) > Version(tested)
 
 
 def head_names(head: str) -> list[str]:
