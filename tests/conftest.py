@@ -73,6 +73,22 @@ def _on_ranks(file: str) -> set[str]:
     return found
 
 
+def _is_on_ranks(nodeid: str) -> bool:
+    file, _, test = nodeid.partition("::")
+    return test.partition("[")[0] in _on_ranks(file)
+
+
+@cache
+def _give_way() -> None:
+    os.nice(10)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Let the worker of the ranks go first: it takes longest, the others what it leaves."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not _is_on_ranks(nodeid):
+        _give_way()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one worker run all tests on ranks: two would start everything twice, and wait."""
@@ -80,8 +96,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            return "ranks" if test.partition("[")[0] in _on_ranks(file) else file
+            return "ranks" if _is_on_ranks(nodeid) else nodeid.partition("::")[0]
 
     return RanksTogether(config, log)
 

@@ -71,8 +71,17 @@ def run_verify(kind, batch, sharded, dp_size=1, max_len=None):
     return report
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", ["document_ids", "left_padded", "cu_seq_lens"])
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [
+        ("document_ids", False),
+        ("left_padded", True),
+        pytest.param("document_ids", True, marks=pytest.mark.slow),
+        pytest.param("left_padded", False, marks=pytest.mark.slow),
+        pytest.param("cu_seq_lens", False, marks=pytest.mark.slow),
+        pytest.param("cu_seq_lens", True, marks=pytest.mark.slow),
+    ],
+)
 def test_an_exact_model_passes(ranks, sharded, name):
     batch = BATCHES[name](13).batch
     for report in ranks(2).run(run_verify, "exact", batch, sharded):

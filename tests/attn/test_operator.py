@@ -205,5 +205,6 @@ def give_up(rank):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_that_stops_compiling_pairs_up_with_others(ranks):
     assert ranks(2).run(give_up, 1) == [(True, 2), (True, 1)]

@@ -84,7 +84,7 @@ def eighth(row):
     return -(-(len(row[0]) - 1) // row[1] // 8)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(rows)
 def test_parts_are_whole_and_none_has_more_than_the_mean_and_an_eighth(row):
     """What is proved, for any work whatever."""

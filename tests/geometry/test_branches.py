@@ -39,7 +39,10 @@ def table(documents, ids, padding):
     return seen if padding is None else seen & ~padding[:, None]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))],
+)
 def test_the_branches_of_a_document_see_its_beginning_and_themselves(seed):
     rng = np.random.default_rng(seed)
     documents, ids = draw(rng, 2, 37)

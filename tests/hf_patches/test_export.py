@@ -127,8 +127,19 @@ def test_a_trained_model_comes_out_as_it_was(ranks, tmp_path, kind):
 # ---------------------------------------------------------------- from what a module may hold
 
 
-@pytest.mark.parametrize("folder", [True, False], ids=["folder", "file"])
-@pytest.mark.parametrize("name", ["gemma2", "mixtral", "gpt2", "diffllama"])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        pytest.param(
+            name,
+            folder,
+            id=f"{name}-{'folder' if folder else 'file'}",
+            marks=() if folder == (number % 2 == 0) else pytest.mark.slow,
+        )
+        for number, name in enumerate(["gemma2", "mixtral", "gpt2", "diffllama"])
+        for folder in (True, False)
+    ],
+)
 def test_ties_experts_and_other_names_come_out_right(tmp_path, name, folder):
     model = zoo.build_model(name)
     base = write_base(tmp_path / "base", name, tokenizer=False)

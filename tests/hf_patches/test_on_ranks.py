@@ -76,7 +76,7 @@ def image_spans():
     return compare("gemma3", {**batch, "token_type_ids": marked}, attention="eager")
 
 
-@pytest.mark.parametrize("case", [ready_mask, image_spans])
+@pytest.mark.parametrize("case", [pytest.param(ready_mask, marks=pytest.mark.slow), image_spans])
 def test_masks_that_a_model_is_given_are_served_exactly(ranks, case):
     worst = dict(zip(LAYOUTS, ranks(3).run(case)[0], strict=True))
     assert max(worst.values()) < 1e-9, worst

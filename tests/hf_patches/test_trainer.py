@@ -25,9 +25,9 @@ slow = pytest.mark.slow
 CASES = [
     # kind, flags, processes, context ranks
     ("trainer", "", 2, 2),
-    ("trainer", "flattened fsdp every_batch few", 2, 2),
-    ("sft", "packed every_batch", 2, 2),
-    ("accelerate", "evaluated", 2, 2),
+    pytest.param("trainer", "flattened fsdp every_batch few", 2, 2, marks=slow),
+    pytest.param("sft", "packed every_batch", 2, 2, marks=slow),
+    pytest.param("accelerate", "evaluated", 2, 2, marks=slow),
     ("trainer", "stream short every_batch", 4, 2),
     ("accelerate", "", 4, 2),
     pytest.param("trainer", "own fsdp every_batch few no_predictions", 2, 2, marks=slow),

@@ -305,7 +305,7 @@ def run_script(name, folder):
     trainer.train()
 
 
-QUICK = ("a hook's value in the loss", "numbers that a hook keeps")
+QUICK = ("a hook's value in the loss",)
 
 
 @contextmanager

@@ -47,12 +47,12 @@ def random_states():
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
-def verify_batches(folder):
+def verify_batches(folder, names):
     """Return the reports of each collator, and the losses of training with and without them."""
     reports, curves = {}, []
     with processes():
-        for name, collator in COLLATORS.items():
-            trainer = build(folder, collator)
+        for name in names:
+            trainer = build(folder, COLLATORS[name])
             context_parallel(trainer, size=2)
             reports[name] = verify(trainer, num_batches=2)
             forget_processes()
@@ -68,8 +68,13 @@ def verify_batches(folder):
     return reports, curves
 
 
-def test_batches_of_a_trainer_pass_and_training_starts_as_without(ranks, tmp_path):
-    reports, curves = ranks(2).run(verify_batches, str(tmp_path))[0]
+@pytest.mark.parametrize(
+    "names",
+    [["documents"], pytest.param(["padded", "flattened"], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_batches_of_a_trainer_pass_and_training_starts_as_without(ranks, tmp_path, names):
+    reports, curves = ranks(2).run(verify_batches, str(tmp_path), names)[0]
     for name, found in reports.items():
         assert len(found) == 2, name
         assert all(report.passed and report.earned and report.cp_size == 2 for report in found)

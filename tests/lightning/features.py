@@ -285,7 +285,7 @@ def write_predictions(path: Path, interval: str) -> Any:
     return {"written": [torch.load(name) for name in names], "returned": returned}
 
 
-@case("BasePredictionWriter", quick=True, sizes=(2, 3))
+@case("BasePredictionWriter", sizes=(2, 3))
 def _(path):
     return {kind: write_predictions(path, kind) for kind in ("batch", "epoch")}
 

@@ -351,6 +351,7 @@ def run_bf16():
         return record.same, record.dtypes, {p.dtype for p in module.parameters()}
 
 
+@pytest.mark.slow
 def test_averages_of_bfloat16_weights_are_exact_in_float32(ranks):
     for equal, dtypes, own in ranks(2).run(run_bf16):
         assert all(equal)
@@ -425,7 +426,8 @@ class LoadAtStart(Callback):
         self.weights = {n: full(x.detach()).clone() for n, x in pl_module.state_dict().items()}
 
 
-def test_a_sharded_module_loads_a_whole_state_dict(ranks):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_sharded_module_loads_a_whole_state_dict(ranks, size):
     state = {n: torch.randn_like(x) for n, x in Net().state_dict().items()}
-    for result in ranks(3).run(load_whole, state):
+    for result in ranks(size).run(load_whole, state):
         assert all(torch.equal(result[name], value) for name, value in state.items())

@@ -87,7 +87,7 @@ def fit(module, trainer):
     return {name: full(p.detach()).clone() for name, p in module.named_parameters()}
 
 
-def run_edges():
+def run_edges(shardings):
     options = {"max_epochs": 1, "num_sanity_val_steps": 0}
     found = {}
     with elastic_environment():
@@ -95,7 +95,7 @@ def run_edges():
             strategy = doors.strategy(verify_steps=False)
             with pytest.raises(ValueError, match=rf"'own' in {hook}\(\)"):
                 fit(Hooked(hook), build_trainer(strategy=strategy, **options))
-        for sharding in ("full", "none"):
+        for sharding in shardings:
 
             def train(module, sharding=sharding):
                 verify = sharding == "full"
@@ -113,9 +113,10 @@ def run_edges():
     return found
 
 
-def test_hooks_and_late_parameters_are_as_on_one_device(ranks):
+@pytest.mark.parametrize("sharding", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_hooks_and_late_parameters_are_as_on_one_device(ranks, sharding):
     exact = ranks(1).run(run_alone)[0]
-    for found in ranks(2).run(run_edges):
+    for found in ranks(2).run(run_edges, [sharding]):
         for weights in found.values():
             assert weights.keys() == exact.keys()
             for name, expected in exact.items():

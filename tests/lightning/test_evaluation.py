@@ -183,7 +183,7 @@ class Step(Drawn):
 WRONG = [name for name in vars(Step) if not name.startswith(("_", "on_", "right_", "run", "whole"))]
 RIGHT = [name for name in vars(Step) if name.startswith("right_")]
 WRONG.remove("measured")
-FEW = ["right_together", "right_loss", "right_output"]
+FEW = ["right_together", "right_output"]
 
 
 def some_batches(kind):
@@ -369,7 +369,7 @@ def run_training(kinds):
     return results
 
 
-QUICK = ("late", "metric object", "right")
+QUICK = ("late", "right")
 OTHERS = [kind for kind in TRAINED if kind not in QUICK]
 
 

@@ -93,7 +93,7 @@ def error(grads, exact):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_activations_are_bfloat16_and_everything_kept_is_float32(ranks, tmp_path, world_size):
     stock = llama().double()
     stock(input_ids=TOKENS, labels=TOKENS).loss.backward()
@@ -230,7 +230,7 @@ def train_quantised():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_packed_weights_are_gathered_as_they_are_or_refused_by_all_ranks(ranks, world_size):
     losses, weight = train_quantised()
     for found in ranks(world_size).run(run_packed):

@@ -146,7 +146,7 @@ def fit_on_ranks(jobs):
     ("num_ranks", "dp_size", "kinds"),
     [
         (2, 1, ("both", "parts")),
-        (4, 2, ("contrastive",)),
+        pytest.param(4, 2, ("contrastive",), marks=pytest.mark.slow),
         *(pytest.param(n, 1, KINDS, marks=pytest.mark.slow) for n in (2, 3)),
         *(pytest.param(n, 2, KINDS[:3], marks=pytest.mark.slow) for n in (2, 4)),
     ],

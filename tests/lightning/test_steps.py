@@ -80,8 +80,11 @@ def run_local_mean(manual, loss):
         return {n: full(p.detach()) for n, p in module.model.named_parameters()}, module.losses
 
 
-@pytest.mark.parametrize("manual", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_local_mean_is_weighed_by_its_labels(ranks, manual):
+@pytest.mark.parametrize(
+    ("cp_size", "manual"),
+    [(2, False), *(pytest.param(3, manual, marks=pytest.mark.slow) for manual in (False, True))],
+)
+def test_a_local_mean_is_weighed_by_its_labels(ranks, cp_size, manual):
     model, rows = build_model(torch.float32), PackedRows(8)
     losses = []
     for step in range(2):
@@ -94,7 +97,7 @@ def test_a_local_mean_is_weighed_by_its_labels(ranks, manual):
             for parameter in model.parameters():
                 parameter -= 0.3 * parameter.grad
                 parameter.grad = None
-    for weights, found in ranks(3).run(run_local_mean, manual, "local_mean"):
+    for weights, found in ranks(cp_size).run(run_local_mean, manual, "local_mean"):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-5, rtol=0)
         if not manual:

@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-FEW = ("the same over data",)
+FEW = ("parameters on every rank",)
 
 
 @pytest.mark.parametrize(

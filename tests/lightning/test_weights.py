@@ -323,8 +323,9 @@ def test_tied_weights_and_parts_train_as_on_one_device(ranks, num_ranks, shardin
     check(ranks, PARAMETERS, num_ranks, sharding)
 
 
-def test_terms_over_parameters_and_norms_of_gradients_are_whole(ranks):
-    check(ranks, ["Penalty", "ManualNorms"], 2, "full")
+@pytest.mark.parametrize("name", ["ManualNorms", pytest.param("Penalty", marks=pytest.mark.slow)])
+def test_terms_over_parameters_and_norms_of_gradients_are_whole(ranks, name):
+    check(ranks, [name], 2, "full")
 
 
 @pytest.mark.parametrize(("num_ranks", "sharding"), GRID + WIDER)

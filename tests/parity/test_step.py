@@ -52,14 +52,17 @@ def check_jobs(pool, jobs):
             check(found, exact[id(rows)], (list(rows.batch), job.options, rank))
 
 
-@pytest.mark.parametrize("cp_size", [3, *OTHER_SIZES])
-def test_every_kind_of_batch(ranks, cp_size):
-    """With two algorithms and layouts each, that take turns."""
+@pytest.mark.parametrize(
+    ("cp_size", "num_choices"),
+    [(3, 1), *(pytest.param(size, 2, marks=pytest.mark.slow) for size in (1, 2, 3, 4))],
+)
+def test_every_kind_of_batch(ranks, cp_size, num_choices):
+    """With one or two algorithms and layouts each, that take turns."""
     turns = itertools.cycle(CHOICES)
     jobs = [
         Job([rows], {"algorithm": algorithm, "layout": layout})
         for rows in (build(3) for build in BATCHES.values())
-        for algorithm, layout in itertools.islice(turns, 2)
+        for algorithm, layout in itertools.islice(turns, num_choices)
     ]
     check_jobs(ranks(cp_size), jobs)
 
@@ -96,8 +99,8 @@ def test_no_valid_label_gives_loss_zero_and_no_gradient():
     "how",
     [
         {"backward_outside": True},
-        {"checkpointing": "reentrant"},
-        {"checkpointing": "non-reentrant"},
+        pytest.param({"checkpointing": "reentrant"}, marks=pytest.mark.slow),
+        pytest.param({"checkpointing": "non-reentrant"}, marks=pytest.mark.slow),
         {"checkpointing": "non-reentrant", "backward_outside": True},
         {"checkpointing": "reentrant", "backward_outside": True, "bound_mask": True},
     ],

@@ -55,11 +55,21 @@ def test_a_header_says_what_the_config_needs(name):
         assert f"sbatch --nodes {nodes} recipes/launch/slurm.sbatch {path}" in said
 
 
+QUICK = ("gpt_oss_20b_lora_128k", "llama31_8b_lora_256k", "qwen3_30b_a3b_128k")
+
+
 def is_on_hub(name):
     return "/" in (read(name)["model"]["model"] or "")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if is_on_hub(name)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if is_on_hub(name)
+    ],
+)
 def test_the_memory_in_a_header_is_what_the_arithmetic_gives(name):
     job = job_of(read(name))
     assert f"Memory {describe(job)} Measured nothing at this size." in header(name)

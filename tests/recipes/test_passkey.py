@@ -181,7 +181,7 @@ def score_on_ranks(layout, lengths):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=pytest.mark.slow)])
 def test_ranks_that_share_rows_agree_on_the_score(ranks, layout):
     for lengths in ([97, 131], [96, 128]):
         for found, cells in ranks(2).run(score_on_ranks, layout, lengths):

@@ -76,7 +76,10 @@ CALLERS = {
 }
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode",
+    [torch.enable_grad, torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", CALLERS)
 def test_calls_are_routed_whichever_way_they_come(name, mode, cp, batch, routed):
     with mode(), cp.step(batch):

@@ -372,9 +372,8 @@ def draw_documents(seed, length):
     return Mask(causal=True, documents=starts.cumsum(1))
 
 
-@pytest.mark.parametrize(
-    ("is_short", "num_masks"), [(True, 1), pytest.param(False, 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_short", "num_masks"), [(True, 1), (False, 4)])
 def test_other_documents_are_not_compiled_again(counter, monkeypatch, is_short, num_masks):
     """As many graphs as rungs of the ladder; short rows have one, also if nothing travels."""
     monkeypatch.setattr(from_mask, "SHORT_SEQUENCE", 65536 if is_short else 0)
@@ -494,6 +493,7 @@ class LoneRank(LoneTransport):
 
 
 @pytest.mark.parametrize("num_lengths", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_length_that_was_never_seen_is_not_compiled_again(counter, num_lengths):
     """Forward and backward: as many graphs as rounded lengths."""
     rounded = set()

@@ -300,10 +300,10 @@ def test_rows_and_heads_of_a_block_mask_are_found_by_looking():
 
 
 def test_inside_steps_nothing_is_compiled_again(counter, monkeypatch):
-    """Four batches with other documents, two layers, gradients inside and outside of the step."""
+    """Two batches with other documents, two layers, gradients inside and outside of the step."""
     monkeypatch.setattr(flex_api, "needs_plain_torch", lambda *_: False)
     cp = doors.parallel(None)
-    for seed in range(4):
+    for seed in range(2):
         case = document_case(seed)
         ids, slopes = case.captured.documents, case.captured.slopes
         q, k, v = (x.requires_grad_() for x in (case.inputs.q, case.inputs.k, case.inputs.v))

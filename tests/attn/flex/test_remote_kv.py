@@ -42,7 +42,10 @@ def worst_error(case, cp_size):
 @pytest.mark.parametrize(
     "cp_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
 )
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask",
+    [x if n % 2 else pytest.param(x, marks=pytest.mark.slow) for n, x in enumerate(MASKS)],
+)
 def test_out_lse_and_gradients_are_those_of_one_device(mask, cp_size):
     """Each mask with each score, in one of the layouts; which one changes with the rest."""
     layouts = itertools.cycle(["zigzag", "contiguous"])
@@ -68,7 +71,9 @@ def test_heads_are_shared(heads, cp_size):
         assert worst_error(make_flex_case(mask, score, heads=heads, scale=0.7), cp_size) < 1e-10
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "length", [1, 5, *(pytest.param(length, marks=pytest.mark.slow) for length in (2, 3, 8))]
+)
 def test_ranks_that_hold_only_padding_take_part(length):
     for layout, score in itertools.product(["zigzag", "contiguous"], ["relative", "alibi"]):
         case = make_flex_case("document", score, length=length, layout=layout)

@@ -28,6 +28,7 @@ KINDS_OF_MIXERS = {
     "lightning-attention": "minimax",
 }
 NAMES = tuple(KINDS_OF_MIXERS.values())
+QUICK = ("qwen3_next", "bamba", "minimax")
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 
 
@@ -57,7 +58,9 @@ def test_every_installer_is_tested():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in NAMES]
+)
 def test_in_double_precision_the_algebra_is_exact(ranks, name):
     turn = NAMES.index(name)
     # test_rows.py has documents of Kimi's kernel, which takes as long as the others together.
