@@ -2,7 +2,7 @@
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -96,6 +96,15 @@ def problems(mutants: Iterable[Mutant] = MUTANTS, root: Path = ROOT) -> list[str
             if not _exists(test, root):
                 found.append(f"{mutant.name}: there is no {test}")
     return found
+
+
+def missed(mutants: Iterable[Mutant], quick: Container[str]) -> list[str]:
+    """Return mutants of which no test is quick; files, functions and cases count as such."""
+    return [
+        f"{mutant.name}: each test that it names is slow"
+        for mutant in mutants
+        if not any(test in quick for test in mutant.tests)
+    ]
 
 
 def _exists(test: str, root: Path) -> bool:
