@@ -21,6 +21,7 @@ from hf_patches.mixers.common import Replacement
 from hf_patches.names import step_of
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
+from lightning_cp.private.functions import copy_function
 
 Functions = Mapping[str, Callable[..., Any]]
 """Replacements by the names of functions; each takes the stock function first."""
@@ -52,16 +53,12 @@ class Mixer(Replacement):
 
 def _with_globals(fn: Any, values: Mapping[str, Any]) -> FunctionType:
     """Return a copy of a function, decorated or not, that sees other values of global names."""
-    cells, names = fn.__closure__, fn.__globals__
     inner = getattr(fn, "__wrapped__", None)
     if inner is None:
-        names = {**names, **values}
-    else:
-        ours = _with_globals(inner, values)
-        cells = tuple(CellType(ours) if cell.cell_contents is inner else cell for cell in cells)
-    copied = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, cells)
-    copied.__kwdefaults__ = fn.__kwdefaults__
-    return copied
+        return copy_function(fn, {**fn.__globals__, **values})
+    ours = _with_globals(inner, values)
+    cells = (CellType(ours) if cell.cell_contents is inner else cell for cell in fn.__closure__)
+    return copy_function(fn, cells=tuple(cells))
 
 
 def replace_functions(model: PreTrainedModel, functions: Functions) -> Iterator[Patch]:

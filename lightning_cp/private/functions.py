@@ -3,7 +3,7 @@
 
 import sys
 from inspect import signature
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 _PROTOTYPE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -18,7 +18,11 @@ def prototype_balances() -> bool:
     return bool(getattr(options, "enable_load_balance", True))
 
 
-def copy_function(fn: Any, variables: dict[str, Any] | None = None) -> FunctionType:
+def copy_function(
+    fn: Any,
+    variables: dict[str, Any] | None = None,
+    cells: tuple[CellType, ...] | None = None,
+) -> FunctionType:
     """Return a copy of a Python function that later changes of ``fn.__code__`` do not affect.
 
     Its code object is a copy too: torch.compile counts compilations by code object, and gives up
@@ -27,10 +31,12 @@ def copy_function(fn: Any, variables: dict[str, Any] | None = None) -> FunctionT
     Args:
         fn: the function.
         variables: the globals of the copy; by default those of ``fn``.
+        cells: the variables from around it; by default those of ``fn``.
     """
     variables = fn.__globals__ if variables is None else variables
+    cells = fn.__closure__ if cells is None else cells
     code = fn.__code__.replace()
-    copied = FunctionType(code, variables, fn.__name__, fn.__defaults__, fn.__closure__)
+    copied = FunctionType(code, variables, fn.__name__, fn.__defaults__, cells)
     copied.__kwdefaults__ = fn.__kwdefaults__
     return copied
 
