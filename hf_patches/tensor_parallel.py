@@ -7,6 +7,7 @@ group of its own. Plans are applied to models whose weights are loaded and equal
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -180,11 +181,17 @@ def _apply(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError:
-        raise ImportError(
-            "tensor_parallel_size needs transformers 5.21 or newer, which divides models that are "
-            "loaded. Upgrade it, or use more context ranks: context_parallel_size."
-        ) from None
+        raise _too_old() from None
+    if len(signature(apply_tensor_parallelism).parameters) < 3:  # it takes no plan
+        raise _too_old()
     apply_tensor_parallelism(model, mesh, plan_by_module(model, plan))  # type: ignore[no-untyped-call]
+
+
+def _too_old() -> ImportError:
+    return ImportError(
+        "tensor_parallel_size needs transformers 5.21 or newer, which divides models that are "
+        "loaded. Upgrade it, or use more context ranks: context_parallel_size."
+    )
 
 
 def _check_parts(model: PreTrainedModel, size: int) -> None:

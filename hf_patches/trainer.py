@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_patches.trainer_checks import (
     check_accelerator,
     check_averaged,
+    check_factor,
     check_sharded,
     check_size,
     check_trained,
@@ -459,6 +460,8 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
 def _count_once(trainer: Any, handle: TrainerHandle) -> None:
     """Count tokens, operations and samples of a group of context ranks once."""
     size = handle.size
+    for rows in handle.models:
+        check_factor(trainer, rows.model)
     handle.replace(
         trainer,
         "gather_function",

@@ -18,13 +18,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_patches.enable import inner_model, is_enabled
 from hf_patches.support import LIBRARIES, architecture_of, head_of
+from hf_patches.whole_rows import takes_num_items
 from lightning_cp.fsdp.sharding import check_no_gradient_hooks
 
 _TRL: Final = "1.15"
 """The first version whose trainers share one fused head."""
 
 _TRANSFORMERS: Final = "5.19"
-"""The first version that divides the number of labels by the ranks that share a batch."""
+"""The first version that divides the number of labels, and the factor of a loss, by the number of
+ranks that share a batch."""
 
 _CAUSAL: Final = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
@@ -102,6 +104,19 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"context_parallel() got a model inside {type(model).__name__}. Call it before "
             "train() or prepare(), with the model itself."
+        )
+
+
+def check_factor(trainer: Any, model: PreTrainedModel) -> None:
+    """Raise if a Trainer would multiply a mean over samples by the number of processes."""
+    transformers = metadata.version("transformers")
+    counts = trainer.model_accepts_loss_kwargs and trainer.args.average_tokens_across_devices
+    is_old = Version(transformers) < Version(_TRANSFORMERS)
+    if is_old and counts and not takes_num_items(type(model).forward):
+        raise ValueError(
+            f"The loss of {type(model).__name__} is a mean that does not count labels, and the "
+            f"Trainer of transformers {transformers} multiplies it by the number of processes, "
+            f"context ranks among them. Install transformers >= {_TRANSFORMERS}."
         )
 
 

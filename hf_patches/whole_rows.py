@@ -232,7 +232,7 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     rows: Rows = model.__dict__[ROWS]
     enabled: Enabled = model.__dict__[forward.MARK]
     labels, keep = arguments.get("labels"), None
-    if enabled.head != "sequence" and not _takes_num_items(type(model).forward):
+    if enabled.head != "sequence" and not takes_num_items(type(model).forward):
         num_items = None
     batch = _tensors(arguments)
     if labels is None:
@@ -289,7 +289,7 @@ def _run_hooks(
 
 
 @functools.cache
-def _takes_num_items(stock: Callable[..., Any]) -> bool:
+def takes_num_items(stock: Callable[..., Any]) -> bool:
     """Return whether a forward method passes ``num_items_in_batch`` on to its loss function.
 
     Heads of token classifiers and of older masked language models do not: trainers pass it, and

@@ -17,6 +17,7 @@ from hf_patches import trainer_checks
 from hf_patches.trainer import context_parallel
 from tests.hf_patches import trainer_jobs
 from tests.hf_patches.trainer_jobs import Job, differences, train
+from tests.parity import zoo
 from tests.parity.trainer_step import forget_processes, processes
 
 pytestmark = pytest.mark.ranks
@@ -108,8 +109,10 @@ HEADS = [
 ]
 
 
+@zoo.needs_transformers("5.19")
 @pytest.mark.parametrize(("head", "model", "flags"), HEADS)
 def test_a_head_trains_as_the_stock_one_over_accumulated_batches(ranks, head, model, flags):
+    """With older versions what is a mean is refused."""
     job = Job(flags=(*flags.split(), "no_predictions"), model=model, head=head)
     exact = ranks(1).run(train, job)[0]
     found = ranks(2).run(train, replace(job, size=2))[0]
@@ -297,6 +300,12 @@ def test_trainers_of_trl_that_were_not_tried_are_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
     with pytest.raises(ValueError, match="SFTTrainer needs transformers >= 5.19, and 5.18.0 is"):
         check_trl("SFTTrainer", "trl.trainer.sft_trainer")
+    trainer = SimpleNamespace(
+        model_accepts_loss_kwargs=True, args=SimpleNamespace(average_tokens_across_devices=True)
+    )
+    trainer_checks.check_factor(trainer, zoo.build_model("llama"))
+    with pytest.raises(ValueError, match="a mean .* Install transformers >= 5.19"):
+        trainer_checks.check_factor(trainer, zoo.build_model("llama", head="sequence"))
     monkeypatch.setattr(metadata, "version", lambda _: "1.14.2")
     with pytest.raises(ValueError, match="needs trl >= 1.15, and 1.14.2 is installed"):
         check_policy()

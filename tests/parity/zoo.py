@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from packaging.version import Version
@@ -449,6 +450,12 @@ def is_newer_than_the_table() -> bool:
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text()
     (tested,) = re.findall(r"^transformers==(\S+)", constraints, re.MULTILINE)
     return Version(transformers.__version__) > Version(tested)
+
+
+def needs_transformers(version: str) -> Any:
+    """Return a mark of tests of what older versions do not have, or do otherwise."""
+    is_older = Version(transformers.__version__) < Version(version)
+    return pytest.mark.skipif(is_older, reason=f"needs transformers {version}")
 
 
 def head_names(head: str) -> list[str]:
