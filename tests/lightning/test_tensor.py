@@ -28,6 +28,7 @@ from tests.lightning.mesh_runs import (
     run_alone,
     run_fit,
 )
+from tests.parity import zoo
 
 
 def tensor(size=2, **options):
@@ -308,6 +309,7 @@ def run_other_batch():
         return None
 
 
+@zoo.needs_transformers("5.21")
 @pytest.mark.ranks
 def test_tensor_ranks_must_hold_the_same_batch(ranks):
     for text in ranks(4).run(run_other_batch):

@@ -41,7 +41,7 @@ KEPT = aligned(2 * 37 * 32 * 8) + aligned(2 * 37 * 4 * 8)  # an attention output
 
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch):
-    monkeypatch.setattr(offload, "SMALL_BYTES", 0)
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
 
 
 class Copies:
@@ -119,7 +119,7 @@ HOW = {
 def run(how="per layer", *, backwards=1, cp=None, batch=None, **options):
     """Return gradients, counts of copies, and the store after a step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "SMALL_BYTES", 0)
+        patch.setattr(offload, "SMALL_BYTES", 1)
         group = dist.group.WORLD if dist.is_initialized() else None
         cp = cp or doors.parallel(group, **options)
         copies, model = Copies(patch), build_model()
@@ -492,7 +492,7 @@ def compare_hf(cases):
     rows = []
     for frozen, keep in cases:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(offload, "SMALL_BYTES", 0)
+            patch.setattr(offload, "SMALL_BYTES", 1)
             copies = Copies(patch)
             exact = hf_gradients(frozen, keep_attention=keep)
             found = hf_gradients(frozen, keep_attention=keep, offload="all")
@@ -520,7 +520,7 @@ def test_hugging_face_models_on_ranks(ranks):
 def train_by_lightning():
     """Return losses, weights, and copies of a Lightning run with FSDP2 and offloading."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "SMALL_BYTES", 0)
+        patch.setattr(offload, "SMALL_BYTES", 1)
         patch.setattr(lightning_job, "build", lambda name, lora: build_llama(lora))
         copies = Copies(patch)
         runs = [

@@ -34,6 +34,7 @@ def with_balance_loss(types: frozenset[str]) -> list[str]:
     return sorted(name for name in BALANCED if name.partition(":")[0] in types)
 
 
+@zoo.needs_transformers("5.21")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "kinds"),
@@ -78,6 +79,7 @@ def test_experts_on_their_ranks_have_the_gradients_of_one_process(ranks, tmp_pat
             check(name, ranks(4).run(compare_loaded, name, str(tmp_path), sizes)[0])
 
 
+@zoo.needs_transformers("5.21")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "places"),
