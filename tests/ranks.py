@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -62,10 +61,6 @@ class RankError(AssertionError):
     """A rank failed; carries its traceback, or how its process ended and what it said last."""
 
 
-class SilentDeath(RankError):
-    """A rank died by SIGSEGV without a Python stack."""
-
-
 class RankPool:
     """``world_size`` processes that run functions together, on gloo or on NCCL and one GPU.
 
@@ -83,18 +78,7 @@ class RankPool:
         self._tired = False
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIME_LIMIT) -> list[Any]:
-        """Return what ``fn(*args)`` returned on each rank.
-
-        A rank that dies by SIGSEGV without a Python stack has said nothing to learn from (seen once
-        in thousands of starts): the job runs a second time, with a warning.
-        """
-        try:
-            return self._run(fn, *args, timeout=timeout)
-        except SilentDeath as error:
-            warnings.warn(f"running {fn.__qualname__} again: {error}", stacklevel=2)
-            return self._run(fn, *args, timeout=timeout)
-
-    def _run(self, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        """Return what ``fn(*args)`` returned on each rank."""
         if not self._processes:
             self._start()
         job = pickle.dumps((fn, args))
@@ -126,9 +110,7 @@ class RankPool:
             self.stop()
             # A rank that died is the cause: the others only lost their connection to it.
             rank, text = min(failures.items(), key=lambda item: (item[0] not in dead, item[0]))
-            is_silent = text.endswith("SIGSEGV") and "most recent call first" not in text
-            error = SilentDeath if is_silent else RankError
-            raise error(f"rank {rank} of {self.world_size} failed:\n{text}")
+            raise RankError(f"rank {rank} of {self.world_size} failed:\n{text}")
         if len(results) < self.world_size:
             late = sorted(set(range(self.world_size)) - set(results))
             where = self._where(late[0])
@@ -165,7 +147,11 @@ class RankPool:
         said = self._said(rank)
         if not said.exists():
             return "(before it could write anything)\n"
-        return said.read_text(errors="replace")[-6000:].rstrip() + "\n"
+        text = said.read_text(errors="replace")
+        died = text.find("Fatal Python error")  # a deep stack is longer than what is shown
+        return (
+            text[-6000:] if died < 0 else text[max(0, died - 1000) : died + 5000]
+        ).rstrip() + "\n"
 
     def _last_words(self, rank: int) -> str:
         """Say how a rank's process ended: nobody has seen a traceback."""

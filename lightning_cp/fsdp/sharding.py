@@ -30,6 +30,7 @@ from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.private.fsdp2 import (
     divide_once,
     drop_unreduced_gradients,
+    end_forward,
     hide_from_modes,
     is_hybrid,
     note_used_parameters,
@@ -497,7 +498,8 @@ def drop_gradients(module: nn.Module) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Reshard what a forward without backward has left gathered."""
+    """Reshard what a forward without backward, or one that has raised, has left gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
+            end_forward(part)
             part.reshard()

@@ -198,6 +198,13 @@ def is_in_forward(unit: Any) -> bool:
     return _fsdp_state(unit)._training_state is TrainingState.FORWARD
 
 
+def end_forward(unit: Any) -> None:
+    """Say that the forward of a unit has ended: after an error FSDP2 takes it to be running."""
+    for state in (_fsdp_state(unit), *_param_groups(unit)):
+        if state._training_state is TrainingState.FORWARD:
+            state._training_state = TrainingState.IDLE
+
+
 def is_idle(unit: Any) -> bool:
     """Return whether a unit is neither in its forward nor in its backward."""
     return _fsdp_state(unit)._training_state is TrainingState.IDLE

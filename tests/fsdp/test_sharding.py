@@ -282,3 +282,32 @@ def test_gradients_of_half_precision_are_added_in_float32(ranks):
         assert torch.equal(found, (sum(each) / 3).bfloat16())
         in_half = (each[0].bfloat16() + each[1].bfloat16() + each[2].bfloat16()) / 3
         assert not torch.equal(found, in_half)  # else nothing is seen
+
+
+class Refuses(nn.Linear):
+    def forward(self, x):
+        if len(x) < 2:
+            raise ValueError("too short")
+        return super().forward(x)
+
+
+def run_refused():
+    """Return the kinds of parameters after a forward that has raised, and gradients of the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), Refuses(3, 3))
+    expected = torch.autograd.grad(model(torch.ones(2, 3)).sum(), [*model.parameters()])
+    fully_shard(model[1])
+    fully_shard(model)
+    with pytest.raises(ValueError, match="too short"):
+        model(torch.ones(1, 3))
+    reshard(model)
+    sharded = all(isinstance(p, DTensor) for p in model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    return sharded, [full(p.grad) for p in model.parameters()], expected
+
+
+@pytest.mark.ranks
+def test_a_forward_that_has_raised_leaves_nothing_gathered(ranks):
+    for sharded, grads, expected in ranks(2).run(run_refused):
+        assert sharded
+        torch.testing.assert_close(grads, list(expected))
