@@ -35,7 +35,6 @@ from benchmarks.measure import (
 )
 from benchmarks.scaling import chosen, llama
 from lightning_cp import ContextParallel, Mask, attention
-from lightning_cp.active_step import current
 from lightning_cp.attn.api import calls_of
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
@@ -43,7 +42,8 @@ from lightning_cp.attn.choose import name_algorithm
 from lightning_cp.attn.cost import ExchangeName
 from lightning_cp.attn.hardware import Links
 from lightning_cp.attn.ulysses import UlyssesCall
-from lightning_cp.step import Step
+from lightning_cp.step.active_step import current
+from lightning_cp.step.step import Step
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

@@ -21,7 +21,7 @@ from benchmarks.emulate import emulated_parallel
 from benchmarks.measure import Records, describe, peak_memory, timed
 from hf_patches import enable
 from hf_patches.multimodal.table import Media
-from lightning_cp import active_step
+from lightning_cp.step import active_step
 
 VIDEO, TEXT = 60, 8
 """The placeholder of videos, and the tokens of text before each pair of frames."""

@@ -22,14 +22,14 @@ from hf_patches.export import export, read_config
 from hf_patches.positions import position_rule
 from hf_patches.verify import verify
 from hf_patches.verify_inputs import HEADS, build_batch, build_model, resolve_head
-from lightning_cp.error_report import (
+from lightning_cp.comm.error_report import (
     Parser,
     Removed,
     end_process,
     quote_uncaught_errors,
     report_error,
 )
-from lightning_cp.options import AlgorithmName, LayoutName
+from lightning_cp.config import AlgorithmName, LayoutName
 from lightning_cp.parallel import ContextParallel
 
 _DTYPES: Final = {

@@ -21,10 +21,10 @@ from lightning_cp.attn import api
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.operator import attend_in_graph, can_trace
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.precision import as_autocast
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import plain_functions
-from lightning_cp.step import Step, StepMask, StepReference
+from lightning_cp.step.precision import as_autocast
+from lightning_cp.step.step import Step, StepMask, StepReference
 
 # Arguments of layers that do not change which keys a query sees, or repeat what the mask holds.
 _HARMLESS: Final = {

@@ -34,7 +34,7 @@ from hf_patches.support import (
     architecture_of,
     head_of,
 )
-from lightning_cp.options import check_choice
+from lightning_cp.config import check_choice
 from lightning_cp.patch import Method, Patch, replace_method
 from lightning_cp.private.compiler import uncompiled
 

@@ -27,12 +27,11 @@ from hf_patches.moe_loss import balance_loss
 from hf_patches.multimodal.call import around_decoder
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
-from lightning_cp import active_step
 from lightning_cp.data.sharding import full_tokens, own_tokens, unshard
 from lightning_cp.fsdp.sharding import on_tensor_ranks
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.logp import Head, token_logp
-from lightning_cp.loss import (
+from lightning_cp.loss.logp import Head, token_logp
+from lightning_cp.loss.means import (
     MAX_CHUNK_LOGITS,
     auto_chunk_len,
     chunked_token_mean,
@@ -42,7 +41,8 @@ from lightning_cp.loss import (
 from lightning_cp.patch import Patch
 from lightning_cp.private.autograd import node_number
 from lightning_cp.private.fsdp2 import stays_unsharded
-from lightning_cp.step import IGNORED_LABEL, LossMark, Step
+from lightning_cp.step import active_step
+from lightning_cp.step.step import IGNORED_LABEL, LossMark, Step
 
 HeadKind = Literal["next token", "same token", "sequence", "none"]
 """What a label belongs to: the next token, the same token or the sequence."""

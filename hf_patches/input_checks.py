@@ -18,7 +18,7 @@ from hf_patches.private import attention_name, has_own_loss
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.data.sharding import own_tokens
 from lightning_cp.private.compiler import constant_in_graphs
-from lightning_cp.step import IGNORED_LABEL, PerStep, Step
+from lightning_cp.step.step import IGNORED_LABEL, PerStep, Step
 
 
 def not_enabled(kind: str) -> ValueError:

@@ -30,7 +30,7 @@ from hf_patches.private import (
 )
 from lightning_cp.attn.operator import mark_mask
 from lightning_cp.data.sharding import full_tokens
-from lightning_cp.step import Step, StepMask, StepReference
+from lightning_cp.step.step import Step, StepMask, StepReference
 
 _LIBRARY: Final = "transformers.masking_utils."
 

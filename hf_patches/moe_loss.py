@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from hf_patches.names import find_in_modules
 from lightning_cp.data.sharding import own_tokens
 from lightning_cp.geometry.mask import NO_DOCUMENT
-from lightning_cp.precision import accumulation_dtype
-from lightning_cp.step import Step
+from lightning_cp.step.precision import accumulation_dtype
+from lightning_cp.step.step import Step
 
 # Parameters of the function of transformers that this module computes.
 _KNOWN: Final = ("gate_logits", "num_experts", "top_k", "attention_mask")

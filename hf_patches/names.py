@@ -12,9 +12,9 @@ from typing import Any, Final
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.private import attention_name
-from lightning_cp import active_step
-from lightning_cp.guards import check_recompute
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step import active_step
+from lightning_cp.step.guards import check_recompute
+from lightning_cp.step.step import Step, StepMask
 
 # Names with "flash", "sdpa" or "flex_attention" in them would be taken for those.
 NAMES: Final = {

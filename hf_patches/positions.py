@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from hf_patches.input_checks import name_arguments, note_filled, parameters_of
 from hf_patches.names import active
-from lightning_cp import active_step
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import count_positions
 from lightning_cp.data.sharding import full_tokens, own_tokens
-from lightning_cp.guards import check_recompute
-from lightning_cp.step import Step, StepMask, per_step
+from lightning_cp.step import active_step
+from lightning_cp.step.guards import check_recompute
+from lightning_cp.step.step import Step, StepMask, per_step
 
 LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}
 """Types of RoPE whose frequencies depend on the longest position of a call."""

@@ -50,11 +50,11 @@ from hf_patches.verify import verify as verify_model
 from hf_patches.whole_rows import RowsHandle, takes_full_sequences, whole_rows
 from lightning_cp.comm.collective_errors import raise_on_all
 from lightning_cp.comm.transport import GroupTransport, Transport
+from lightning_cp.compare.restore import restored_random_states
+from lightning_cp.compare.verify import Report, require_passed
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch, replace_method, require
-from lightning_cp.restore import restored_random_states
-from lightning_cp.verification import Report, require_passed
 
 _logger = logging.getLogger(__name__)
 

@@ -29,18 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_patches.trainer_private import logged_metrics
 from hf_patches.whole_rows import RowsHandle
 from lightning_cp.comm.transport import GroupTransport
-from lightning_cp.compare import Run, TrialRuns, Value, copied, is_in_turn
-from lightning_cp.data import outputs
-from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
-from lightning_cp.data.media import media_names
-from lightning_cp.data.outputs import Leaf
-from lightning_cp.data.structure import flatten
-from lightning_cp.parallel import ContextParallel
-from lightning_cp.patch import Patch
-from lightning_cp.replay import NotComparableError
-from lightning_cp.restore import user_hooks
-from lightning_cp.step import IGNORED_LABEL
-from lightning_cp.verification import (
+from lightning_cp.compare.replay import NotComparableError
+from lightning_cp.compare.restore import user_hooks
+from lightning_cp.compare.trials import Run, TrialRuns, Value, copied, is_in_turn
+from lightning_cp.compare.verify import (
     Weights,
     has_room,
     lowest_precision,
@@ -48,7 +40,15 @@ from lightning_cp.verification import (
     truncate_batch,
     without_trace,
 )
-from lightning_cp.whose_code import LIBRARIES, is_of_user
+from lightning_cp.compare.whose_code import LIBRARIES, is_of_user
+from lightning_cp.data import outputs
+from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
+from lightning_cp.data.media import media_names
+from lightning_cp.data.outputs import Leaf
+from lightning_cp.parallel import ContextParallel
+from lightning_cp.patch import Patch
+from lightning_cp.step.leaves import flatten
+from lightning_cp.step.step import IGNORED_LABEL
 
 _logger = logging.getLogger(__name__)
 

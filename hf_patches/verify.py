@@ -2,7 +2,7 @@
 """`verify(model, batch, cp=cp)`: context parallelism compared with the stock model.
 
 One batch, the loss and the gradient of every parameter. Knows how to run a Hugging Face model as
-the stock model, and in float64; `lightning_cp.verification` compares.
+the stock model, and in float64; `lightning_cp.compare.verify` compares.
 """
 
 import copy
@@ -20,9 +20,7 @@ from hf_patches.guard import REGISTERED
 from hf_patches.names import STOCK
 from hf_patches.private import attention_name
 from hf_patches.whole_rows import takes_full_sequences
-from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import IGNORED_LABEL
-from lightning_cp.verification import (
+from lightning_cp.compare.verify import (
     TOLERANCES,
     Gradients,
     Report,
@@ -30,6 +28,8 @@ from lightning_cp.verification import (
     gradients,
     require_passed,
 )
+from lightning_cp.parallel import ContextParallel
+from lightning_cp.step.step import IGNORED_LABEL
 
 # With these dtypes a float64 copy shows how much of a difference is rounding.
 _ROUNDED: Final = {torch.float32, torch.float16, torch.bfloat16}
@@ -53,7 +53,7 @@ def verify(
 
     If the parameters are not sharded, the tolerance is measured: the stock model also runs in
     float64, and the error of context parallelism may be twice that of the stock model in its own
-    precision. Otherwise it is fixed per dtype (`lightning_cp.verification.TOLERANCES`).
+    precision. Otherwise it is fixed per dtype (`lightning_cp.compare.verify.TOLERANCES`).
 
     Args:
         model: from transformers, or a PEFT model around one; may be sharded by FSDP2. One that

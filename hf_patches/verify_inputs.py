@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_patches.private import is_built_by
 from lightning_cp.geometry.mask import NO_DOCUMENT
-from lightning_cp.step import IGNORED_LABEL
+from lightning_cp.step.step import IGNORED_LABEL
 
 HEADS: Final[Mapping[str, Any]] = {
     "causal": transformers.AutoModelForCausalLM,

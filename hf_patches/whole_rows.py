@@ -25,14 +25,14 @@ from hf_patches.forward import ROWS, Enabled, TokenLogpOutput
 from hf_patches.input_checks import name_arguments, parameters_of
 from hf_patches.left_out import leave_out
 from hf_patches.moe_loss import balance_loss
-from lightning_cp import active_step
+from lightning_cp.config import SequenceDims, check_choice
 from lightning_cp.data.sharding import full_tokens, shift_labels
-from lightning_cp.options import SequenceDims, check_choice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import patches_of, replace_method
 from lightning_cp.private.fsdp2 import map_tensors
 from lightning_cp.private.modules import run_pre_hooks
-from lightning_cp.step import IGNORED_LABEL, Step
+from lightning_cp.step import active_step
+from lightning_cp.step.step import IGNORED_LABEL, Step
 
 Logits = Literal["auto", "always", "never"]
 """Whether an output has logits where labels are given; ``auto``: not in training."""

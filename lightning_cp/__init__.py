@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from lightning_cp.lightning.registry import register
 
 if TYPE_CHECKING:
-    from lightning_cp.attention_style import ContextParallelAttention
     from lightning_cp.attn.api import attention
     from lightning_cp.attn.flex.api import flex_attention
+    from lightning_cp.compare.verify import verify
     from lightning_cp.geometry.mask import Mask
     from lightning_cp.lightning.callback import ContextParallelCallback
     from lightning_cp.lightning.strategy import ContextParallelStrategy
-    from lightning_cp.logp import sequence_logp, token_logp
-    from lightning_cp.loss import sample_mean, token_mean
+    from lightning_cp.loss.logp import sequence_logp, token_logp
+    from lightning_cp.loss.means import sample_mean, token_mean
     from lightning_cp.parallel import ContextParallel
-    from lightning_cp.torch_prototype import (
+    from lightning_cp.torch_api.attention_style import ContextParallelAttention
+    from lightning_cp.torch_api.prototype import (
         context_parallel,
         context_parallel_unshard,
         set_rotate_method,
     )
-    from lightning_cp.verification import verify
 
 __all__ = [
     "ContextParallel",
@@ -47,20 +47,20 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "ContextParallel": "lightning_cp.parallel",
-    "ContextParallelAttention": "lightning_cp.attention_style",
+    "ContextParallelAttention": "lightning_cp.torch_api.attention_style",
     "ContextParallelCallback": "lightning_cp.lightning.callback",
     "ContextParallelStrategy": "lightning_cp.lightning.strategy",
     "Mask": "lightning_cp.geometry.mask",
     "attention": "lightning_cp.attn.api",
-    "context_parallel": "lightning_cp.torch_prototype",
-    "context_parallel_unshard": "lightning_cp.torch_prototype",
+    "context_parallel": "lightning_cp.torch_api.prototype",
+    "context_parallel_unshard": "lightning_cp.torch_api.prototype",
     "flex_attention": "lightning_cp.attn.flex.api",
-    "sample_mean": "lightning_cp.loss",
-    "sequence_logp": "lightning_cp.logp",
-    "set_rotate_method": "lightning_cp.torch_prototype",
-    "token_logp": "lightning_cp.logp",
-    "token_mean": "lightning_cp.loss",
-    "verify": "lightning_cp.verification",
+    "sample_mean": "lightning_cp.loss.means",
+    "sequence_logp": "lightning_cp.loss.logp",
+    "set_rotate_method": "lightning_cp.torch_api.prototype",
+    "token_logp": "lightning_cp.loss.logp",
+    "token_mean": "lightning_cp.loss.means",
+    "verify": "lightning_cp.compare.verify",
 }
 
 register()

@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cp.error_report import Parser, end_process, report_error
+from lightning_cp.comm.error_report import Parser, end_process, report_error
 
 
 def build_parser(prog: str = "python -m lightning_cp") -> Parser:

@@ -13,12 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp import active_step, adapters, guards, routing
+from lightning_cp import adapters, routing
 from lightning_cp.attn.flex.kernel import MaskMod
 from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
 from lightning_cp.attn.kept import kept_limit, region_contexts, saving_inputs
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
+from lightning_cp.config import (
+    AlgorithmName,
+    GradientWire,
+    KeepAttention,
+    KernelName,
+    LayoutName,
+    Offload,
+    Options,
+    SequenceDims,
+    check_choice,
+)
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import BatchChecks, find_differing
 from lightning_cp.data.sharding import (
@@ -30,26 +41,16 @@ from lightning_cp.data.sharding import (
     unshard_value,
 )
 from lightning_cp.data.step_builder import check_not_sharded, open_step
-from lightning_cp.data.structure import Flat, flatten
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.loss import local_targets
+from lightning_cp.loss.means import local_targets
 from lightning_cp.memory.budget import resolve_budget
 from lightning_cp.memory.offload import Store, attach, store_of
-from lightning_cp.options import (
-    AlgorithmName,
-    GradientWire,
-    KeepAttention,
-    KernelName,
-    LayoutName,
-    Offload,
-    Options,
-    SequenceDims,
-    check_choice,
-)
 from lightning_cp.private.autograd import Nested, checkpoint_contexts
 from lightning_cp.routing import Unsharded
-from lightning_cp.step import BatchOfParts, Opened, Step, StepMask, StepReference
+from lightning_cp.step import active_step, guards
+from lightning_cp.step.leaves import Flat, flatten
+from lightning_cp.step.step import BatchOfParts, Opened, Step, StepMask, StepReference
 
 
 class reenter(active_step.activate):

@@ -17,13 +17,11 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp import active_step, guards
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attend
 from lightning_cp.data.sharding import full_tokens, own_tokens
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.precision import as_autocast
 from lightning_cp.private.compiler import (
     constant_in_graphs,
     never_compile_alone,
@@ -32,7 +30,9 @@ from lightning_cp.private.compiler import (
 )
 from lightning_cp.private.functions import Detour
 from lightning_cp.private.modes import is_higher_order, plain_functions
-from lightning_cp.step import Step
+from lightning_cp.step import active_step, guards
+from lightning_cp.step.precision import as_autocast
+from lightning_cp.step.step import Step
 
 # A model that ignores documents and padding on one device ignores them on several.
 _CAUSAL = Mask(causal=True, documents=False, padding=False)

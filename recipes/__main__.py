@@ -3,7 +3,7 @@
 
 import sys
 
-from lightning_cp.error_report import end_process
+from lightning_cp.comm.error_report import end_process
 from recipes.command import run_recipes
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_cp import ContextParallelCallback
 from lightning_cp.checkpoint import aside_of
-from lightning_cp.error_report import report_error
+from lightning_cp.comm.error_report import report_error
 from lightning_cp.renamed import RENAMED, drop_unset, explain_removed
 from recipes.data.module import SampleData
 from recipes.files import data_class

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from lightning_cp.error_report import end_process, quote_uncaught_errors, report_error
+from lightning_cp.comm.error_report import end_process, quote_uncaught_errors, report_error
 from lightning_cp.renamed import explain_removed
 
 PROG: Final = "lightning-cp"

@@ -23,7 +23,7 @@ from hf_patches import enable
 from hf_patches.auto import auto_class
 from hf_patches.forward import ChunkedLoss
 from hf_patches.support import MULTIMODAL
-from lightning_cp.options import check_choice
+from lightning_cp.config import check_choice
 from recipes.data.passkey import RetrievalGrid, heat_map, retrieval_accuracy
 from recipes.processors import TINY_IMAGE
 from recipes.schedule import Schedule, check_total, check_warmup, decay_groups, lr_factor

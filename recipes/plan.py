@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
-from lightning_cp.error_report import Parser, Removed, report_error
+from lightning_cp.comm.error_report import Parser, Removed, report_error
 from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.planner.plan import plan_run
 from lightning_cp.planner.report import format_plan, parse_tokens

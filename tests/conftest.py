@@ -131,7 +131,7 @@ def _environment() -> dict[str, str]:
 def _nothing_left_behind() -> Iterator[None]:
     import torch.distributed as dist
 
-    from lightning_cp import active_step
+    from lightning_cp.step import active_step
 
     before = _environment()
     yield

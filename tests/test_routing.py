@@ -13,9 +13,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import active_step, routing
+from lightning_cp import routing
 from lightning_cp.attn.blockwise.kernels import cpu
 from lightning_cp.private.modes import num_function_modes
+from lightning_cp.step import active_step
 from tests import doors
 
 LENGTH, DIM = 6, 8

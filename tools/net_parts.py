@@ -9,7 +9,7 @@ BIN = Path(sys.executable).parent
 # up all the same: it calls make, which hands --assume-old to nobody.
 MAKE = f"make --assume-old=.venv/.installed-dev BIN={BIN}"
 
-NEVER = ":!lightning_cp/torch_prototype.py :!lightning_cp/__main__.py"
+NEVER = ":!lightning_cp/torch_api/prototype.py :!lightning_cp/__main__.py"
 """What tests alone run."""
 NO_LIGHTNING = f":!lightning_cp/lightning :!lightning_cp/planner {NEVER}"
 NO_ATTENTION = f":!lightning_cp/attn :!lightning_cp/sequence {NEVER}"

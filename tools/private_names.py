@@ -44,7 +44,7 @@ EXCEPTIONS = {
     "lightning_cp/checkpoint/blocks.py": {
         "__create_chunk_list__": "a method that torch's checkpoints call on tensors in blocks",
     },
-    "lightning_cp/error_report.py": {
+    "lightning_cp/comm/error_report.py": {
         "_run_exitfuncs": "Python: what a process does at its end, before `os._exit`",
     },
     "lightning_cp/fsdp/sharding.py": {
@@ -59,10 +59,10 @@ EXCEPTIONS = {
         "_gradient_checkpointing_func": CONVENTION,
         "_require_grads_hooks": CONVENTION,
     },
-    "lightning_cp/replay.py": {
+    "lightning_cp/compare/replay.py": {
         "_dataset_fetcher": "a DataLoader's dataset, whose attributes a trial run restores",
     },
-    "lightning_cp/restore.py": {
+    "lightning_cp/compare/restore.py": {
         "_mgr": "the content of a data frame of pandas, put back in place after a trial run",
     },
     "lightning_cp/routing.py": {

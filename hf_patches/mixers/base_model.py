@@ -26,13 +26,13 @@ from hf_patches.mixers.replicated import (
 )
 from hf_patches.multimodal.outer import full_value
 from hf_patches.names import step_of
-from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.sequence.ranges import token_map
-from lightning_cp.step import Step, per_step
+from lightning_cp.step import active_step
+from lightning_cp.step.step import Step, per_step
 
 _OF_TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "langs")
 

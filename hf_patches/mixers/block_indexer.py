@@ -26,7 +26,7 @@ from hf_patches.names import find_in_modules
 from lightning_cp.data.batch import count_positions
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.patch import Patch
-from lightning_cp.step import Step, StepReference, per_step
+from lightning_cp.step.step import Step, StepReference, per_step
 
 # The attribute of a tensor of chosen blocks that refers to its step.
 _STEP: Final = "lightning_cp_step"

@@ -22,7 +22,7 @@ from lightning_cp.data.sharding import full_tokens
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
 from lightning_cp.patch import Patch, replace_method
-from lightning_cp.step import PerStep, Step, per_step
+from lightning_cp.step.step import PerStep, Step, per_step
 
 
 @dataclass(eq=False)

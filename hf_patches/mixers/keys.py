@@ -33,7 +33,7 @@ from hf_patches.positions import count_real
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.routing import Unsharded
-from lightning_cp.step import Step, StepMask, StepReference, per_step
+from lightning_cp.step.step import Step, StepMask, StepReference, per_step
 
 _WRITTEN: Final = {
     "BloomAttention",

@@ -22,7 +22,6 @@ from transformers.masking_utils import create_causal_mask, sliding_window_overla
 from hf_patches.input_checks import name_arguments
 from hf_patches.mixers.common import Replacement, kind_of
 from hf_patches.names import step_of
-from lightning_cp import active_step
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import full_tokens
 from lightning_cp.geometry.ranges import BoolArray, IntArray
@@ -30,7 +29,8 @@ from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.sequence.halo import build_halo_plan, extend
 from lightning_cp.sequence.ranges import TokenMap, token_map
-from lightning_cp.step import PerStep, Step, StepMask, per_step
+from lightning_cp.step import active_step
+from lightning_cp.step.step import PerStep, Step, StepMask, per_step
 
 
 @dataclass(frozen=True)

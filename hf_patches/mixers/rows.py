@@ -18,7 +18,7 @@ from hf_patches.names import active
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import IntArray
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, token_map
-from lightning_cp.step import Step, per_step
+from lightning_cp.step.step import Step, per_step
 
 RESET = -1e4
 """Logarithm of the decay of a reset: its exponential is 0 in every dtype."""

@@ -16,7 +16,7 @@ from hf_patches.multimodal import outer
 from hf_patches.multimodal.table import Media
 from hf_patches.names import active
 from lightning_cp.data.media import MEDIA
-from lightning_cp.step import Step
+from lightning_cp.step.step import Step
 
 
 def around_decoder(

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_cp.comm.transport import Transport, gather
 from lightning_cp.geometry.ranges import IntArray
-from lightning_cp.guards import enter_backward_of
-from lightning_cp.precision import accumulation_dtype
-from lightning_cp.step import Step
+from lightning_cp.step.guards import enter_backward_of
+from lightning_cp.step.precision import accumulation_dtype
+from lightning_cp.step.step import Step
 
 _FEATURES: Final = ("pooler_output", "deepstack_features")
 _USED: Final = (*_FEATURES, "attention_mask")

@@ -25,7 +25,7 @@ from hf_patches.multimodal.table import Unit
 from lightning_cp.comm.collective_errors import raise_on_all
 from lightning_cp.data.batch import SEQUENCE_DIMS
 from lightning_cp.geometry.ranges import IntArray, Range
-from lightning_cp.step import Step
+from lightning_cp.step.step import Step
 
 _logger = logging.getLogger(__name__)
 

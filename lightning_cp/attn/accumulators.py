@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_cp.attn import triton_ops
+from lightning_cp.config import GradientWire
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.options import GradientWire
-from lightning_cp.precision import accumulation_dtype
+from lightning_cp.step.precision import accumulation_dtype
 
 NEVER = float("-inf")
 """The lse of a query that sees no key: its sum is empty."""

@@ -21,9 +21,9 @@ from lightning_cp.attn.call import (
 from lightning_cp.attn.choose import build_call
 from lightning_cp.geometry.branches import Branches, BranchMask
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.guards import step_of_call
 from lightning_cp.private.compiler import outside_graphs, within
-from lightning_cp.step import PerStep, Step, full_step
+from lightning_cp.step.guards import step_of_call
+from lightning_cp.step.step import PerStep, Step, full_step
 
 
 @outside_graphs

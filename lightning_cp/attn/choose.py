@@ -33,12 +33,12 @@ from lightning_cp.attn.plan import QueryShard, build_plan, resolve_algorithm
 from lightning_cp.attn.ulysses import Place, UlyssesCall, place_of
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport, Transport
+from lightning_cp.config import Options
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.options import Options
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.private.compiler import can_compile
-from lightning_cp.step import Step
+from lightning_cp.step.precision import accumulation_dtype
+from lightning_cp.step.step import Step
 
 _logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from lightning_cp.memory.offload import Parcel, Saved, store_of
-from lightning_cp.step import Step
+from lightning_cp.step.step import Step
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from lightning_cp.attn.accumulators import GradAccumulator, Region, sum_into, wire_dtype
 from lightning_cp.attn.plan import Parcel, Run, Stage, split_run
 from lightning_cp.comm.transport import Transport, nothing
+from lightning_cp.config import GradientWire
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
-from lightning_cp.options import GradientWire
 
 
 class KeyValues(NamedTuple):

@@ -32,15 +32,15 @@ from lightning_cp.attn.call import PaddedCall, with_unit_stride
 from lightning_cp.attn.choose import is_dense
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.guards import enter_backward_of
-from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.private.compiler import (
     constant_in_graphs,
     outside_graphs,
     recomputes_operators,
 )
 from lightning_cp.private.modes import plain_functions
-from lightning_cp.step import Step, StepMask
+from lightning_cp.step.guards import enter_backward_of
+from lightning_cp.step.precision import accumulation_dtype, autocast_off
+from lightning_cp.step.step import Step, StepMask
 
 AnyMask = TypeVar("AnyMask", bound=StepMask)
 

@@ -22,10 +22,10 @@ from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union
-from lightning_cp.guards import refuse_second_derivative
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.private.modes import plain_functions
-from lightning_cp.step import PerStep, Step
+from lightning_cp.step.guards import refuse_second_derivative
+from lightning_cp.step.precision import accumulation_dtype
+from lightning_cp.step.step import PerStep, Step
 
 
 class _Move(NamedTuple):

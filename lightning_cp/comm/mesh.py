@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.comm.transport import GroupTransport, LoneTransport, Transport, gather
-from lightning_cp.options import TENSOR_AXIS
+from lightning_cp.config import TENSOR_AXIS
 from lightning_cp.private.groups import (
     delay_exit_for_gloo,
     flatten,

@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from lightning_cp.error_report import tell_torchrun
+from lightning_cp.comm.error_report import tell_torchrun
 from lightning_cp.private.groups import default_store
 
 HEARTBEAT_TIMEOUT: Final = timedelta(seconds=60)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.transport import to_device
+from lightning_cp.config import SequenceDims
 from lightning_cp.data.media import MEDIA
 from lightning_cp.data.sharding import shard
-from lightning_cp.data.structure import Flat, Leaf, parts_of
 from lightning_cp.geometry.branches import SHARED, Branches, read_branches
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
-from lightning_cp.options import SequenceDims
 from lightning_cp.private.modules import tensor_version
-from lightning_cp.step import IGNORED_LABEL, Opened, Yielded
+from lightning_cp.step.leaves import Flat, Leaf, parts_of
+from lightning_cp.step.step import IGNORED_LABEL, Opened, Yielded
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
     "input_ids": 1,

@@ -17,7 +17,7 @@ from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import Transport, gather
 from lightning_cp.data.media import MEDIA, media_of
 from lightning_cp.data.outputs import Leaf, checksum, checksums, digest, form
-from lightning_cp.data.structure import Flat, flatten
+from lightning_cp.step.leaves import Flat, flatten
 
 T = TypeVar("T")
 

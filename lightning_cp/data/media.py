@@ -3,7 +3,7 @@
 
 from typing import Any, Final
 
-from lightning_cp.data.structure import Flat, flatten
+from lightning_cp.step.leaves import Flat, flatten
 
 MEDIA: Final = (
     "acoustic_tokenizer_chunk_size",

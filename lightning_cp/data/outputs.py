@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cp.data.structure import parts_of, with_parts
+from lightning_cp.step.leaves import parts_of, with_parts
 
 _SAMPLED: Final = 1 << 20
 

@@ -16,10 +16,10 @@ from lightning_cp.data.outputs import Leaf
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.guards import enter_backward_of
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.private.compiler import outside_graphs
-from lightning_cp.step import IGNORED_LABEL, Opened, Step, not_sharded
+from lightning_cp.step.guards import enter_backward_of
+from lightning_cp.step.precision import accumulation_dtype
+from lightning_cp.step.step import IGNORED_LABEL, Opened, Step, not_sharded
 
 
 def shard(x: Tensor, dim: int, *, layout: Layout, rank: int, fill: float = 0) -> Tensor:

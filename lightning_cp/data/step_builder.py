@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cp.config import Options, SequenceDims
 from lightning_cp.data.batch import (
     FullBatch,
     build_position_ids,
@@ -13,12 +14,11 @@ from lightning_cp.data.batch import (
     unpack_documents,
 )
 from lightning_cp.data.sharding import shard
-from lightning_cp.data.structure import Flat, flatten
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.options import Options, SequenceDims
-from lightning_cp.step import BatchOfParts, Opened, Step
+from lightning_cp.step.leaves import Flat, flatten
+from lightning_cp.step.step import BatchOfParts, Opened, Step
 
 
 def open_step(

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.private.autograd import after_backward, backward_id
 from lightning_cp.private.modes import plain_functions
+from lightning_cp.step.precision import accumulation_dtype
 
 BUCKET_BYTES: Final = 1 << 27
 """Bytes that are summed together. A larger gradient has a bucket of its own."""

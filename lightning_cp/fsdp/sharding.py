@@ -23,10 +23,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.adapters import parallelize_models
+from lightning_cp.config import TENSOR_AXIS, check_choice
 from lightning_cp.fsdp.frozen import FrozenWeights, keep_packed
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import of_rank_0, set_averaging
-from lightning_cp.options import TENSOR_AXIS, check_choice
 from lightning_cp.private.fsdp2 import (
     divide_once,
     drop_unreduced_gradients,

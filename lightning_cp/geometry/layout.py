@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cp.config import LayoutName, check_choice
 from lightning_cp.geometry.balance import TOLERABLE, imbalance, split_evenly
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import IntArray, Range
-from lightning_cp.options import LayoutName, check_choice
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of one optimizer step, as Lightning accumulates them: weighted by tokens, then reduced.
 
-`lightning_cp.accumulate` has the arithmetic; this knows when Lightning sets gradients to zero,
+`lightning_cp.loss.accumulate` has the arithmetic; this knows when Lightning sets gradients to zero,
 divides losses, and steps.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_cp.accumulate import GradientWindow
 from lightning_cp.fsdp.replication import is_replicated
 from lightning_cp.fsdp.sharding import drop_gradients, set_gradient_reduction
-from lightning_cp.precision import accumulation_dtype
-from lightning_cp.step import Opened
+from lightning_cp.loss.accumulate import GradientWindow
+from lightning_cp.step.precision import accumulation_dtype
+from lightning_cp.step.step import Opened
 
 
 class Accumulation:

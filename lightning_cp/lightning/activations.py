@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, Self, get_args
 import torch
 from torch import nn
 
+from lightning_cp.config import Options, check_choice
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.memory import checkpoint_layers, tile_modules
 from lightning_cp.memory.tiles import TileTokens
-from lightning_cp.options import Options, check_choice
 from lightning_cp.patch import Patch, replace_method
 from lightning_cp.private.compiler import exact_backend
 from lightning_cp.private.functions import copy_function

@@ -23,7 +23,7 @@ from lightning_cp.lightning import private
 from lightning_cp.lightning.warning_filters import ignore_sync_advice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
-from lightning_cp.step import LossMark, Opened
+from lightning_cp.step.step import LossMark, Opened
 
 Sync = Literal["never", "epoch", "always"]
 """When a logged mean is reduced over the data axis too."""

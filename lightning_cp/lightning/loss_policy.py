@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_cp.data.structure import flatten
-from lightning_cp.loss import global_mean
-from lightning_cp.options import check_choice
+from lightning_cp.config import check_choice
+from lightning_cp.loss.means import global_mean
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import IGNORED_LABEL, Opened
+from lightning_cp.step.leaves import flatten
+from lightning_cp.step.step import IGNORED_LABEL, Opened
 
 LossName = Literal["auto", "local_mean"]
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
+from lightning_cp.config import Options
 from lightning_cp.fsdp.sharding import Sharding
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.mixed_precision import MixedPrecision
 from lightning_cp.memory.tiles import MIN_TOKENS
-from lightning_cp.options import Options
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import USABLE, MemoryPlan, plan_memory
 from lightning_cp.planner.setup import GPUS_PER_HOST
 from lightning_cp.planner.shapes import ModelShape
-from lightning_cp.step import Step
+from lightning_cp.step.step import Step
 
 MARGIN: Final = 1.05
 """What ``auto`` chooses, and attention that it keeps, must fit beside a plan times this."""

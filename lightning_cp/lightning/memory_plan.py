@@ -36,7 +36,7 @@ from lightning_cp.planner.memory import (
     plan_memory,
 )
 from lightning_cp.planner.shapes import ModelShape
-from lightning_cp.step import Opened, Step
+from lightning_cp.step.step import Opened, Step
 
 _logger = logging.getLogger("lightning_cp")
 

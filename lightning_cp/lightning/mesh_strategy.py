@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_cp.comm.error_report import quote_uncaught_errors
 from lightning_cp.comm.mesh import (
     CONTEXT_AXIS,
     DATA_AXIS,
@@ -30,7 +31,7 @@ from lightning_cp.comm.mesh import (
 )
 from lightning_cp.comm.rendezvous import agent_store
 from lightning_cp.comm.watchdog import Watchdog
-from lightning_cp.error_report import quote_uncaught_errors
+from lightning_cp.config import TENSOR_AXIS, Options
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.lightning import interruption, private
 from lightning_cp.lightning.launch import (
@@ -38,7 +39,6 @@ from lightning_cp.lightning.launch import (
     check_precision,
     warn_if_spread,
 )
-from lightning_cp.options import TENSOR_AXIS, Options
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.private.groups import delay_exit_for_gloo
 

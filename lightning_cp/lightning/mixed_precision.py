@@ -11,8 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision as AutocastPrecision
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
+from lightning_cp.config import check_choice
 from lightning_cp.fsdp.sharding import ParameterSharding, is_sharded
-from lightning_cp.options import check_choice
 
 MixedPrecision = Literal["autocast", "fsdp"]
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from lightning_cp.compare import Finding, Kind, TrialRuns, returned_leaves
+from lightning_cp.compare.trials import Finding, Kind, TrialRuns, returned_leaves
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE, compare_values, find_differing
 from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.lightning.logs import Logged, loss_of
 from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.step import Opened, Step
+from lightning_cp.step.step import Opened, Step
 
 _Padding = tuple[bool, ...]
 """Whether sharding pads a batch, and whether it has padding of its own at the start, at the end.

@@ -14,9 +14,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
-from lightning_cp import active_step
-from lightning_cp.compare import is_in_turn
-from lightning_cp.data.structure import flatten
+from lightning_cp.compare.trials import is_in_turn
+from lightning_cp.compare.verify import TOLERANCES, Report, has_room, lowest_precision, verify
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning.logs import Sync, recorded_logs
 from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
@@ -25,8 +24,9 @@ from lightning_cp.lightning.step_outputs import StepOutputs
 from lightning_cp.lightning.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
-from lightning_cp.step import Opened
-from lightning_cp.verification import TOLERANCES, Report, has_room, lowest_precision, verify
+from lightning_cp.step import active_step
+from lightning_cp.step.leaves import flatten
+from lightning_cp.step.step import Opened
 
 
 def check_verify_max_len(max_len: int) -> None:

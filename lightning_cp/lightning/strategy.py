@@ -19,10 +19,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.accumulate import GradientWindow
 from lightning_cp.adapters import check_loaded_models
 from lightning_cp.comm.mesh import ContextSize
 from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
+from lightning_cp.compare.verify import Report
+from lightning_cp.config import (
+    AlgorithmName,
+    GradientWire,
+    KeepAttention,
+    KernelName,
+    LayoutName,
+    Offload,
+    Options,
+)
 from lightning_cp.fsdp.frozen import packed_stay
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.replication import average_new
@@ -44,19 +53,10 @@ from lightning_cp.lightning.preparation import Preparation
 from lightning_cp.lightning.private import move_states
 from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
 from lightning_cp.lightning.warning_filters import ignore_known_warnings
-from lightning_cp.options import (
-    AlgorithmName,
-    GradientWire,
-    KeepAttention,
-    KernelName,
-    LayoutName,
-    Offload,
-    Options,
-)
+from lightning_cp.loss.accumulate import GradientWindow
 from lightning_cp.parallel import reenter
 from lightning_cp.planner.memory import MemoryPlan
-from lightning_cp.step import Opened
-from lightning_cp.verification import Report
+from lightning_cp.step.step import Opened
 
 
 class ContextParallelStrategy(CheckpointStrategy):

@@ -2,7 +2,7 @@
 """How a step of a LightningModule runs for a comparison: its values, and nothing else.
 
 Nothing that the step changes in the module stays changed, and nothing is logged. The comparison is
-in `lightning_cp.compare`.
+in `lightning_cp.compare.trials`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +15,10 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_cp import active_step
 from lightning_cp.comm.transport import GroupTransport, Transport
-from lightning_cp.compare import Run, Value, copied, returned_leaves
+from lightning_cp.compare.restore import user_hooks
+from lightning_cp.compare.trials import Run, Value, copied, returned_leaves
+from lightning_cp.compare.verify import Weights, take_gradients, without_trace
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
 from lightning_cp.data.media import media_names
@@ -26,9 +27,8 @@ from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.lightning.logs import Logged, loss_of, recorded_logs
 from lightning_cp.lightning.loss_policy import take_loss
 from lightning_cp.parallel import ContextParallel
-from lightning_cp.restore import user_hooks
-from lightning_cp.step import Opened
-from lightning_cp.verification import Weights, take_gradients, without_trace
+from lightning_cp.step import active_step
+from lightning_cp.step.step import Opened
 
 _METRIC_FIX: Final = (
     "The states of a metric are reduced over all ranks: update it with the tokens of this rank "

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import gather
+from lightning_cp.config import Options
 from lightning_cp.data.outputs import digest
-from lightning_cp.options import Options
 
 SHARE: Final = 0.8
 """The part of the available host memory that ``offload='all'`` may take: data loaders need some."""

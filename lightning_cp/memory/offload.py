@@ -25,7 +25,7 @@ from lightning_cp.memory.arena import Arena, Block, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.private.modes import plain_functions, without_dispatch_modes
 from lightning_cp.private.modules import tensor_version
-from lightning_cp.step import PerStep, Step
+from lightning_cp.step.step import PerStep, Step
 
 SMALL_BYTES: Final = 2**20
 """Smaller tensors stay on the device: a copy of them takes longer to start than to run."""

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_cp import active_step
 from lightning_cp.fsdp.gathering import is_gathering_hook, is_unit
-from lightning_cp.gradients import unlisted_leaf
-from lightning_cp.precision import autocast_off
+from lightning_cp.loss.gradients import unlisted_leaf
 from lightning_cp.private.modes import RecordedOperators, without_dispatch_modes, without_modes
 from lightning_cp.private.modules import module_hooks
+from lightning_cp.step import active_step
+from lightning_cp.step.precision import autocast_off
 
 PROBED_DIMS: Final = {2: (5,), 3: (2, 5), 4: (2, 5, 3)}
 """Number of dims of an input to its sizes in the probe, without the width."""

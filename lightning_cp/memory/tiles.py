@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.gradients import add_gradients
+from lightning_cp.loss.gradients import add_gradients
 from lightning_cp.memory.probe import (
     PROBED_DIMS,
     Verdict,
@@ -35,9 +35,9 @@ from lightning_cp.memory.probe import (
     takes_one_tensor,
 )
 from lightning_cp.patch import Patch, patches_of, replace_method
-from lightning_cp.precision import autocast_off
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modules import without_tensor_hooks
+from lightning_cp.step.precision import autocast_off
 
 _logger = logging.getLogger(__name__)
 

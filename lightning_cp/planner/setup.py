@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final, Literal, get_args
 
+from lightning_cp.config import check_choice
 from lightning_cp.fsdp.sharding import Sharding
-from lightning_cp.options import check_choice
 
 Precision = Literal["bf16-mixed", "bf16-true", "bf16-policy"]
 """``bf16-mixed``: autocast. ``bf16-policy``: the same with ``mixed_precision="fsdp"``."""

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.guards import backward_of_step
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import plain_functions
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, active_map, token_map
-from lightning_cp.step import Step, per_step
+from lightning_cp.step.guards import backward_of_step
+from lightning_cp.step.step import Step, per_step
 
 
 class Move(NamedTuple):

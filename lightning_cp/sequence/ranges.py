@@ -17,9 +17,9 @@ from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import BoolArray, IntArray, Range
-from lightning_cp.guards import step_of_call
 from lightning_cp.private.compiler import outside_graphs
-from lightning_cp.step import Step, per_step
+from lightning_cp.step.guards import step_of_call
+from lightning_cp.step.step import Step, per_step
 
 
 class HeldRange(NamedTuple):

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lightning_cp.options import check_choice
+from lightning_cp.config import check_choice
 from recipes.data.chat import (
     ChatData,
     answer_spans,

@@ -19,11 +19,11 @@ from lightning_cp.attn.plan import build_plan
 from lightning_cp.attn.tiles import Block
 from lightning_cp.attn.ulysses import UlyssesCall, build_swap
 from lightning_cp.comm.transport import LoneTransport, Transport
+from lightning_cp.config import GradientWire
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.options import GradientWire
 from tests.oracle import Inputs, make_inputs, put_back
 from tests.ranks import ThreadTransport
 

@@ -14,7 +14,7 @@ from lightning_cp.attn.accumulators import (
     with_sinks,
 )
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.precision import accumulation_dtype
+from lightning_cp.step.precision import accumulation_dtype
 
 
 def softmax_parts(scores, values):

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import Mask, active_step, attention
+from lightning_cp import Mask, attention
 from lightning_cp.attn import choose
 from lightning_cp.attn.api import calls_of
 from lightning_cp.attn.blockwise.kernels.base import Request, Scores
@@ -22,10 +22,11 @@ from lightning_cp.attn.flex.api import FlexArguments, attend_in_step
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.config import Options
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.options import Options
-from lightning_cp.step import Step, StepMask, StepReference
+from lightning_cp.step import active_step
+from lightning_cp.step.step import Step, StepMask, StepReference
 from tests import doors
 from tests.attn.cases import say_again
 from tests.oracle import attend_whole, errors, make_inputs

@@ -13,9 +13,9 @@ from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.choose import CallSpec, choose_kernel, is_dense, prefers_flex
 from lightning_cp.attn.cost import Problem
 from lightning_cp.attn.plan import QueryShard
+from lightning_cp.config import Options
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.options import Options
 from tests.attn.cases import MASKS, say_again
 
 CUDNN, REFERENCE = CudnnKernel(), ReferenceKernel()

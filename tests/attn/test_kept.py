@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from hf_patches import enable
-from lightning_cp import Mask, active_step, attention, token_mean
+from lightning_cp import Mask, attention, token_mean
 from lightning_cp.attn import kept
 from lightning_cp.attn.blockwise import function
 from lightning_cp.attn.flex import from_mask
+from lightning_cp.step import active_step
 from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch

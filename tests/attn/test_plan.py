@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.attn.plan import build_plan, resolve_algorithm
+from lightning_cp.config import Options
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.options import Options
 from tests.strategies import masks
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_cp import Mask, attention, token_mean
-from lightning_cp.data import structure
 from lightning_cp.data.batch import SEQUENCE_DIMS, read_batch, truncate, unpack_documents
 from lightning_cp.data.consistency import find_differing
-from lightning_cp.data.structure import flatten
+from lightning_cp.step import leaves
+from lightning_cp.step.leaves import flatten
 from tests import doors
 from tests.ranks import run_threads
 
@@ -225,13 +225,13 @@ def test_documents_become_rows_of_their_own():
 
 
 def test_a_step_takes_a_batch_apart_once(monkeypatch):
-    roots, walk = [], structure._walk
+    roots, walk = [], leaves._walk
 
     def counted(x, above):
         roots.extend([x] if not above.path else [])
         return walk(x, above)
 
-    monkeypatch.setattr(structure, "_walk", counted)
+    monkeypatch.setattr(leaves, "_walk", counted)
     batch = {"text": {"input_ids": TOKENS, "labels": TOKENS}, "sizes": [1, 2]}
     with doors.parallel(None).step(batch) as local:
         assert local["sizes"] is batch["sizes"]

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_cp import Mask, active_step, attention
+from lightning_cp import Mask, attention
 from lightning_cp.attn import api as attention_module
 from lightning_cp.attn import choose
 from lightning_cp.attn.flex import from_mask
 from lightning_cp.attn.flex.from_mask import FlexCall
 from lightning_cp.data.sharding import shard
+from lightning_cp.step import active_step
 from tests import doors, torch_names
 from tests.attn import cases
 from tests.attn.flex.cases import flex_whole, make_flex_case

@@ -11,7 +11,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from lightning_cp import Mask, active_step, attention
+from lightning_cp import Mask, attention
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Scores
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel, backward_op
@@ -19,6 +19,7 @@ from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.comm.transport import LoneTransport
 from lightning_cp.data.sharding import shard
+from lightning_cp.step import active_step
 from tests.attn import cases
 from tests.attn.cases import (
     ALL_KERNELS,

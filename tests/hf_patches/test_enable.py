@@ -27,7 +27,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from hf_patches import enable, forward, guard, whole_rows
 from hf_patches.adapter import adapter
-from lightning_cp import chunked_loss
+from lightning_cp.loss import chunked_loss
 from tests import doors
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, unpack

@@ -11,7 +11,7 @@ from transformers import GPT2Config
 from hf_patches import enable, verify, whole_rows
 from hf_patches.multimodal.table import Media, find_decoder
 from hf_patches.support import MULTIMODAL
-from lightning_cp import active_step
+from lightning_cp.step import active_step
 from tests.hf_patches.test_enable import trace
 from tests.parity import hf, media_zoo, zoo
 

@@ -308,7 +308,7 @@ def head_unit(mode, tied, accumulates):
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from hf_patches import forward
-    from lightning_cp import chunked_loss
+    from lightning_cp.loss import chunked_loss
 
     def build():
         model = double("llama").train()

@@ -9,7 +9,7 @@ from hf_patches import enable
 from hf_patches.multimodal import outer, sharing
 from hf_patches.multimodal.table import MERGE_SHARDS, UNITS
 from hf_patches.support import MULTIMODAL
-from lightning_cp import active_step
+from lightning_cp.step import active_step
 from tests.parity import media_zoo
 from tests.parity.hf import build_cp, errors
 from tests.ranks import average_over_ranks

@@ -25,7 +25,7 @@ from hf_patches.__main__ import main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.export import read_config
 from hf_patches.verify_inputs import build_batch, build_model
-from lightning_cp.verification import Report
+from lightning_cp.compare.verify import Report
 from tests import doors
 from tests.parity import hf, zoo
 from tests.parity.broken import BREAKS

@@ -19,7 +19,7 @@ from torchmetrics.text import Perplexity
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp import token_mean
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
 from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment
 

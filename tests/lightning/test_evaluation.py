@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_cp import token_mean
-from lightning_cp.restore import restored_state
+from lightning_cp.compare.restore import restored_state
 from tests.lightning.generated_steps import (
     Case,
     Drawn,

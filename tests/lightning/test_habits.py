@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelCallback, token_mean
-from lightning_cp.active_step import current
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
+from lightning_cp.step.active_step import current
 from tests import doors
 from tests.lightning.jobs import Module as Base
 from tests.lightning.jobs import (

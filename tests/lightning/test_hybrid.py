@@ -21,7 +21,7 @@ from lightning_cp.comm.mesh import resolve_shard_size
 from lightning_cp.fsdp import sharding
 from lightning_cp.lightning import model_setup, preparation
 from lightning_cp.lightning.model_setup import choose_sharding
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
 from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.lightning.mesh_runs import (

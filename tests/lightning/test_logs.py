@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_cp import active_step
 from lightning_cp.lightning.logs import recorded_logs
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
+from lightning_cp.step import active_step
 from tests import doors
 
 VALUE = torch.tensor(2.0)

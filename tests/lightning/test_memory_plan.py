@@ -10,14 +10,15 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelCallback, active_step
+from lightning_cp import ContextParallelCallback
+from lightning_cp.config import Options
 from lightning_cp.lightning import memory_plan
 from lightning_cp.lightning.activations import Activations
 from lightning_cp.lightning.memory_choice import RunSetup
 from lightning_cp.memory import budget
-from lightning_cp.options import Options
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import plan_memory
+from lightning_cp.step import active_step
 from tests import doors
 from tests.hf_patches.test_lightning import Batches, build
 from tests.lightning.jobs import build_trainer, elastic_environment, logged_lines

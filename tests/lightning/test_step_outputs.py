@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cp.compare import Finding
+from lightning_cp.compare.trials import Finding
 from lightning_cp.lightning.step_outputs import MAX_TRIALS, Evidence
 
 

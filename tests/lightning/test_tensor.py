@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import ApertusConfig, ApertusForCausalLM
 
 from hf_patches.enable import enable, is_enabled
-from lightning_cp import chunked_loss, token_mean
-from lightning_cp.vocabulary import sharded_cross_entropy
+from lightning_cp import token_mean
+from lightning_cp.loss import chunked_loss
+from lightning_cp.loss.vocabulary import sharded_cross_entropy
 from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full
 from tests.lightning.mesh_runs import (

@@ -18,13 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_patches import enable
 from lightning_cp import token_mean
 from lightning_cp.comm.mesh import lone_groups
+from lightning_cp.config import Options
 from lightning_cp.memory import arena as arenas
 from lightning_cp.memory import budget as budgets
 from lightning_cp.memory import offload
 from lightning_cp.memory.arena import Arena, Block, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.memory.offload import Parcel, Saved, Store
-from lightning_cp.options import Options
 from tests import doors
 from tests.attn.test_kept import attention_of, identical, in_pairs, make_batch
 from tests.hf_patches import test_lightning as lightning_job

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 import hf_patches.attention
-import lightning_cp.loss
+import lightning_cp.loss.means
 from lightning_cp import ContextParallel
 from tests.parity.hf import Found, Job, compare
 
@@ -49,7 +49,7 @@ def _lost_label():
         shifted[:, :-1] = labels[:, 1:]
         return shifted
 
-    return mock.patch.object(lightning_cp.loss, "scored_labels", local)
+    return mock.patch.object(lightning_cp.loss.means, "scored_labels", local)
 
 
 def _local_positions():

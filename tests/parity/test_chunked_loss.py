@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import active_step, token_mean
-from lightning_cp.loss import chunked_token_mean
+from lightning_cp import token_mean
+from lightning_cp.loss.means import chunked_token_mean
+from lightning_cp.step import active_step
 from tests.oracle import errors
 from tests.parity.batches import BATCHES, VOCAB, few_labels
 from tests.parity.steps import Rows, average_, build_cp, gradients, whole_loss

@@ -21,8 +21,9 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
-from lightning_cp import Mask, active_step, attention
+from lightning_cp import Mask, attention
 from lightning_cp.data.sharding import shard
+from lightning_cp.step import active_step
 from tests import doors
 from tests.attn import cases
 from tests.attn.flex.cases import (

@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import Mask, active_step, attention, token_mean
-from lightning_cp import loss as loss_module
+from lightning_cp import Mask, attention, token_mean
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.plan import Plan
 from lightning_cp.data.sharding import shard, shift_labels
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
+from lightning_cp.loss import means as loss_module
 from lightning_cp.private.groups import num_process_groups
-from lightning_cp.step import Step
+from lightning_cp.step import active_step
+from lightning_cp.step.step import Step
 from tests import doors
 from tests.oracle import errors
 from tests.parity.batches import BATCHES

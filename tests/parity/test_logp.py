@@ -212,7 +212,7 @@ def test_one_rank_walks_the_same_code():
 
 def data_axis(all_rows):
     """Weigh documents of two data ranks by the global mean; return the loss and gradients."""
-    from lightning_cp.loss import global_mean
+    from lightning_cp.loss.means import global_mean
 
     cp, data_rank = build_cp("cpu", 2)
     model, rows = build(), all_rows[data_rank]

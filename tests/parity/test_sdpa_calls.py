@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lightning_cp import active_step
 from lightning_cp.data.sharding import shard
+from lightning_cp.step import active_step
 from tests import doors
 from tests.oracle import errors
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from lightning_cp import Mask, active_step
+from lightning_cp import Mask
+from lightning_cp.step import active_step
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
 from tests.parity.steps import Job, build_cp, rank_steps, whole_step

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_patches.enable import inner_model
 from hf_patches.forward import MARK
-from lightning_cp.step import IGNORED_LABEL
+from lightning_cp.step.step import IGNORED_LABEL
 
 
 def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any) -> Tensor:

@@ -304,7 +304,7 @@ def test_a_user_error_ends_the_processes_that_were_started(tmp_path, monkeypatch
     assert launchers[0].procs == []
 
 
-@pytest.mark.slow  # what torchrun makes of it: tests/test_error_report.py
+@pytest.mark.slow  # what torchrun makes of it: tests/comm/test_error_report.py
 @pytest.mark.parametrize("case", [missing_config, bad_lines])
 def test_torchrun_quotes_a_user_error_once(case, job, tmp_path):
     args, message = case(tmp_path)

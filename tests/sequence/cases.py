@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from lightning_cp import active_step
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.config import Options
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.guards import check_recompute
-from lightning_cp.options import Options
 from lightning_cp.sequence import ranges, recurrence
-from lightning_cp.step import Step
+from lightning_cp.step import active_step
+from lightning_cp.step.guards import check_recompute
+from lightning_cp.step.step import Step
 
 LAYOUTS = ["zigzag", "contiguous", "balanced"]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, silu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import Mask, attention
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
 from lightning_cp.sequence import causal_conv1d, document_starts, initial_states, split_ranges
 from tests import doors
 from tests.sequence import test_conv, test_recurrence

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_cp.comm.mesh import Meshes
 from lightning_cp.fsdp.sharding import is_sharded
 from lightning_cp.lightning.strategy import ContextParallelStrategy
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
 
 _SEQ_LEN = 4
 

@@ -220,7 +220,7 @@ DATA = (
         "lightning_cp.data.batch:_documents_from_lengths",
         'side="right"',
         'side="left"',
-        (_BATCH, "tests/test_verification.py"),
+        (_BATCH, "tests/compare/test_verify.py"),
         "a document starts one token after its boundary in cu_seq_lens",
     ),
     Mutant(
@@ -284,10 +284,10 @@ COMM = (
     ),
     Mutant(
         "errors-of-context-only",
-        "lightning_cp.verification:distances",
+        "lightning_cp.compare.verify:distances",
         "for group in groups:",
         "for group in groups[:1]:",
-        ("tests/test_verification.py::test_data_ranks_verify_the_same_rows",),
+        ("tests/compare/test_verify.py::test_data_ranks_verify_the_same_rows",),
         "errors of gradients leave the data axis out",
     ),
     Mutant(
@@ -311,7 +311,7 @@ COMM = (
 LOSS = (
     Mutant(
         "loss-gradient-unscaled",
-        "lightning_cp.loss:_GlobalMean.forward",
+        "lightning_cp.loss.means:_GlobalMean.forward",
         "ctx.save_for_backward(num_ranks / num_tokens,",
         "ctx.save_for_backward(1 / num_tokens,",
         (f"{_LIFETIME}::test_a_checkpointed_loss_is_exact",),
@@ -319,7 +319,7 @@ LOSS = (
     ),
     Mutant(
         "loss-of-data-rank",
-        "lightning_cp.loss:_GlobalMean.forward",
+        "lightning_cp.loss.means:_GlobalMean.forward",
         "for transport in groups:",
         "for transport in groups[:1]:",
         ("tests/parity/test_step.py::test_data_parallel_beside_it_with_uneven_labels[gather]",),
@@ -327,7 +327,7 @@ LOSS = (
     ),
     Mutant(
         "padding-scored-unshifted",
-        "lightning_cp.loss:scored_labels",
+        "lightning_cp.loss.means:scored_labels",
         "return labels.masked_fill(appended, IGNORED_LABEL)",
         "return labels",
         (f"{_LIFETIME}::test_labels_of_the_same_token",),
@@ -335,7 +335,7 @@ LOSS = (
     ),
     Mutant(
         "bucket-one-late",
-        "lightning_cp.loss:_by_position",
+        "lightning_cp.loss.means:_by_position",
         "right=True",
         "right=False",
         ("tests/lightning/test_callback.py::test_the_loss_by_position_is_that_of_full_sequences",),
@@ -343,7 +343,7 @@ LOSS = (
     ),
     Mutant(
         "loss-shifted-on-each-rank",
-        "lightning_cp.loss:local_targets",
+        "lightning_cp.loss.means:local_targets",
         "shifted = shift_labels(full_tokens(labels, step), ids)",
         "shifted = shift_labels(full_tokens(labels, step), None)",
         (f"{_LIFETIME}::test_a_checkpointed_loss_is_exact",),
@@ -351,61 +351,61 @@ LOSS = (
     ),
     Mutant(
         "chunks-summed-in-half",
-        "lightning_cp.gradients:add_gradients",
+        "lightning_cp.loss.gradients:add_gradients",
         "gradient.to(accumulation_dtype(gradient.dtype), copy=True)",
         "gradient.clone()",
         (
-            "tests/test_loss.py::test_chunked_sums_gradients_in_float32_where_there_is_a_sum",
-            "tests/test_logp.py",
+            "tests/loss/test_means.py::test_chunked_sums_gradients_in_float32_where_there_is_a_sum",
+            "tests/loss/test_logp.py",
         ),
         "gradients of parts are summed in half precision",
     ),
     Mutant(
         "head-drops-others-in-backward",
-        "lightning_cp.chunked_loss:_ChunkedLosses.backward",
+        "lightning_cp.loss.chunked_loss:_ChunkedLosses.backward",
         "with ctx.state.restored():",
         "if True:",
-        ("tests/test_logp.py::test_dropout_and_autocast_of_the_head_are_those_of_forward",),
+        ("tests/loss/test_logp.py::test_dropout_and_autocast_of_the_head_are_those_of_forward",),
         "dropout of the head is another one when it runs again",
     ),
     Mutant(
         "chunks-unweighted",
-        "lightning_cp.chunked_loss:_ChunkedLosses.backward",
+        "lightning_cp.loss.chunked_loss:_ChunkedLosses.backward",
         "weights=grad",
         "weights=None",
-        ("tests/test_logp.py::test_outside_a_step_it_is_log_softmax",),
+        ("tests/loss/test_logp.py::test_outside_a_step_it_is_log_softmax",),
         "each token has the gradient of a plain sum",
     ),
     Mutant(
         "logp-of-first-token",
-        "lightning_cp.logp:_full",
+        "lightning_cp.loss.logp:_full",
         "full_tokens(x, step))[:, :-1]",
         "full_tokens(x, step))[:, 1:]",
-        ("tests/test_logp.py::test_outside_a_step_it_is_log_softmax",),
+        ("tests/loss/test_logp.py::test_outside_a_step_it_is_log_softmax",),
         "columns belong to other labels",
     ),
     Mutant(
         "segment-of-the-predicting-token",
-        "lightning_cp.logp:sequence_logp",
+        "lightning_cp.loss.logp:sequence_logp",
         "to_device(ids, logp.device)[:, 1:].long()",
         "to_device(ids, logp.device)[:, :-1].long()",
-        ("tests/test_logp.py::test_segments_by_ids",),
+        ("tests/loss/test_logp.py::test_segments_by_ids",),
         "a label is in the segment of the token before it",
     ),
     Mutant(
         "window-not-reset",
-        "lightning_cp.accumulate:GradientWindow.finish",
+        "lightning_cp.loss.accumulate:GradientWindow.finish",
         "self._reset()",
         "pass",
-        ("tests/test_accumulate.py",),
+        ("tests/loss/test_accumulate.py",),
         "tokens of the last optimizer step count in the next",
     ),
     Mutant(
         "window-divided-twice",
-        "lightning_cp.accumulate:GradientWindow.finish",
+        "lightning_cp.loss.accumulate:GradientWindow.finish",
         "factor = first / total.clamp(min=1)",
         "factor = first / total.clamp(min=1) / num_microbatches",
-        ("tests/test_accumulate.py",),
+        ("tests/loss/test_accumulate.py",),
         "accumulated gradients are divided by the number of batches too",
     ),
 )
@@ -682,7 +682,7 @@ ATTENTION = (
     ),
     Mutant(
         "recompute-in-another-step",
-        "lightning_cp.guards:check_mark",
+        "lightning_cp.step.guards:check_mark",
         "if int(mark) != uid:",
         "if False:",
         ("tests/attn/test_api.py::test_what_is_recomputed_in_another_step_does_not_go_backward",),
@@ -968,7 +968,7 @@ CHECKPOINT = (
 LIGHTNING = (
     Mutant(
         "trial-keeps-metrics",
-        "lightning_cp.restore:Reached._save_module",
+        "lightning_cp.compare.restore:Reached._save_module",
         " or is_metric(type(module))",
         "",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
@@ -976,7 +976,7 @@ LIGHTNING = (
     ),
     Mutant(
         "trial-draws-numbers",
-        "lightning_cp.restore:restored_random_states",
+        "lightning_cp.compare.restore:restored_random_states",
         "with torch.random.fork_rng([*devices]):\n            yield",
         "yield",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
@@ -984,7 +984,7 @@ LIGHTNING = (
     ),
     Mutant(
         "trial-leaves-evaluation",
-        "lightning_cp.restore:Reached._save_module",
+        "lightning_cp.compare.restore:Reached._save_module",
         'self._save(path, lambda: module.training, partial(setattr, module, "training"))',
         "pass",
         ("tests/lightning/test_habits.py::test_verifying_leaves_no_trace",),
@@ -1019,10 +1019,10 @@ LIGHTNING = (
     ),
     Mutant(
         "logged-mean-weighs",
-        "lightning_cp.accumulate:GradientWindow.weigh",
+        "lightning_cp.loss.accumulate:GradientWindow.weigh",
         "marks = [mark for mark in marks if mark.node is not None] or marks",
         "pass",
-        ("tests/test_accumulate.py",),
+        ("tests/loss/test_accumulate.py",),
         "a mean that is only logged sets the weight of a batch",
     ),
     Mutant(

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from lightning_cp.loss import global_mean
+from lightning_cp.loss.means import global_mean
 from tools.user_scripts.models import ANY, CAUSAL, VOCAB, WIDTH, build_model, next_token_loss
 
 HF = (*CAUSAL, "bert")

@@ -47,17 +47,13 @@ from lightning_cp.attn.kv_exchange import KeyValues, KVGradBuffer, KVShard, fetc
 from lightning_cp.attn.plan import Plan, Stage
 from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
+from lightning_cp.config import GradientWire
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.guards import (
-    backward_of_step,
-    enter_backward_of,
-    refuse_second_derivative,
-)
 from lightning_cp.memory.offload import Saved
-from lightning_cp.options import GradientWire
-from lightning_cp.precision import accumulation_dtype, autocast_off
 from lightning_cp.private.autograd import saves_through_hooks
 from lightning_cp.private.modes import plain_functions
+from lightning_cp.step.guards import backward_of_step, enter_backward_of, refuse_second_derivative
+from lightning_cp.step.precision import accumulation_dtype, autocast_off
 
 
 class _OnlyTile(NamedTuple):

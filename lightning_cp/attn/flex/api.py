@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from lightning_cp.active_step import num_unsharded
 from lightning_cp.attn.call import check_qkv
 from lightning_cp.attn.flex.block_mask import kind_of
 from lightning_cp.attn.flex.kernel import (
@@ -45,11 +44,12 @@ from lightning_cp.attn.ulysses import (
 )
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.layout import build_layout
-from lightning_cp.guards import check_lengths, check_recomputable, step_of_call
-from lightning_cp.precision import accumulation_dtype, as_autocast
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import without_modes
-from lightning_cp.step import Step, per_step
+from lightning_cp.step.active_step import num_unsharded
+from lightning_cp.step.guards import check_lengths, check_recomputable, step_of_call
+from lightning_cp.step.precision import accumulation_dtype, as_autocast
+from lightning_cp.step.step import Step, per_step
 
 _LSE = AuxRequest(lse=True)
 

@@ -33,13 +33,13 @@ from lightning_cp.attn.flex.kernel import FlexFunctions, attend_compiled, attend
 from lightning_cp.attn.flex.remote_kv import KVRoute, PendingKV, fetch_kv, gather_kv
 from lightning_cp.attn.plan import QueryShard, Stage, build_plan, key_buffer_len
 from lightning_cp.comm.transport import Transport
+from lightning_cp.config import GradientWire
 from lightning_cp.data.sharding import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range
-from lightning_cp.options import GradientWire
-from lightning_cp.precision import autocast_off
 from lightning_cp.private.modes import without_modes
+from lightning_cp.step.precision import autocast_off
 
 SHORT_SEQUENCE = 65536
 """Sequences up to this have one buffer length, up to twice this two: each is compiled for."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from lightning_cp.attn.kept import Slot
-from lightning_cp.guards import backward_of_step
 from lightning_cp.memory.offload import Saved
+from lightning_cp.step.guards import backward_of_step
 
 Compute = Callable[..., Tensor]
 """Computes attention from q, k, v and sinks."""

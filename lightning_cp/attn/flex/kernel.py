@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.attn.accumulators import NEVER, with_sinks
 from lightning_cp.attn.call import split_query_heads
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.private.compiler import exact_backend
 from lightning_cp.private.functions import copy_function
 from lightning_cp.private.modes import without_modes
+from lightning_cp.step.precision import accumulation_dtype
 
 _logger = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ from lightning_cp.attn.kv_exchange import (
 )
 from lightning_cp.attn.plan import Stage
 from lightning_cp.comm.transport import Transport
+from lightning_cp.config import GradientWire
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range
-from lightning_cp.guards import backward_of_step
-from lightning_cp.options import GradientWire
-from lightning_cp.precision import accumulation_dtype
 from lightning_cp.private.modes import plain_functions
+from lightning_cp.step.guards import backward_of_step
+from lightning_cp.step.precision import accumulation_dtype
 
 
 @dataclass(frozen=True, eq=False)

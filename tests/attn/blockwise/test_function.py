@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from lightning_cp import guards
 from lightning_cp.attn import accumulators
 from lightning_cp.attn.accumulators import merge_into
 from lightning_cp.attn.blockwise import function as attend_module
@@ -21,6 +20,7 @@ from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
+from lightning_cp.step import guards
 from tests.attn.cases import (
     HEADS,
     KERNELS,

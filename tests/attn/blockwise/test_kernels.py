@@ -13,9 +13,9 @@ from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.attn.call import Bias
 from lightning_cp.attn.plan import build_plan
 from lightning_cp.comm.transport import LoneTransport
+from lightning_cp.config import Options
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.options import Options
 from tests.attn.cases import (
     ALL_KERNELS,
     KERNELS,

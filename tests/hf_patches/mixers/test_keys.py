@@ -9,8 +9,8 @@ import torch
 
 from hf_patches import enable
 from hf_patches.mixers import block_indexer, common
-from lightning_cp import active_step
 from lightning_cp.geometry.mask import Mask
+from lightning_cp.step import active_step
 from tests.hf_patches.test_enable import loss_in_step, trace
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch, compare, compare_all, unpack

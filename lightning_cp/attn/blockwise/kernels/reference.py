@@ -18,7 +18,7 @@ from lightning_cp.attn.blockwise.kernels.base import (
 )
 from lightning_cp.attn.call import ScoreBias, split_query_heads
 from lightning_cp.attn.tiles import Block, PlacedTile
-from lightning_cp.precision import accumulation_dtype
+from lightning_cp.step.precision import accumulation_dtype
 
 
 class ReferenceKernel(TiledKernel):
