@@ -40,7 +40,7 @@ from benchmarks.measure import (
 from hf_patches import enable, model_shape
 from lightning_cp.attn.hardware import Links
 from lightning_cp.fsdp.sharding import find_blocks, shard_parameters
-from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.memory import budget, checkpoint_layers, tile_modules
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup

@@ -29,7 +29,7 @@ from benchmarks.measure import (
 )
 from hf_patches import enable
 from hf_patches.forward import ChunkedLoss
-from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.memory import checkpoint_layers, tile_modules
 
 PEAK_TFLOPS = 989.0

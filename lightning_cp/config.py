@@ -17,6 +17,9 @@ KeepAttention = float | Literal["all", "auto", "none"]
 Offload = float | Literal["all", "auto", "none"]
 """GiB of host memory per rank for tensors that activation checkpointing saves, or all, or none."""
 
+MixedPrecision = Literal["autocast", "fsdp"]
+"""How a Trainer's bf16-mixed is carried out: by autocast, or by FSDP2 when it gathers weights."""
+
 SequenceDims = Mapping[str, int | None]
 """Name or path of a tensor of the batch to its sequence dim; None keeps it full."""
 

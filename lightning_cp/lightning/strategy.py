@@ -29,6 +29,7 @@ from lightning_cp.config import (
     KeepAttention,
     KernelName,
     LayoutName,
+    MixedPrecision,
     Offload,
     Options,
 )
@@ -37,22 +38,27 @@ from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.replication import average_new
 from lightning_cp.fsdp.sharding import ParameterSharding, drop_unused_gradients, reshard
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.lightning import averaging, loaders
-from lightning_cp.lightning.accumulation import Accumulation
-from lightning_cp.lightning.activations import Activations, CompileName
-from lightning_cp.lightning.checkpoint_strategy import CheckpointStrategy
-from lightning_cp.lightning.checkpointing import check_links
-from lightning_cp.lightning.features import check_hooks, check_optimizers
-from lightning_cp.lightning.launch import check_tensor_parallel_size
-from lightning_cp.lightning.logs import noted_hook_logs
-from lightning_cp.lightning.loss_policy import LossName, check_loss_name, check_manual_optimization
-from lightning_cp.lightning.mixed_precision import MixedPrecision, resolve_plugin
-from lightning_cp.lightning.model_setup import share_random_state, use_offloaded
-from lightning_cp.lightning.optimizers import hooks_read_scalars
-from lightning_cp.lightning.preparation import Preparation
+from lightning_cp.lightning.checkpoints.checkpoint_strategy import CheckpointStrategy
+from lightning_cp.lightning.checkpoints.checkpointing import check_links
+from lightning_cp.lightning.memory.activations import Activations, CompileName
+from lightning_cp.lightning.model import averaging
+from lightning_cp.lightning.model.features import check_hooks, check_optimizers
+from lightning_cp.lightning.model.mixed_precision import resolve_plugin
+from lightning_cp.lightning.model.model_setup import share_random_state, use_offloaded
+from lightning_cp.lightning.model.optimizers import hooks_read_scalars
+from lightning_cp.lightning.model.preparation import Preparation
 from lightning_cp.lightning.private import move_states
-from lightning_cp.lightning.steps import StepRunner, check_verify_max_len
-from lightning_cp.lightning.warning_filters import ignore_known_warnings
+from lightning_cp.lightning.processes import loaders
+from lightning_cp.lightning.processes.launch import check_tensor_parallel_size
+from lightning_cp.lightning.steps.accumulation import Accumulation
+from lightning_cp.lightning.steps.logs import noted_hook_logs
+from lightning_cp.lightning.steps.loss_policy import (
+    LossName,
+    check_loss_name,
+    check_manual_optimization,
+)
+from lightning_cp.lightning.steps.steps import StepRunner, check_verify_max_len
+from lightning_cp.lightning.steps.warning_filters import ignore_known_warnings
 from lightning_cp.loss.accumulate import GradientWindow
 from lightning_cp.parallel import reenter
 from lightning_cp.planner.memory import MemoryPlan

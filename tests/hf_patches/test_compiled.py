@@ -26,8 +26,8 @@ from transformers import (
 from hf_patches import enable, mask_reader
 from lightning_cp.attn.operator import mark_mask
 from lightning_cp.fsdp.sharding import find_blocks
-from lightning_cp.lightning import activations
-from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.memory import activations
+from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.memory import checkpoint_layers
 from tests import doors, torch_names
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins import Precision
 
-from lightning_cp.lightning import accumulation
-from lightning_cp.lightning.accumulation import Accumulation
-from lightning_cp.lightning.optimizers import hooks_read_scalars
+from lightning_cp.lightning.model.optimizers import hooks_read_scalars
+from lightning_cp.lightning.steps import accumulation
+from lightning_cp.lightning.steps.accumulation import Accumulation
 
 
 def build_module(*, automatic=True):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cp.lightning.activations import Activations
+from lightning_cp.lightning.memory.activations import Activations
 from tests.tiny import TinyLM
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.checkpoint import consolidate
-from lightning_cp.lightning.averaging import averages_of
+from lightning_cp.lightning.model.averaging import averages_of
 from tests.lightning.jobs import (
     PackedRows,
     build_strategy,

@@ -19,8 +19,8 @@ from hf_patches import enable
 from lightning_cp import ContextParallelCallback
 from lightning_cp.comm.mesh import resolve_shard_size
 from lightning_cp.fsdp import sharding
-from lightning_cp.lightning import model_setup, preparation
-from lightning_cp.lightning.model_setup import choose_sharding
+from lightning_cp.lightning.model import model_setup, preparation
+from lightning_cp.lightning.model.model_setup import choose_sharding
 from lightning_cp.loss.means import global_mean
 from tests import doors
 from tests.lightning.jobs import build_trainer, elastic_environment, full

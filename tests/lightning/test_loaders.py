@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_cp.comm.mesh import DATA_AXIS
-from lightning_cp.lightning.loaders import Loaders
+from lightning_cp.lightning.processes.loaders import Loaders
 from tests import doors
 from tests.lightning.jobs import LENGTH, Module, PackedRows, build_trainer, elastic_environment
 

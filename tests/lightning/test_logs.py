@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_cp.lightning.logs import recorded_logs
+from lightning_cp.lightning.steps.logs import recorded_logs
 from lightning_cp.loss.means import global_mean
 from lightning_cp.step import active_step
 from tests import doors

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_patches.model_shape import model_shape
 from lightning_cp import ContextParallelStrategy, token_mean
 from lightning_cp.config import Options
-from lightning_cp.lightning import memory_choice, memory_plan
-from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.memory_choice import HOST_MARGIN, MARGIN, RunSetup
+from lightning_cp.lightning.memory import memory_choice, memory_plan
+from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.memory.memory_choice import HOST_MARGIN, MARGIN, RunSetup
 from lightning_cp.memory import budget, offload, tiles
 from lightning_cp.planner import Setup
 from lightning_cp.planner import memory as planner_memory

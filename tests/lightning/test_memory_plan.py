@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelCallback
 from lightning_cp.config import Options
-from lightning_cp.lightning import memory_plan
-from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.memory_choice import RunSetup
+from lightning_cp.lightning.memory import memory_plan
+from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.memory.memory_choice import RunSetup
 from lightning_cp.memory import budget
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import plan_memory

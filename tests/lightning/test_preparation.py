@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_cp.lightning import preparation
-from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.preparation import Preparation
+from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.model import preparation
+from lightning_cp.lightning.model.preparation import Preparation
 from tests import doors
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_cp.compare.trials import Finding
-from lightning_cp.lightning.step_outputs import MAX_TRIALS, Evidence
+from lightning_cp.lightning.steps.step_outputs import MAX_TRIALS, Evidence
 
 
 def test_a_value_that_varies_is_settled_at_once_and_for_good():

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_cp.adapters
 from lightning_cp.comm.mesh import Sizes, resolve_sizes
-from lightning_cp.lightning import launch
+from lightning_cp.lightning.processes import launch
 from lightning_cp.private import groups as process_groups
 from tests import doors
 from tests.lightning.jobs import Module, PackedRows, build_trainer, elastic_environment, loader

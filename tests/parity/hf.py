@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_patches import enable
 from lightning_cp import ContextParallel
-from lightning_cp.lightning.model_setup import place_model
+from lightning_cp.lightning.model.model_setup import place_model
 from tests import doors
 from tests.parity import zoo
 from tests.parity.trainer_step import trainer_step

@@ -48,9 +48,9 @@ class ModelParallelStrategy(ContextParallelStrategy):
         # a Mock, too.
         mesh = MagicMock()
         with (
-            mock.patch("lightning_cp.lightning.averaging.allow_copies"),
+            mock.patch("lightning_cp.lightning.model.averaging.allow_copies"),
             mock.patch.multiple(
-                "lightning_cp.lightning.mesh_strategy",
+                "lightning_cp.lightning.processes.mesh_strategy",
                 build_mesh=Mock(return_value=Meshes(mesh, mesh, mesh)),
                 build_hybrid_mesh=Mock(return_value=(mesh, mesh)),
                 warn_if_spread=Mock(),

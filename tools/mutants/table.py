@@ -992,7 +992,7 @@ LIGHTNING = (
     ),
     Mutant(
         "workers-of-the-global-rank",
-        "lightning_cp.lightning.loaders:Loaders.prepare",
+        "lightning_cp.lightning.processes.loaders:Loaders.prepare",
         "seed_workers(dataloader, data.get_local_rank())",
         "seed_workers(dataloader, meshes.ranks.get_local_rank())",
         ("tests/lightning/test_loaders.py::test_workers_are_seeded_by_the_data_rank",),
@@ -1000,7 +1000,7 @@ LIGHTNING = (
     ),
     Mutant(
         "loader-ends-alone",
-        "lightning_cp.lightning.loaders:Agreement._all_have_one",
+        "lightning_cp.lightning.processes.loaders:Agreement._all_have_one",
         "if num_ready in (0, self._group.size()):",
         "if True:",
         (
@@ -1011,7 +1011,7 @@ LIGHTNING = (
     ),
     Mutant(
         "microbatches-divided-twice",
-        "lightning_cp.lightning.accumulation:Accumulation.weigh",
+        "lightning_cp.lightning.steps.accumulation:Accumulation.weigh",
         "weight = self.window.weigh(step) * module.trainer.accumulate_grad_batches",
         "weight = self.window.weigh(step)",
         (f"{_FOUR_STEPS}[dp 2, cp 2-2-False]",),
@@ -1035,7 +1035,7 @@ LIGHTNING = (
     ),
     Mutant(
         "hook-logs-unseen",
-        "lightning_cp.lightning.logs:noted_hook_logs",
+        "lightning_cp.lightning.steps.logs:noted_hook_logs",
         "fx not in _STEPS and",
         "fx in () and",
         ("tests/lightning/test_edges.py",),
@@ -1043,7 +1043,7 @@ LIGHTNING = (
     ),
     Mutant(
         "interrupted-gradients-stay",
-        "lightning_cp.lightning.accumulation:Accumulation.start_run",
+        "lightning_cp.lightning.steps.accumulation:Accumulation.start_run",
         "drop_gradients(module)",
         "pass",
         ("tests/lightning/test_interrupted.py",),
@@ -1059,7 +1059,7 @@ LIGHTNING = (
     ),
     Mutant(
         "logged-without-weight",
-        "lightning_cp.lightning.logs:recorded_logs",
+        "lightning_cp.lightning.steps.logs:recorded_logs",
         'changes["batch_size"] = loss.num_tokens.clamp(min=_NO_TOKENS)',
         'changes["batch_size"] = 1',
         ("tests/lightning/test_logs.py::test_a_loss_gets_the_weight_of_its_tokens",),
@@ -1067,7 +1067,7 @@ LIGHTNING = (
     ),
     Mutant(
         "local-mean-unweighted",
-        "lightning_cp.lightning.loss_policy:to_global_loss",
+        "lightning_cp.lightning.steps.loss_policy:to_global_loss",
         "torch.zeros_like(loss)) * count",
         "torch.zeros_like(loss))",
         (f"{_STEPS}::test_a_local_mean_is_weighed_by_its_labels",),
@@ -1075,7 +1075,7 @@ LIGHTNING = (
     ),
     Mutant(
         "average-is-the-model",
-        "lightning_cp.lightning.averaging:_shard_like",
+        "lightning_cp.lightning.model.averaging:_shard_like",
         "value = param.detach().to(device=device, dtype=old.dtype, copy=True)",
         "value = param.detach().to(device=device, dtype=old.dtype)",
         ("tests/lightning/test_averaging.py::test_averages_are_those_of_one_device",),
@@ -1083,7 +1083,7 @@ LIGHTNING = (
     ),
     Mutant(
         "plan-without-margin",
-        "lightning_cp.lightning.memory_choice:fits",
+        "lightning_cp.lightning.memory.memory_choice:fits",
         "MARGIN * plan.peak <= USABLE * device",
         "plan.peak <= USABLE * device",
         ("tests/lightning/test_memory_choice.py::test_a_run_fits_with_a_margin",),
@@ -1091,7 +1091,7 @@ LIGHTNING = (
     ),
     Mutant(
         "undone-in-order",
-        "lightning_cp.lightning.preparation:Preparation.undo",
+        "lightning_cp.lightning.model.preparation:Preparation.undo",
         "self.undos.pop()()",
         "self.undos.pop(0)()",
         ("tests/lightning/test_preparation.py",),
@@ -1099,7 +1099,7 @@ LIGHTNING = (
     ),
     Mutant(
         "one-trial-more",
-        "lightning_cp.lightning.step_outputs:Evidence.count_trial",
+        "lightning_cp.lightning.steps.step_outputs:Evidence.count_trial",
         "if self.num_trials >= MAX_TRIALS:",
         "if self.num_trials > MAX_TRIALS:",
         ("tests/lightning/test_step_outputs.py",),
@@ -1107,7 +1107,7 @@ LIGHTNING = (
     ),
     Mutant(
         "copies-by-the-largest-device",
-        "lightning_cp.lightning.model_setup:choose_sharding",
+        "lightning_cp.lightning.model.model_setup:choose_sharding",
         "HYBRID_SHARE * min(x for x in devices if x is not None)",
         "HYBRID_SHARE * max(x for x in devices if x is not None)",
         ("tests/lightning/test_hybrid.py::test_auto_counts_frozen_weights_once",),

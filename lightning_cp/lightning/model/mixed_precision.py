@@ -5,16 +5,14 @@ Lightning's plugin runs steps under autocast. FSDP2 casts weights when it gather
 activations are bfloat16. docs/memory.md compares them.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 from lightning.pytorch.plugins import MixedPrecision as AutocastPrecision
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
-from lightning_cp.config import check_choice
+from lightning_cp.config import MixedPrecision, check_choice
 from lightning_cp.fsdp.sharding import ParameterSharding, is_sharded
-
-MixedPrecision = Literal["autocast", "fsdp"]
 
 
 class ShardedMixedPrecision(Precision):

@@ -33,8 +33,9 @@ from lightning_cp.comm.rendezvous import agent_store
 from lightning_cp.comm.watchdog import Watchdog
 from lightning_cp.config import TENSOR_AXIS, Options
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.lightning import interruption, private
-from lightning_cp.lightning.launch import (
+from lightning_cp.lightning import private
+from lightning_cp.lightning.processes import interruption
+from lightning_cp.lightning.processes.launch import (
     check_heartbeat_timeout,
     check_precision,
     warn_if_spread,

@@ -24,8 +24,8 @@ from lightning_cp.data.consistency import CURE
 from lightning_cp.data.media import media_names
 from lightning_cp.data.outputs import Leaf
 from lightning_cp.fsdp.gathering import check_reduced, find_units
-from lightning_cp.lightning.logs import Logged, loss_of, recorded_logs
-from lightning_cp.lightning.loss_policy import take_loss
+from lightning_cp.lightning.steps.logs import Logged, loss_of, recorded_logs
+from lightning_cp.lightning.steps.loss_policy import take_loss
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import active_step
 from lightning_cp.step.step import Opened

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_cp.adapters import plan_models
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import gather
-from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.memory_choice import (
+from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.memory.memory_choice import (
     HOST_MARGIN,
     MARGIN,
     RunSetup,

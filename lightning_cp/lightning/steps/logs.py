@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_cp.lightning import private
-from lightning_cp.lightning.warning_filters import ignore_sync_advice
+from lightning_cp.lightning.steps.warning_filters import ignore_sync_advice
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
 from lightning_cp.step.step import LossMark, Opened

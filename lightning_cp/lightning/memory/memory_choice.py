@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from lightning_cp.config import Options
+from lightning_cp.config import MixedPrecision, Options
 from lightning_cp.fsdp.sharding import Sharding
-from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.mixed_precision import MixedPrecision
+from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import USABLE, MemoryPlan, plan_memory

@@ -15,18 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.config import MixedPrecision
 from lightning_cp.fsdp.sharding import ParameterSharding, Sharding, check_parameter_sharding
-from lightning_cp.lightning.activations import Activations
-from lightning_cp.lightning.features import (
+from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.memory.memory_choice import RunSetup
+from lightning_cp.lightning.memory.memory_plan import MemoryCheck, device_bytes
+from lightning_cp.lightning.model.features import (
     check_features,
     check_module,
     check_offload_features,
     disable_inference_mode,
 )
-from lightning_cp.lightning.memory_choice import RunSetup
-from lightning_cp.lightning.memory_plan import MemoryCheck, device_bytes
-from lightning_cp.lightning.mixed_precision import MixedPrecision, check_mixed_precision
-from lightning_cp.lightning.model_setup import (
+from lightning_cp.lightning.model.mixed_precision import check_mixed_precision
+from lightning_cp.lightning.model.model_setup import (
     check_parameter_offload,
     check_shard_size,
     choose_sharding,

@@ -17,11 +17,16 @@ from torch import Tensor
 from lightning_cp.compare.trials import is_in_turn
 from lightning_cp.compare.verify import TOLERANCES, Report, has_room, lowest_precision, verify
 from lightning_cp.fsdp.sharding import reshard
-from lightning_cp.lightning.logs import Sync, recorded_logs
-from lightning_cp.lightning.loss_policy import LossName, count_labels, take_loss, to_global_loss
-from lightning_cp.lightning.memory_plan import MemoryCheck
-from lightning_cp.lightning.step_outputs import StepOutputs
-from lightning_cp.lightning.trial_run import ModuleCall
+from lightning_cp.lightning.memory.memory_plan import MemoryCheck
+from lightning_cp.lightning.steps.logs import Sync, recorded_logs
+from lightning_cp.lightning.steps.loss_policy import (
+    LossName,
+    count_labels,
+    take_loss,
+    to_global_loss,
+)
+from lightning_cp.lightning.steps.step_outputs import StepOutputs
+from lightning_cp.lightning.steps.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
 from lightning_cp.step import active_step

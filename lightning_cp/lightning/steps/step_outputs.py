@@ -14,8 +14,8 @@ from lightning_cp.compare.trials import Finding, Kind, TrialRuns, returned_leave
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE, compare_values, find_differing
 from lightning_cp.data.sharding import token_dim, unshard_value
-from lightning_cp.lightning.logs import Logged, loss_of
-from lightning_cp.lightning.trial_run import ModuleCall
+from lightning_cp.lightning.steps.logs import Logged, loss_of
+from lightning_cp.lightning.steps.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step.step import Opened, Step
 

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.adapters import describe_models
-from lightning_cp.lightning import checkpointing
-from lightning_cp.lightning.mesh_strategy import MeshStrategy
+from lightning_cp.lightning.checkpoints import checkpointing
+from lightning_cp.lightning.processes.mesh_strategy import MeshStrategy
 
 
 class CheckpointStrategy(MeshStrategy):

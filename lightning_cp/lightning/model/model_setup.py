@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.comm.mesh import check_size, gather_objects
 from lightning_cp.comm.transport import Transport
+from lightning_cp.config import MixedPrecision
 from lightning_cp.fsdp.frozen import FrozenWeights
 from lightning_cp.fsdp.gathering import gather_parts, order_gradients
 from lightning_cp.fsdp.replication import average_gradients
@@ -25,7 +26,7 @@ from lightning_cp.fsdp.sharding import (
     prepare_reduction,
     shard_parameters,
 )
-from lightning_cp.lightning.mixed_precision import MixedPrecision, check_not_sharded
+from lightning_cp.lightning.model.mixed_precision import check_not_sharded
 from lightning_cp.lightning.private import set_device
 
 HYBRID_SHARE: Final = 0.25

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_cp import checkpoint as checkpoints
-from lightning_cp.lightning import averaging
+from lightning_cp.lightning.model import averaging
 from lightning_cp.lightning.private import requested_weights_only, saves_within_epochs
 from lightning_cp.renamed import update_names
 
