@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python3 -m benchmarks.trainer_gpu [--ranks N ...] [--tokens N]`: what `whole_rows` costs a step.
+"""`python3 -m benchmarks.trainer_gpu [--ranks N ...] [--tokens N]`: what `shard_in_forward` costs.
 
 Training steps of a small Llama in a loop: inside of `cp.step`, and with full sequences given to
-the model (`whole_rows`), in turn. On one rank, and on NCCL ranks that share one GPU: there links
-are slow, so that the times say what is added, not how fast either is. On one rank also a step of
-transformers' Trainer, stock and under `context_parallel`.
+the model (`shard_in_forward`), in turn. On one rank, and on NCCL ranks that share one GPU: there
+links are slow, so that the times say what is added, not how fast either is. On one rank also a
+step of transformers' Trainer, stock and under `context_parallel`.
 """
 
 import argparse
@@ -27,11 +27,10 @@ from transformers.training_args import TrainingArguments
 
 from benchmarks.host_gpu import TINY, Shape
 from benchmarks.measure import Records, describe, share_gpu, synchronize
-from hf_patches import enable, whole_rows
-from hf_patches.trainer import context_parallel
+from hf_patches import context_parallel, enable, shard_in_forward
 from lightning_cp import ContextParallel
 
-WAYS: Final = ("cp.step", "whole_rows")
+WAYS: Final = ("cp.step", "shard_in_forward")
 ROUNDS: Final = 7
 STEPS: Final = 3
 
@@ -50,13 +49,13 @@ def build_step(
     """Return a training step: forward, backward and the optimizer."""
     model = build_model(shape, batch["input_ids"].device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if way == "whole_rows":
-        whole_rows(model, cp)
+    if way == "shard_in_forward":
+        shard_in_forward(model, cp)
     else:
         enable(model)
 
     def run() -> None:
-        if way == "whole_rows":
+        if way == "shard_in_forward":
             model(**batch, use_cache=False).loss.backward()
         else:
             with cp.step(batch) as local:

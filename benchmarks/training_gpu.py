@@ -28,7 +28,7 @@ from benchmarks.measure import (
     timed,
 )
 from hf_patches import enable
-from hf_patches.forward import ChunkedLoss
+from hf_patches.model.forward import ChunkedLoss
 from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.memory import checkpoint_layers, tile_modules
 

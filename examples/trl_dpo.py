@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
-from hf_patches.trainer import context_parallel
+from hf_patches import context_parallel
 
 WORDS = [f"w{i}" for i in range(97)]
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from hf_patches.trainer import context_parallel
+from hf_patches import context_parallel
 
 WORDS = [f"w{i}" for i in range(97)]
 

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face models under context parallelism: `enable(model)` and `verify(model, batch)`.
 
-`whole_rows(model, cp)` lets it take full sequences, for loops and trainers without steps.
+`context_parallel(trainer, size=8)` is for transformers' Trainer, TRL's trainers and accelerate.
+`shard_in_forward(model, cp)` lets a model take full sequences, for loops without steps.
 `model_shape(config)` is what `lightning_cp.planner` plans with.
 """
 
-from hf_patches.enable import Handle, enable
-from hf_patches.model_shape import model_shape
-from hf_patches.verify import verify
-from hf_patches.whole_rows import whole_rows
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["Handle", "enable", "model_shape", "verify", "whole_rows"]
+from hf_patches.enable import Handle, enable
+from hf_patches.shard_in_forward import shard_in_forward
+from hf_patches.verify import verify
+from hf_patches.weights.model_shape import model_shape
+
+if TYPE_CHECKING:
+    from hf_patches.trainers import context_parallel
+
+__all__ = ["Handle", "context_parallel", "enable", "model_shape", "shard_in_forward", "verify"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what only trainers need, which brings transformers' Trainer."""
+    if name == "context_parallel":
+        return import_module("hf_patches.trainers").context_parallel
+    if name == "whole_rows":
+        raise AttributeError("hf_patches.whole_rows is now shard_in_forward(model, cp).")
+    raise AttributeError(f"module 'hf_patches' has no attribute {name!r}")

@@ -18,10 +18,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_patches.enable import enable
-from hf_patches.export import export, read_config
-from hf_patches.positions import position_rule
+from hf_patches.interface.positions import position_rule
 from hf_patches.verify import verify
 from hf_patches.verify_inputs import HEADS, build_batch, build_model, resolve_head
+from hf_patches.weights.export import export, read_config
 from lightning_cp.comm.error_report import (
     Parser,
     Removed,

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_patches.auto import auto_class
 from hf_patches.enable import enable, is_enabled
-from hf_patches.guard import guarded
-from hf_patches.model_shape import model_shape
-from hf_patches.tensor_parallel import check_loaded, parallelize
+from hf_patches.model.guard import guarded
+from hf_patches.weights.auto import auto_class
+from hf_patches.weights.model_shape import model_shape
+from hf_patches.weights.tensor_parallel import check_loaded, parallelize
 from lightning_cp.adapters import Handle
 from lightning_cp.memory.checkpointing import switched_layers
 from lightning_cp.private.compiler import uncompiled

@@ -17,16 +17,16 @@ from typing import Any, Final, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
-import hf_patches.attention  # noqa: F401  registers our names
-from hf_patches import forward, positions
-from hf_patches.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
-from hf_patches.input_checks import check_loss
+import hf_patches.model.attention  # noqa: F401  registers our names
+from hf_patches.interface import positions
+from hf_patches.interface.input_checks import check_loss
+from hf_patches.interface.names import ENABLED, NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.mixers import INSTALLERS
+from hf_patches.model import forward
+from hf_patches.model.forward import ChunkedLoss, Enabled, Removable, unshard_for_pooler
 from hf_patches.multimodal import seam, sharing
 from hf_patches.multimodal.table import Media, find_decoder
-from hf_patches.names import ENABLED, NAMES, STOCK, implementations, is_ours, text_key
 from hf_patches.private import attention_name, check_loss_name, set_attention_name, takes_attention
-from hf_patches.saving import add_saving, remove_saving
 from hf_patches.support import (
     ARCHITECTURES,
     LIBRARIES,
@@ -34,6 +34,7 @@ from hf_patches.support import (
     architecture_of,
     head_of,
 )
+from hf_patches.weights.saving import add_saving, remove_saving
 from lightning_cp.config import check_choice
 from lightning_cp.patch import Method, Patch, replace_method
 from lightning_cp.private.compiler import uncompiled
@@ -57,8 +58,8 @@ class Handle:
         """Restore the model; one that is sharded can still be saved."""
         if forward.ROWS in self.model.__dict__:
             raise ValueError(
-                f"{type(self.model).__name__} takes full sequences by whole_rows(model, cp), which "
-                "needs it enabled. Call remove() of the handle of whole_rows() first."
+                f"{type(self.model).__name__} takes full sequences by shard_in_forward(model, cp), "
+                "which needs it enabled. Call remove() of the handle of shard_in_forward() first."
             )
         remove_saving(self.outer)
         enabled: Enabled | None = self.model.__dict__.pop(forward.MARK, None)

@@ -14,7 +14,7 @@ from typing import Final
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_patches.forward import HeadKind
+from hf_patches.model.forward import HeadKind
 from hf_patches.multimodal.table import Media, is_multimodal, with_unit
 
 LIBRARIES: Final = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "liger_kernel"}

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_patches.enable import enable, is_enabled
-from hf_patches.guard import REGISTERED
-from hf_patches.names import STOCK
+from hf_patches.interface.names import STOCK
+from hf_patches.model.guard import REGISTERED
 from hf_patches.private import attention_name
-from hf_patches.whole_rows import takes_full_sequences
+from hf_patches.shard_in_forward import takes_full_sequences
 from lightning_cp.compare.verify import (
     TOLERANCES,
     Gradients,
@@ -57,7 +57,7 @@ def verify(
 
     Args:
         model: from transformers, or a PEFT model around one; may be sharded by FSDP2. One that
-            `whole_rows` has changed shards the batch by itself, as it does in a loop.
+            `shard_in_forward` has changed shards the batch by itself, as it does in a loop.
         batch: a full batch with labels, as for ``cp.step``; all data ranks use that of the first.
         cp: the ranks and their options.
         max_len: truncate sequences to this length, so that one rank can hold them; None for full

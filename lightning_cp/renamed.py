@@ -13,7 +13,7 @@ RENAMED: Final[dict[str, str]] = {}
 
 _PREFERENCES: Final = (
     "Use DPOTrainer, KTOTrainer, RewardTrainer or GRPOTrainer of TRL, and "
-    "hf_patches.trainer.context_parallel(trainer, size=...): docs/from-trainer.md. For ORPO and "
+    "hf_patches.context_parallel(trainer, size=...): docs/from-trainer.md. For ORPO and "
     "losses of your own: examples/orpo.py, docs/preference.md."
 )
 REMOVED: Final[dict[str, str]] = {

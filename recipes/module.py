@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from hf_patches import enable
-from hf_patches.auto import auto_class
-from hf_patches.forward import ChunkedLoss
+from hf_patches.model.forward import ChunkedLoss
 from hf_patches.support import MULTIMODAL
+from hf_patches.weights.auto import auto_class
 from lightning_cp.config import check_choice
 from recipes.data.passkey import RetrievalGrid, heat_map, retrieval_accuracy
 from recipes.processors import TINY_IMAGE

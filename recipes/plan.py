@@ -96,7 +96,7 @@ def read_model(model: str) -> ModelShape:
         )
     import transformers
 
-    from hf_patches.model_shape import model_shape
+    from hf_patches import model_shape
 
     transformers.logging.set_verbosity_error()
     return model_shape(Path(model).expanduser(), name=model)

@@ -28,9 +28,9 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.quantization_config import Mxfp4Config
 
-from hf_patches.auto import auto_class
 from hf_patches.multimodal.table import find_decoder, is_multimodal
 from hf_patches.support import architecture_of
+from hf_patches.weights.auto import auto_class
 from lightning_cp.checkpoint import load_weights
 from lightning_cp.comm.collective_errors import together
 from recipes.files import check_model

@@ -117,7 +117,7 @@ def fit(folder: str, *, fails: bool) -> None:
 
 def train(folder: str, *, fails: bool) -> None:
     """Train and evaluate by the Trainer of transformers."""
-    from hf_patches.trainer import context_parallel
+    from hf_patches import context_parallel
 
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:

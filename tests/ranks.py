@@ -42,9 +42,9 @@ _PRELOAD = [
     "lightning_cp.lightning.strategy",
 ]
 if not torch.cuda.is_available():
-    _PRELOAD += ["pytest", "hf_patches.adapter", "peft", "tests.lightning.generated_steps"]
+    _PRELOAD += ["pytest", "hf_patches.adapter", "peft", "tests.lightning.steps.generated_steps"]
     _PRELOAD += ["tests.parity.media", "tests.parity.sdpa_models", "recipes.cli"]
-    _PRELOAD += ["tests.hf_patches.trainer_jobs"]
+    _PRELOAD += ["tests.hf_patches.trainers.trainer_jobs"]
 _context = get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 

@@ -125,7 +125,7 @@ def test_flex_attention_over_documents_is_that_of_one_device(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
 def test_an_example_of_trl_has_the_losses_of_one_process(ranks, name):
-    from tests.hf_patches.trainer_jobs import run_example
+    from tests.hf_patches.trainers.trainer_jobs import run_example
 
     path = str(ROOT / "examples" / f"{name}.py")
     printed = [ranks(size).run(run_example, path)[0] for size in (1, 2)]

@@ -89,7 +89,7 @@ def installed(tmp_path_factory):
 @pytest.mark.slow
 def test_a_wheel_has_one_version_and_its_own_files(installed, tmp_path):
     code = (
-        "import importlib.metadata, lightning_cp, hf_patches.names, recipes\n"
+        "import importlib.metadata, lightning_cp, hf_patches.interface.names, recipes\n"
         "print(lightning_cp.__version__, importlib.metadata.version('lightning-cp'))\n"
         "print(lightning_cp.__file__, recipes.__file__)"
     )

@@ -84,7 +84,7 @@ PARTS = (
         "scripts",
         "{python} -m tools.user_scripts --results {results}",
         f"lightning_cp {NEVER} hf_patches :!hf_patches/mixers {PARITY} {SIDE_BY_SIDE} {FITS} "
-        "tests/hf_patches/trainer_jobs.py tools/user_scripts",
+        "tests/hf_patches/trainers/trainer_jobs.py tools/user_scripts",
         20,
     ),
     Part(

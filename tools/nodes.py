@@ -580,7 +580,7 @@ def planned(hidden: int, count: int, devices: int, sharding: str) -> float:
     With `full`, a ring over all ranks enters each node once, with the bytes of one rank. With
     `hybrid`, each rank has a ring of its own over the nodes.
     """
-    from hf_patches.model_shape import model_shape
+    from hf_patches import model_shape
     from lightning_cp.planner.setup import Setup
     from lightning_cp.planner.time import plan_time
     from recipes.weights import tiny_config

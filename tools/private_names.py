@@ -25,7 +25,7 @@ FENCES = {
     "lightning_cp/private/modules.py": "torch: modules and tensors",
     "lightning_cp/lightning/private.py": "Lightning and torchmetrics",
     "hf_patches/private.py": "transformers",
-    "hf_patches/trainer_private.py": "transformers' Trainer, accelerate, TRL",
+    "hf_patches/trainers/private.py": "transformers' Trainer, accelerate, TRL",
 }
 
 KERNELS = "its public wrapper returns no log-sum-exp, by which partial results are combined"

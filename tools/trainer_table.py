@@ -33,8 +33,15 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from tests.hf_patches import trainer_jobs
-from tests.hf_patches.trainer_jobs import Job, Run, build_trainer, differences, fsdp_on_cpu, train
+from tests.hf_patches.trainers import trainer_jobs
+from tests.hf_patches.trainers.trainer_jobs import (
+    Job,
+    Run,
+    build_trainer,
+    differences,
+    fsdp_on_cpu,
+    train,
+)
 from tests.parity.trainer_step import processes
 from tests.ranks import RankError, RankPool
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_patches.input_checks import name_arguments, parameters_of
+from hf_patches.interface.input_checks import name_arguments, parameters_of
+from hf_patches.interface.names import step_of
 from hf_patches.mixers.common import Replacement
 from hf_patches.mixers.replicated import (
     check_arguments,
@@ -25,7 +26,6 @@ from hf_patches.mixers.replicated import (
     select,
 )
 from hf_patches.multimodal.outer import full_value
-from hf_patches.names import step_of
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.patch import Patch

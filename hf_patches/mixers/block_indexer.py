@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_patches.interface.names import find_in_modules
 from hf_patches.mixers.common import (
     GatheredKeys,
     Replacement,
@@ -22,7 +23,6 @@ from hf_patches.mixers.common import (
     local_positions,
     visible_keys,
 )
-from hf_patches.names import find_in_modules
 from lightning_cp.data.batch import count_positions
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.patch import Patch

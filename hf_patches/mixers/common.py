@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_patches.names import STOCK, implementations, stock_name, text_key
+from hf_patches.interface.names import STOCK, implementations, stock_name, text_key
 from hf_patches.private import set_attention_name
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import full_tokens

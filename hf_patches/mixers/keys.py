@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_patches.input_checks import check_dense_mask, name_arguments, parameters_of
+from hf_patches.interface.input_checks import check_dense_mask, name_arguments, parameters_of
+from hf_patches.interface.names import find_in_modules, step_of
+from hf_patches.interface.positions import count_real
 from hf_patches.mixers.common import (
     GatheredKeys,
     Replacement,
@@ -28,8 +30,6 @@ from hf_patches.mixers.common import (
     stock_implementation,
     visible_keys,
 )
-from hf_patches.names import find_in_modules, step_of
-from hf_patches.positions import count_real
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.routing import Unsharded

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
-from hf_patches.input_checks import name_arguments
+from hf_patches.interface.input_checks import name_arguments
+from hf_patches.interface.names import step_of
 from hf_patches.mixers.common import Replacement, kind_of
-from hf_patches.names import step_of
 from lightning_cp.comm.transport import to_device
 from lightning_cp.data.sharding import full_tokens
 from lightning_cp.geometry.ranges import BoolArray, IntArray

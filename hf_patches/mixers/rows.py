@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_patches.names import active
+from hf_patches.interface.names import active
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import IntArray
 from lightning_cp.sequence.ranges import HeldRange, TokenMap, token_map

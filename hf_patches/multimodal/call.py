@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_patches.input_checks import parameters_of
+from hf_patches.interface.input_checks import parameters_of
+from hf_patches.interface.names import active
 from hf_patches.multimodal import outer
 from hf_patches.multimodal.table import Media
-from hf_patches.names import active
 from lightning_cp.data.media import MEDIA
 from lightning_cp.step.step import Step
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils.generic import ModelOutput
 
-from hf_patches.input_checks import name_arguments, note_filled, parameters_of
+from hf_patches.interface.input_checks import name_arguments, note_filled, parameters_of
+from hf_patches.interface.names import active
 from hf_patches.multimodal.outer import hand_over_routers, merged_ids, on_full_sequences
-from hf_patches.names import active
 from lightning_cp.data.sharding import own_tokens, shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT

@@ -117,7 +117,7 @@ FULL_LOGIT_BYTES: Final = 12
 """Per logit where the loss is not chunked: autograd keeps more of them."""
 
 CHUNKED_FROM: Final = 2**28
-"""Logits of a rank from which the loss is chunked (hf_patches.forward.LARGEST_LOGITS)."""
+"""Logits of a rank from which the loss is chunked (hf_patches.model.forward.LARGEST_LOGITS)."""
 
 
 class StateBytes(NamedTuple):

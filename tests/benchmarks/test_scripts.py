@@ -210,7 +210,7 @@ def test_the_cost_of_whole_rows_is_printed(capsys):
 
     trainer_gpu.main(["--tiny", "--ranks", "1"])
     said = capsys.readouterr().out
-    for way in ("whole_rows", "context_parallel"):
+    for way in ("shard_in_forward", "context_parallel"):
         assert re.search(rf"\| 1 \| {way} \| [\d.]+ \| [\d.]+ of ", said), said
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.lightning import test_averaging as averaging
-from tests.lightning import test_evaluation as evaluation
-from tests.lightning import test_weights as weights
+from tests.lightning.model import test_averaging as averaging
+from tests.lightning.model import test_weights as weights
+from tests.lightning.steps import test_evaluation as evaluation
 
 pytestmark = [
     pytest.mark.gpu,

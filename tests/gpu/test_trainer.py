@@ -11,7 +11,7 @@ import torch.distributed as dist
 pytest.importorskip("accelerate")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_patches.trainer import context_parallel
+from hf_patches import context_parallel
 from tests.parity.trainer_step import processes
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_patches import enable, mask_reader
+from hf_patches import enable
+from hf_patches.model import mask_reader
 from lightning_cp.attn.operator import mark_mask
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.lightning.memory import activations

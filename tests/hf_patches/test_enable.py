@@ -25,8 +25,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from hf_patches import enable, forward, guard, whole_rows
+from hf_patches import enable, shard_in_forward
 from hf_patches.adapter import adapter
+from hf_patches.model import forward, guard
 from lightning_cp.loss import chunked_loss
 from tests import doors
 from tests.parity import zoo
@@ -231,7 +232,9 @@ def test_lora_models_are_enabled_inside(cp, batch, tied):
     torch.testing.assert_close(model(**unpack(batch, PAD)).loss, exact)
 
 
-@pytest.mark.parametrize("again", [adapter.enable, lambda m: whole_rows(m, doors.parallel(None))])
+@pytest.mark.parametrize(
+    "again", [adapter.enable, lambda m: shard_in_forward(m, doors.parallel(None))]
+)
 def test_adapters_that_come_after_enabling_are_saved_whole(again):
     model = zoo.build_model("llama")
     handle = enable(model)
@@ -621,8 +624,8 @@ def test_a_loss_of_ones_own_is_refused_before_training(monkeypatch):
 def test_a_model_that_takes_full_sequences_stays_enabled(cp, batch):
     model = zoo.build_model("llama")
     handle = enable(model)
-    rows = whole_rows(model, cp)
-    with pytest.raises(ValueError, match=r"takes full .* handle of whole_rows\(\) first"):
+    rows = shard_in_forward(model, cp)
+    with pytest.raises(ValueError, match=r"takes full .* handle of shard_in_forward\(\) first"):
         handle.undo()
     assert torch.isfinite(model(**tokens(batch)).loss)
     rows.undo()

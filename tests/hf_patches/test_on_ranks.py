@@ -307,7 +307,7 @@ def head_unit(mode, tied, accumulates):
     # What FSDP2 gathers together: no public class does, and torch counts gathers nowhere.
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    from hf_patches import forward
+    from hf_patches.model import forward
     from lightning_cp.loss import chunked_loss
 
     def build():

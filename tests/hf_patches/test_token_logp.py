@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_patches import enable
-from hf_patches.forward import TokenLogpOutput
+from hf_patches.model.forward import TokenLogpOutput
 from lightning_cp import Mask, attention
 from lightning_cp.sequence import halo
 from tests import doors

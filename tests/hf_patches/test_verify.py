@@ -23,8 +23,8 @@ import hf_patches
 import lightning_cp.parallel
 from hf_patches.__main__ import main
 from hf_patches.enable import enable, is_enabled
-from hf_patches.export import read_config
 from hf_patches.verify_inputs import build_batch, build_model
+from hf_patches.weights.export import read_config
 from lightning_cp.compare.verify import Report
 from tests import doors
 from tests.parity import hf, zoo
@@ -411,7 +411,7 @@ def test_weights_are_loaded_where_there_are_some(command, tmp_path):
 
 
 def test_other_numbers_are_status_1(command, configs):
-    with mock.patch("hf_patches.attention.api.attend", lambda q, k, v, **_: q):
+    with mock.patch("hf_patches.model.attention.api.attend", lambda q, k, v, **_: q):
         status, said, _ = command("verify", "--model", configs / "llama", "--length", 40)
     assert status == 1
     assert "FAILED: different results" in said

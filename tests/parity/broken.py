@@ -6,20 +6,20 @@ from unittest import mock
 
 import torch
 
-import hf_patches.attention
+import hf_patches.model.attention
 import lightning_cp.loss.means
 from lightning_cp import ContextParallel
 from tests.parity.hf import Found, Job, compare
 
 
 def _wide_window():
-    build = hf_patches.mask_reader.build_mask
+    build = hf_patches.model.mask_reader.build_mask
 
     def wider(*args):
         mask = build(*args)
         return dataclasses.replace(mask, window=mask.window + 1) if mask.window else mask
 
-    return mock.patch("hf_patches.mask_reader.build_mask", wider)
+    return mock.patch("hf_patches.model.mask_reader.build_mask", wider)
 
 
 def _moved_document():
@@ -34,9 +34,9 @@ def _moved_document():
 
 
 def _no_sinks():
-    attention = hf_patches.attention.api.attend
+    attention = hf_patches.model.attention.api.attend
     return mock.patch(
-        "hf_patches.attention.api.attend",
+        "hf_patches.model.attention.api.attend",
         lambda *args, **kwargs: attention(*args, **{**kwargs, "sinks": None}),
     )
 
@@ -58,7 +58,7 @@ def _local_positions():
     def count(step, rule, input_ids):
         return torch.arange(step.layout.local_len).expand(step.batch_size, -1)
 
-    return mock.patch("hf_patches.positions.local_positions", count)
+    return mock.patch("hf_patches.interface.positions.local_positions", count)
 
 
 BREAKS = {

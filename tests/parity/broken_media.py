@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_patches import mask_reader
+from hf_patches.model import mask_reader
 from hf_patches.multimodal import outer, seam, sharing
 from tests.parity.hf import Found
 from tests.parity.media import MediaJob, compare

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_patches.tensor_parallel import EXACT, EXPERTS
+from hf_patches.weights.tensor_parallel import EXACT, EXPERTS
 from tests.parity import hf, zoo
 from tests.parity.distributed import compare_loaded
 

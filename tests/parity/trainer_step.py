@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches.enable import inner_model
-from hf_patches.forward import MARK
+from hf_patches.model.forward import MARK
 from lightning_cp.step.step import IGNORED_LABEL
 
 
@@ -19,7 +19,7 @@ def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any)
     """Return the loss of a step; the gradients are those of this rank."""
     from transformers import Trainer, TrainingArguments
 
-    from hf_patches.trainer import context_parallel
+    from hf_patches import context_parallel
 
     with processes(), tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(

@@ -13,7 +13,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_patches.model_shape import model_shape
+from hf_patches import model_shape
 from lightning_cp.planner import KNOWN, Setup
 from lightning_cp.planner.memory import (
     COMPILED_LAYER_SAVED,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, ViTConfig
 
-from hf_patches.model_shape import model_shape
+from hf_patches import model_shape
 from lightning_cp.planner import KNOWN
 from tests.parity.zoo import build_config
 from tests.recipes.memory import REAL

@@ -24,8 +24,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_patches.auto import auto_class
-from hf_patches.forward import LARGEST_LOGITS
+from hf_patches.model.forward import LARGEST_LOGITS
+from hf_patches.weights.auto import auto_class
 from lightning_cp.fsdp.sharding import find_blocks
 
 _LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8}

@@ -83,7 +83,7 @@ def test_a_config_of_the_preference_recipe_names_the_way(text, tmp_path, capsys)
     (line,) = capsys.readouterr().err.splitlines()
     message = r"error: data: [\w.]*PairData is gone. Use DPOTrainer, KTOTrainer, RewardTrainer or "
     assert re.match(message, line)
-    assert "hf_patches.trainer.context_parallel(trainer, size=...)" in line
+    assert "hf_patches.context_parallel(trainer, size=...)" in line
     assert main(["fit", "--data=PairData"]) == 2
     assert "PairData is gone" in capsys.readouterr().err
 

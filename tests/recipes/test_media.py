@@ -16,9 +16,9 @@ from lightning.pytorch import seed_everything
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_patches.auto import auto_class
-from hf_patches.export import export
-from hf_patches.model_shape import model_shape
+from hf_patches import model_shape
+from hf_patches.weights.auto import auto_class
+from hf_patches.weights.export import export
 from lightning_cp.checkpoint import consolidate
 from recipes.data import MediaChatData
 from recipes.data.media import Conversation

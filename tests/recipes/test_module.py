@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import Mxfp4Config
 
-from hf_patches.export import export
+from hf_patches.weights.export import export
 from lightning_cp.checkpoint import consolidate
 from recipes.data import PasskeyData, TextData
 from recipes.module import CausalLMModule

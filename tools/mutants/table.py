@@ -61,11 +61,11 @@ _HF = "tests/parity/test_hf.py"
 _MODELS = f"{_HF}::test_models_are_those_of_one_process[some]"
 _EXACT_MODELS = f"{_HF}::test_in_double_precision_the_algebra_is_exact[some]"
 _RECOMPUTED_HF = f"{_HF}::test_layers_may_be_recomputed_in_backward"
-_WHOLE_ROWS = "tests/hf_patches/test_whole_rows.py"
+_WHOLE_ROWS = "tests/hf_patches/test_shard_in_forward.py"
 _ROWS_ON_RANKS = f"{_WHOLE_ROWS}::test_a_model_returns_what_the_stock_model_returns"
 _LINEAR = "tests/hf_patches/mixers/test_linear_models.py"
 _EXACT_LINEAR = f"{_LINEAR}::test_in_double_precision_the_algebra_is_exact"
-_STEPS = "tests/lightning/test_steps.py"
+_STEPS = "tests/lightning/steps/test_steps.py"
 _FOUR_STEPS = "tests/lightning/test_training.py::test_four_steps_equal_those_of_one_process"
 _OFFLOAD = "tests/memory/test_offload.py"
 
@@ -804,7 +804,7 @@ FSDP = (
         "return x.full_tensor() if _is_scalar(x) else x",
         "return x.to_local() if _is_scalar(x) else x",
         (
-            "tests/lightning/test_weights.py::"
+            "tests/lightning/model/test_weights.py::"
             "test_terms_over_parameters_and_norms_of_gradients_are_whole",
         ),
         "a norm of a sharded parameter is that of this rank's shard",
@@ -815,7 +815,7 @@ FSDP = (
         "if has_unreduced_gradients(unit):",
         "if False:",
         (
-            "tests/lightning/test_weights.py::"
+            "tests/lightning/model/test_weights.py::"
             "test_parameters_that_would_not_get_their_gradient_are_refused_by_all_ranks",
         ),
         "gradients that were not reduced over the ranks are used",
@@ -995,7 +995,7 @@ LIGHTNING = (
         "lightning_cp.lightning.processes.loaders:Loaders.prepare",
         "seed_workers(dataloader, data.get_local_rank())",
         "seed_workers(dataloader, meshes.ranks.get_local_rank())",
-        ("tests/lightning/test_loaders.py::test_workers_are_seeded_by_the_data_rank",),
+        ("tests/lightning/processes/test_loaders.py::test_workers_are_seeded_by_the_data_rank",),
         "context ranks augment the same samples in different ways",
     ),
     Mutant(
@@ -1004,7 +1004,7 @@ LIGHTNING = (
         "if num_ready in (0, self._group.size()):",
         "if True:",
         (
-            "tests/lightning/test_loaders.py::"
+            "tests/lightning/processes/test_loaders.py::"
             "test_iterable_datasets_of_different_lengths_end_or_fail_on_all_ranks",
         ),
         "ranks without a batch go on with those that have one",
@@ -1046,7 +1046,7 @@ LIGHTNING = (
         "lightning_cp.lightning.steps.accumulation:Accumulation.start_run",
         "drop_gradients(module)",
         "pass",
-        ("tests/lightning/test_interrupted.py",),
+        ("tests/lightning/processes/test_interrupted.py",),
         "gradients of an interrupted run enter the next one",
     ),
     Mutant(
@@ -1054,7 +1054,7 @@ LIGHTNING = (
         "lightning_cp.lightning.private:around_hooks",
         'with Patch(plugin, "_after_closure", after_closure):\n        yield',
         'Patch(plugin, "_after_closure", after_closure)\n    yield',
-        ("tests/lightning/test_accumulation.py",),
+        ("tests/lightning/steps/test_accumulation.py",),
         "the Trainer's precision plugin stays changed",
     ),
     Mutant(
@@ -1062,7 +1062,7 @@ LIGHTNING = (
         "lightning_cp.lightning.steps.logs:recorded_logs",
         'changes["batch_size"] = loss.num_tokens.clamp(min=_NO_TOKENS)',
         'changes["batch_size"] = 1',
-        ("tests/lightning/test_logs.py::test_a_loss_gets_the_weight_of_its_tokens",),
+        ("tests/lightning/steps/test_logs.py::test_a_loss_gets_the_weight_of_its_tokens",),
         "the mean of an epoch is a mean of means",
     ),
     Mutant(
@@ -1078,7 +1078,7 @@ LIGHTNING = (
         "lightning_cp.lightning.model.averaging:_shard_like",
         "value = param.detach().to(device=device, dtype=old.dtype, copy=True)",
         "value = param.detach().to(device=device, dtype=old.dtype)",
-        ("tests/lightning/test_averaging.py::test_averages_are_those_of_one_device",),
+        ("tests/lightning/model/test_averaging.py::test_averages_are_those_of_one_device",),
         "the averaged weights are the trained ones",
     ),
     Mutant(
@@ -1086,7 +1086,7 @@ LIGHTNING = (
         "lightning_cp.lightning.memory.memory_choice:fits",
         "MARGIN * plan.peak <= USABLE * device",
         "plan.peak <= USABLE * device",
-        ("tests/lightning/test_memory_choice.py::test_a_run_fits_with_a_margin",),
+        ("tests/lightning/memory/test_memory_choice.py::test_a_run_fits_with_a_margin",),
         "auto takes a run that fits without a margin",
     ),
     Mutant(
@@ -1094,7 +1094,7 @@ LIGHTNING = (
         "lightning_cp.lightning.model.preparation:Preparation.undo",
         "self.undos.pop()()",
         "self.undos.pop(0)()",
-        ("tests/lightning/test_preparation.py",),
+        ("tests/lightning/model/test_preparation.py",),
         "what was changed first is restored first",
     ),
     Mutant(
@@ -1102,7 +1102,7 @@ LIGHTNING = (
         "lightning_cp.lightning.steps.step_outputs:Evidence.count_trial",
         "if self.num_trials >= MAX_TRIALS:",
         "if self.num_trials > MAX_TRIALS:",
-        ("tests/lightning/test_step_outputs.py",),
+        ("tests/lightning/steps/test_step_outputs.py",),
         "trial runs of a uniform value end one too late",
     ),
     Mutant(
@@ -1110,7 +1110,7 @@ LIGHTNING = (
         "lightning_cp.lightning.model.model_setup:choose_sharding",
         "HYBRID_SHARE * min(x for x in devices if x is not None)",
         "HYBRID_SHARE * max(x for x in devices if x is not None)",
-        ("tests/lightning/test_hybrid.py::test_auto_counts_frozen_weights_once",),
+        ("tests/lightning/processes/test_hybrid.py::test_auto_counts_frozen_weights_once",),
         "the smallest device cannot hold its part",
     ),
 )
@@ -1150,7 +1150,7 @@ PLANNER = (
 HF = (
     Mutant(
         "items-forgotten",
-        "hf_patches.forward:_score_tokens",
+        "hf_patches.model.forward:_score_tokens",
         "loss = loss * (step.losses[-1].num_tokens / num_items).to(loss.dtype)",
         "pass",
         (f"{_ROWS_ON_RANKS}",),
@@ -1158,7 +1158,7 @@ HF = (
     ),
     Mutant(
         "balance-loss-unscaled",
-        "hf_patches.forward:_score_tokens",
+        "hf_patches.model.forward:_score_tokens",
         "loss = loss + coefficient * output",
         "loss = loss + output",
         (_MODELS, _EXACT_MODELS),
@@ -1166,7 +1166,7 @@ HF = (
     ),
     Mutant(
         "module-stays-replaced",
-        "hf_patches.forward:replaced",
+        "hf_patches.model.forward:replaced",
         "    finally:\n        setattr(owner, name, real)",
         "    finally:\n        pass",
         (
@@ -1185,7 +1185,7 @@ HF = (
     ),
     Mutant(
         "router-counts-padding",
-        "hf_patches.moe_loss:_real_tokens",
+        "hf_patches.model.moe_loss:_real_tokens",
         "real &= ~torch.from_numpy(step.padding)",
         "pass",
         (f"{_ROWS_ON_RANKS}", _MODELS),
@@ -1193,7 +1193,7 @@ HF = (
     ),
     Mutant(
         "router-of-this-rank",
-        "hf_patches.moe_loss:balance_loss",
+        "hf_patches.model.moe_loss:balance_loss",
         "for transport in step.loss_groups:",
         "for transport in step.loss_groups[1:]:",
         (_MODELS, _EXACT_MODELS),
@@ -1201,7 +1201,7 @@ HF = (
     ),
     Mutant(
         "router-gradient-unscaled",
-        "hf_patches.moe_loss:balance_loss",
+        "hf_patches.model.moe_loss:balance_loss",
         "(num_experts * num_ranks / sums[-1].clamp(min=1))",
         "(num_experts / sums[-1].clamp(min=1))",
         (_MODELS, _EXACT_MODELS),
@@ -1209,7 +1209,7 @@ HF = (
     ),
     Mutant(
         "counts-one-more-per-document",
-        "hf_patches.positions:count_real",
+        "hf_patches.interface.positions:count_real",
         "total.gather(1, start) - real.gather(1, start).long()",
         "total.gather(1, start)",
         (_MODELS, _EXACT_MODELS),
@@ -1217,7 +1217,7 @@ HF = (
     ),
     Mutant(
         "frequencies-of-this-rank",
-        "hf_patches.positions:_append_longest",
+        "hf_patches.interface.positions:_append_longest",
         "gather(positions.max(), step.groups.context).max()",
         "positions.max()",
         (f"{_RECOMPUTED_HF}[False]",),
@@ -1225,7 +1225,7 @@ HF = (
     ),
     Mutant(
         "temperature-one-early",
-        "hf_patches.positions:temperature",
+        "hf_patches.interface.positions:temperature",
         "document_positions(step).to(torch.float32) + 1.0",
         "document_positions(step).to(torch.float32)",
         (f"{_RECOMPUTED_HF}[False]",),
@@ -1233,7 +1233,7 @@ HF = (
     ),
     Mutant(
         "model-window-one-wide",
-        "hf_patches.mask_reader:_LEAVES",
+        "hf_patches.model.mask_reader:_LEAVES",
         'left=closure["sliding_window"] - 1',
         'left=closure["sliding_window"]',
         (_MODELS, _EXACT_MODELS),
@@ -1241,18 +1241,18 @@ HF = (
     ),
     Mutant(
         "rows-shift-across-documents",
-        "hf_patches.whole_rows:_targets",
+        "hf_patches.shard_in_forward:_targets",
         'shift_labels(batch["labels"], batch.get("document_ids"))',
         'shift_labels(batch["labels"], None)',
         (
-            "tests/hf_patches/test_trainer.py::"
+            "tests/hf_patches/trainers/test_trainer.py::"
             "test_document_ids_reach_the_model_and_the_count_of_labels",
         ),
         "labels are shifted across document_ids",
     ),
     Mutant(
         "generate-stays-ours",
-        "hf_patches.whole_rows:RowsHandle.remove",
+        "hf_patches.shard_in_forward:RowsHandle.remove",
         "for name, function in _METHODS.items():",
         "for name, function in [*_METHODS.items()][:1]:",
         (f"{_WHOLE_ROWS}::test_undo_restores_the_model",),
@@ -1260,7 +1260,7 @@ HF = (
     ),
     Mutant(
         "first-logits-kept",
-        "hf_patches.whole_rows:_kept",
+        "hf_patches.shard_in_forward:_kept",
         "slice(-keep or None, None)",
         "slice(keep or None, None)",
         (f"{_ROWS_ON_RANKS}",),
@@ -1268,60 +1268,64 @@ HF = (
     ),
     Mutant(
         "gathered-of-first-ranks",
-        "hf_patches.trainer:_first_of_each",
+        "hf_patches.trainers.trainer:_first_of_each",
         "x.view(num_groups, size, length, *x.shape[1:])[:, 0]",
         "x.view(size, num_groups, length, *x.shape[1:])[0]",
         (
-            "tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
+            "tests/hf_patches/trainers/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
         ),
         "metrics hold the samples of one data rank twice",
     ),
     Mutant(
         "scheduler-one-step",
-        "hf_patches.trainer:_step_per_data_rank",
+        "hf_patches.trainers.trainer:_step_per_data_rank",
         "range(num_data_ranks if is_update else 1)",
         "range(1)",
         (
-            "tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
+            "tests/hf_patches/trainers/test_trainer.py::test_a_run_is_that_of_fewer_processes[accelerate--4-2]",
         ),
         "the schedule advances once per step, not per data rank",
     ),
     Mutant(
         "tokens-of-all-ranks",
-        "hf_patches.trainer:_count_once",
+        "hf_patches.trainers.trainer:_count_once",
         "before + added // size",
         "before + added",
-        ("tests/hf_patches/test_trainer.py::test_a_run_is_that_of_fewer_processes[trainer--2-2]",),
+        (
+            "tests/hf_patches/trainers/test_trainer.py::test_a_run_is_that_of_fewer_processes[trainer--2-2]",
+        ),
         "tokens are counted once per context rank",
     ),
     Mutant(
         "verify-draws-numbers",
-        "hf_patches.trainer:_first_batches",
+        "hf_patches.trainers.trainer:_first_batches",
         "with restored_random_states(trainer.model):",
         "if True:",
         (
-            "tests/hf_patches/test_trainer_verify.py::"
+            "tests/hf_patches/trainers/test_trainer_verify.py::"
             "test_batches_of_a_trainer_pass_and_training_starts_as_without",
         ),
         "verify(trainer) changes the order of training",
     ),
     Mutant(
         "export-unties",
-        "hf_patches.export:_assign",
+        "hf_patches.weights.export:_assign",
         "model.tie_weights()",
         "pass",
         (
-            "tests/hf_patches/test_export.py::test_ties_experts_and_other_names_come_out_right",
-            "tests/hf_patches/test_export.py",
+            "tests/hf_patches/weights/test_export.py::test_ties_experts_and_other_names_come_out_right",
+            "tests/hf_patches/weights/test_export.py",
         ),
         "tied weights of an exported model are two tensors",
     ),
     Mutant(
         "export-left-half-done",
-        "hf_patches.export:_write",
+        "hf_patches.weights.export:_write",
         "    finally:\n        remove(temporary)",
         "    finally:\n        pass",
-        ("tests/hf_patches/test_export.py::test_a_size_that_is_none_leaves_nothing_behind",),
+        (
+            "tests/hf_patches/weights/test_export.py::test_a_size_that_is_none_leaves_nothing_behind",
+        ),
         "an export that fails leaves a folder behind",
     ),
     Mutant(
@@ -1402,7 +1406,7 @@ HF = (
         "total.index_add_(0, rows,",
         "total.index_copy_(0, rows,",
         (
-            "tests/hf_patches/test_sharing.py",
+            "tests/hf_patches/multimodal/test_sharing.py",
             "tests/parity/test_media.py::test_loss_and_gradients_are_those_of_the_stock_model",
         ),
         "a feature has the gradient of one of the ranks that use it",
@@ -1413,7 +1417,7 @@ HF = (
         "return known.leaf.value if is_unchanged else full_tokens(x, step, known.leaf.dim)",
         "return known.leaf.value",
         (
-            "tests/hf_patches/test_multimodal.py::"
+            "tests/hf_patches/multimodal/test_multimodal.py::"
             "test_declarations_and_changes_in_place_keep_their_meaning",
         ),
         "what a user has changed in place is read from the batch",

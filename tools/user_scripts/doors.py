@@ -21,9 +21,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 import hf_patches
 import lightning_cp
-from hf_patches.trainer import context_parallel
+from hf_patches import context_parallel
 from lightning_cp import ContextParallelStrategy, token_mean
-from tests.hf_patches.trainer_jobs import fsdp_on_cpu, only
+from tests.hf_patches.trainers.trainer_jobs import fsdp_on_cpu, only
 from tests.lightning.jobs import build_trainer, elastic_environment
 from tests.parity.trainer_step import processes
 from tools.user_scripts.models import KINDS, build_batches, next_token_loss, twin

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all of the package reads: names, arguments of calls, positions."""

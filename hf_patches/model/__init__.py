@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an enabled model runs: its forward, attention, masks, and losses."""
