@@ -431,7 +431,7 @@ class Logging(Module):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("whole_epoch", loss, on_step=False, on_epoch=True)
-        self.log("own", float(batch_idx), on_step=False, on_epoch=True)
+        self.log("seen_here_only", float(batch_idx), on_step=False, on_epoch=True)
         return loss
 
 
@@ -447,4 +447,6 @@ def test_nothing_is_advised_that_is_done_already(ranks):
     messages = "\n".join(ranks(2).run(run_and_listen)[0])
     assert "LeafSpec" not in messages
     assert "self.log('whole_epoch', ..., sync_dist=True)" not in messages
-    assert "self.log('own', ..., sync_dist=True)" in messages  # what is not global still is
+    assert (
+        "self.log('seen_here_only', ..., sync_dist=True)" in messages
+    )  # what is not global still is
