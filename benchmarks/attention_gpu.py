@@ -34,7 +34,7 @@ from benchmarks.measure import (
     timed,
 )
 from benchmarks.scaling import chosen, llama
-from lightning_cp import ContextParallel, Mask, attention
+from lightning_cp import Attention, ContextParallel, Mask, attention
 from lightning_cp.attn.api import calls_of
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
@@ -276,8 +276,8 @@ def emulated_rank(
         ulysses_size=case.ulysses_size,
         link_gbs=link_gbs,
         fill=device.type != "cuda",
-        algorithm=case.algorithm,
-        kernel=machine.kernel,
+        algorithm=case.algorithm,  # type: ignore[arg-type]
+        kernel=machine.kernel,  # type: ignore[arg-type]
         attention_memory=memory,
     )
     with stepped(cp, case, device) as step:
@@ -314,7 +314,7 @@ def measure_rank(case: Case, rank: int, machine: Machine) -> Measured:
 
 def full_by_ours(case: Case, machine: Machine, kernel: str) -> float:
     """Return the time of the full sequence on one rank, with one of our kernels."""
-    cp = ContextParallel(None, kernel=kernel)  # type: ignore[arg-type]
+    cp = ContextParallel(None, attention=Attention(kernel))  # type: ignore[arg-type]
     with stepped(cp, case, machine.device):
         inputs = Inputs(machine, case, case.seq_len)
         return timed(inputs.both, machine.device, repeats=machine.repeats)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.host_gpu import TINY, Batches, Language, Shape
 from benchmarks.measure import Records, describe, synchronize
-from lightning_cp import ContextParallelStrategy
+from lightning_cp import Checkpoints, ContextParallelStrategy
 
 WAYS: Final = ("blocking", "async")
 SHAPE: Final = Shape(layers=24, warmup=4, steps=10)
@@ -93,8 +93,7 @@ def train(way: str, tokens: int, shape: Shape, device: torch.device, root: Path)
         trainer = Trainer(
             strategy=ContextParallelStrategy(
                 context_parallel_size=1,
-                parameter_sharding="full",
-                async_checkpoint=way == "async",
+                checkpoints=Checkpoints(asynchronous=way == "async"),
             ),
             accelerator="cuda" if device.type == "cuda" else "cpu",
             devices=1,

@@ -8,14 +8,22 @@ stream. The data of other ranks is made up, so that only the shapes of results a
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_cp import ContextParallel
+from lightning_cp import Attention, ContextParallel, Memory, Verify
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport, Message, Transport, nothing
+from lightning_cp.config import (
+    AlgorithmName,
+    Config,
+    KeepAttention,
+    KernelName,
+    LayoutName,
+    Offload,
+)
 
 T = TypeVar("T")
 
@@ -204,16 +212,27 @@ def emulated_parallel(
     ulysses_size: int = 1,
     link_gbs: float | None = None,
     fill: bool = True,
-    **options: Any,
+    layout: LayoutName = "auto",
+    algorithm: AlgorithmName = "auto",
+    kernel: KernelName = "auto",
+    attention_memory: float | None = None,
+    keep_attention: KeepAttention = "none",
+    offload: Offload = "none",
 ) -> ContextParallel:
     """Return a `ContextParallel` that is rank ``rank`` of ``size``; its steps are real.
 
-    ``options`` are those of `ContextParallel`. With ``algorithm="ulysses"`` all ranks are one
-    Ulysses group.
+    With ``algorithm="ulysses"`` all ranks are one Ulysses group. Batches are not compared.
     """
-    inside = size if options.get("algorithm") == "ulysses" else ulysses_size
+    config = Config(
+        layout=layout,
+        algorithm=algorithm,
+        attention=Attention(kernel, attention_memory),
+        memory=Memory(keep_attention=keep_attention, offload=offload),
+        verify=Verify(check_batches=0),
+    )
+    inside = size if algorithm == "ulysses" else ulysses_size
     groups = emulated_groups(rank, size, ulysses_size=inside, link_gbs=link_gbs, fill=fill)
-    return ContextParallel(groups, **options)
+    return ContextParallel.of(groups, config)
 
 
 def attention_transports(cp: ContextParallel) -> list[EmulatedTransport]:

@@ -98,9 +98,7 @@ class Attention:
 
     def __init__(self, kind: str, sizes: Sizes, device: torch.device, **options: Any) -> None:
         self._kind, self._sizes, self._device = kind, sizes, device
-        self._parallel = emulated_parallel(
-            sizes.cp_size // 2, sizes.cp_size, check_batches=0, **options
-        )
+        self._parallel = emulated_parallel(sizes.cp_size // 2, sizes.cp_size, **options)
         self._mask = Mask(causal=True, window=sizes.window if kind == "windowed" else None)
 
     def run(self, seq_len: int, seed: int) -> Batch:

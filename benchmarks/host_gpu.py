@@ -192,7 +192,7 @@ def strategy_of(way: Way) -> Strategy | str:
     if way == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     sharding: Any = "none" if way == "ours-none" else "full"
-    return ContextParallelStrategy(context_parallel_size=1, parameter_sharding=sharding)
+    return ContextParallelStrategy(context_parallel_size=1, parameters=sharding)
 
 
 def train(

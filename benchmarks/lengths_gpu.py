@@ -216,7 +216,7 @@ def run_one(
     cp_size, rank = 8, 4
     rng = random.Random(0)
     model = sizes.build(kind, device)
-    parallel = emulated_parallel(rank, cp_size, check_batches=0, **options)
+    parallel = emulated_parallel(rank, cp_size, **options)
     handle = enable(model)
 
     def build(seq_len: int) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ def measure(run: Run, device: torch.device, *, tiny: bool) -> tuple[Spent, Spent
     seq_len = run.seq_len // (256 if tiny else 1)
     ids = torch.randint(model.config.vocab_size, (1, seq_len), device=device)
     batch = {"input_ids": ids, "labels": ids}
-    cp = emulated_parallel(RANK, CP_SIZE, check_batches=0, keep_attention="all")
+    cp = emulated_parallel(RANK, CP_SIZE, keep_attention="all")
     handle = enable(model)
     full: Spent | str
     num_bytes = 0

@@ -39,8 +39,9 @@ from benchmarks.measure import (
 )
 from hf_patches import enable, model_shape
 from lightning_cp.attn.hardware import Links
+from lightning_cp.config import Memory
 from lightning_cp.fsdp.sharding import find_blocks, shard_parameters
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.memory.activations import prepare_layers
 from lightning_cp.memory import budget, checkpoint_layers, tile_modules
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
@@ -261,7 +262,7 @@ def build(
     if setup.lora_rank:
         _adapt(model, setup.lora_rank)
     if setup.compiled:
-        Activations(compile="layers").apply(model, None, training=True)
+        prepare_layers(model, Memory(compile="layers"), None, training=True)
     if setup.checkpointing != "none":
         checkpoint_layers(model)
     if setup.tiles:
@@ -314,7 +315,6 @@ def measure(
         parallel = emulated_parallel(
             setup.num_gpus // 2,
             setup.num_gpus,
-            check_batches=0,
             keep_attention="all" if setup.checkpointing == "keep" else "none",
             offload=setup.offload,
         )

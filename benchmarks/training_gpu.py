@@ -29,7 +29,8 @@ from benchmarks.measure import (
 )
 from hf_patches import enable
 from hf_patches.model.forward import ChunkedLoss
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.config import Memory
+from lightning_cp.lightning.memory.activations import prepare_layers
 from lightning_cp.memory import checkpoint_layers, tile_modules
 
 PEAK_TFLOPS = 989.0
@@ -240,7 +241,7 @@ def run_one(
     model = shape.build(device)
     if compiled:
         torch.compiler.reset()
-        Activations(compile="layers").apply(model, None, training=True)
+        prepare_layers(model, Memory(compile="layers"), None, training=True)
     if one.checkpointing:
         checkpoint_layers(model, num_layers=num_layers)
     local_len = one.seq_len // cp_size
@@ -251,7 +252,7 @@ def run_one(
         ideal = train(model, own, lambda: nullcontext(own), watches=not compiled)
     full = {"input_ids": ids, "labels": ids}
     # Without the comparison of the first batches between ranks, which other steps do not have.
-    cp = emulated_parallel(rank, cp_size, check_batches=0, **options)
+    cp = emulated_parallel(rank, cp_size, **options)
     handle = enable(model, chunked_loss=chunked_loss)
     if tile:
         tile_modules(model)

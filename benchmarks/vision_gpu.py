@@ -144,7 +144,7 @@ def time_tower(sizes: Sizes, device: torch.device, records: Records) -> None:
             parameter.grad = None
 
     full = timed(call, device, repeats=5), peak_memory(call, device)
-    cp = emulated_parallel(1, num_ranks, check_batches=0)
+    cp = emulated_parallel(1, num_ranks)
     handle = enable(model)
 
     def shared() -> None:
@@ -188,7 +188,7 @@ def time_long(sizes: Sizes, device: torch.device, records: Records) -> None:
             **sizes.pixels(pairs, device),
         }
         for merged in ("shard", "full"):
-            cp = emulated_parallel(4, num_ranks, check_batches=0)
+            cp = emulated_parallel(4, num_ranks)
             handle = enable(model)
             enabled: Any = model.__dict__["_lightning_cp"]
             enabled.media = Media(unit="frames", merges_shards=merged == "shard")

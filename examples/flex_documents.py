@@ -92,7 +92,7 @@ def main() -> None:
 
     worst = {name: float((sharded[name] - x).norm() / x.norm()) for name, x in alone.items()}
     if cp.cp_rank == 0:
-        print(f"{cp.cp_size} ranks on {device.type}, {LENGTH} tokens, {cp.options.layout} layout")
+        print(f"{cp.cp_size} ranks on {device.type}, {LENGTH} tokens, {cp.config.layout} layout")
         for name, error in worst.items():
             print(f"{name:15} {error:.1e}")
     limit = 1e-4 if on_gpu else 1e-12

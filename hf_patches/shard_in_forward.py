@@ -276,7 +276,7 @@ def _dims(
     """Return the sequence dims of a batch, if it has several labels for each sequence."""
     names = ("labels", "start_positions", "end_positions") if enabled.head == "sequence" else ()
     full = [name for name in names if name in batch and batch[name].dim() > 1]
-    return {**cp.options.sequence_dims, **dict.fromkeys(full)} if full else None
+    return {**cp.config.sequence_dims, **dict.fromkeys(full)} if full else None
 
 
 def _run_hooks(

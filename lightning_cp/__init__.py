@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_cp.attn.api import attention
     from lightning_cp.attn.flex.api import flex_attention
     from lightning_cp.compare.verify import verify
+    from lightning_cp.config import Attention, Checkpoints, Memory, Parameters, Verify
     from lightning_cp.geometry.mask import Mask
     from lightning_cp.lightning.callback import ContextParallelCallback
     from lightning_cp.lightning.strategy import ContextParallelStrategy
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Attention",
+    "Checkpoints",
     "ContextParallel",
     "ContextParallelAttention",
     "ContextParallelCallback",
     "ContextParallelStrategy",
     "Mask",
+    "Memory",
+    "Parameters",
+    "Verify",
     "attention",
     "context_parallel",
     "context_parallel_unshard",
@@ -46,11 +52,16 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "Attention": "lightning_cp.config",
+    "Checkpoints": "lightning_cp.config",
     "ContextParallel": "lightning_cp.parallel",
     "ContextParallelAttention": "lightning_cp.torch_api.attention_style",
     "ContextParallelCallback": "lightning_cp.lightning.callback",
     "ContextParallelStrategy": "lightning_cp.lightning.strategy",
     "Mask": "lightning_cp.geometry.mask",
+    "Memory": "lightning_cp.config",
+    "Parameters": "lightning_cp.config",
+    "Verify": "lightning_cp.config",
     "attention": "lightning_cp.attn.api",
     "context_parallel": "lightning_cp.torch_api.prototype",
     "context_parallel_unshard": "lightning_cp.torch_api.prototype",

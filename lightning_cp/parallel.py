@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ContextParallel`: opens steps, unshards tensors, pauses. Every entry point uses it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.config import (
     AlgorithmName,
-    GradientWire,
-    KeepAttention,
-    KernelName,
+    Attention,
+    Config,
     LayoutName,
-    Offload,
-    Options,
+    Memory,
     SequenceDims,
+    Verify,
     check_choice,
+    refuse_fields,
 )
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import BatchChecks, find_differing
@@ -46,7 +46,9 @@ from lightning_cp.geometry.mask import Mask
 from lightning_cp.loss.means import local_targets
 from lightning_cp.memory.budget import resolve_budget
 from lightning_cp.memory.offload import Store, attach, store_of
+from lightning_cp.patch import Patch
 from lightning_cp.private.autograd import Nested, checkpoint_contexts
+from lightning_cp.renamed import refuse_arguments
 from lightning_cp.routing import Unsharded
 from lightning_cp.step import active_step, guards
 from lightning_cp.step.leaves import Flat, flatten
@@ -131,6 +133,42 @@ def _pooling_weights(step: Step, how: str) -> Tensor:
     return own_tokens(torch.from_numpy(weights), step)
 
 
+_LOOPS_MEMORY: Final = {
+    "activation_checkpointing": "Call lightning_cp.memory.checkpoint_layers(model), or use "
+    "checkpoint(layer, x, use_reentrant=False) in the model.",
+    "tile": "Call lightning_cp.memory.tile_modules(model).",
+    "compile": "Compile layers with torch.compile(layer).",
+    "check": "Loops have no plan; `lightning-cp plan` computes one.",
+}
+"""Fields of `Memory` that the strategy carries out, and what a loop does itself."""
+
+_LOOPS_VERIFY: Final = {
+    "steps": "Call lightning_cp.verify(model, batch, cp=cp) before the first step, or not.",
+    "max_len": "Give it to lightning_cp.verify(model, batch, cp=cp, max_len=...).",
+    "broadcast_batch": "Call cp.groups.first(batch) before cp.step(batch).",
+}
+"""Fields of `Verify` that the strategy carries out, and what a loop does itself."""
+
+
+def groups_of(
+    config: Config,
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+    data: DeviceMesh | dist.ProcessGroup | None,
+    *,
+    tensor: DeviceMesh | dist.ProcessGroup | None,
+    timeout: timedelta | None,
+) -> Groups:
+    """Return the groups of the ranks that a configuration is for, as `ContextParallel` has them."""
+    return build_groups(
+        mesh,
+        data=data,
+        tensor=tensor,
+        ulysses_size="all" if config.algorithm == "ulysses" else config.attention.ulysses_size,
+        timeout=timeout,
+        compiles=can_start,
+    )
+
+
 class ContextParallel:
     """Shards every sequence of a batch over the ranks of a group.
 
@@ -150,35 +188,17 @@ class ContextParallel:
             padding would give some ranks more work than others.
         algorithm: how keys and values reach the queries. ``auto`` is ``gather``, or ``ring`` where
             that needs too much GPU memory; ``ulysses`` exchanges tokens for heads among all ranks.
-        ulysses_size: the size of a Ulysses group: neighbouring ranks (the devices of a node, say)
-            that exchange tokens for heads; keys travel by the algorithm between groups only.
-        kernel: what computes attention. ``auto`` takes the fastest that supports the call.
-        attention_memory: the memory budget of an attention call on a GPU, in GiB: with less, keys
-            travel in more head groups, or by ring. By default six times the local queries, at least
-            0.78, and up to 4 (2 before Hopper) where that saves time.
-        gradient_wire: the precision of gradients of keys and values that collectives sum
-            (``gather``): ``float32``, or ``model``, that of the keys. With bf16 this is half of the
-            bytes, for slow networks, and rounds the sum at each rank. The same on all ranks.
-        keep_attention: under activation checkpointing, keep output and lse of attention calls
-            instead of computing them, and sending keys and values, a second time: ``all``, ``none``
-            or GiB per step and rank. It takes as much memory as the checkpoints of models with
-            H * Dv = hidden size. ``auto``, which the strategy plans, keeps none here. The same on
-            all ranks.
-        offload: move what activation checkpointing saves, hidden states and kept attention, to
-            pinned host memory until backward needs it: ``all``, ``none`` or the GiB of host memory
-            that each rank may take; what exceeds them stays on the GPU. The inputs of the last two
-            checkpointed regions stay there anyway. ``auto``, which the strategy decides, moves
-            nothing here. The same on all ranks.
-        offload_after: the GiB that stay on the GPU before anything is moved. The same on all ranks.
+        attention: the kernel, its memory, and Ulysses groups.
         sequence_dims: the sequence dims of tensors of the batch whose names are not known: name or
             path (``text.pixels``, ``0`` for the first of a tuple, ``batch`` for a batch that is a
             tensor) to dim, or None to keep a tensor, or a container, full. Takes precedence over
             the defaults for Hugging Face batches.
-        balance: the mask under which ranks have equal work, by default ``Mask(causal=True)``;
-            documents and padding come from each batch. For models of which most layers have a
-            window: ``Mask(causal=True, window=4096)``. Changes speed, never results.
-        check_batches: for how many batches the ranks compare contents; shapes always.
+        memory: ``keep_attention``, ``offload`` and ``offload_after``, of which ``auto`` keeps and
+            moves nothing here. A loop sets the others itself.
+        verify: ``check_batches``, for how many batches the ranks compare contents. A loop calls
+            `lightning_cp.verify` itself.
         timeout: of the groups that attention uses; torch's default when None.
+        renamed: raise, and say what former arguments are now.
 
     Example:
         >>> cp = ContextParallel(None)
@@ -195,61 +215,52 @@ class ContextParallel:
         tensor: DeviceMesh | dist.ProcessGroup | None = None,
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
-        kernel: KernelName = "auto",
-        attention_memory: float | None = None,
-        gradient_wire: GradientWire = "float32",
-        keep_attention: KeepAttention = "none",
-        offload: Offload = "none",
-        offload_after: float = 0.0,
-        ulysses_size: int | None = None,
+        attention: Attention = Attention(),
         sequence_dims: SequenceDims | None = None,
-        balance: Mask | None = None,
-        check_batches: int = 8,
+        memory: Memory = Memory(),
+        verify: Verify = Verify(),
         timeout: timedelta | None = None,
+        **renamed: Any,
     ) -> None:
-        options = Options(
+        refuse_arguments("ContextParallel()", renamed)
+        config = Config(
             layout=layout,
             algorithm=algorithm,
-            kernel=kernel,
-            attention_memory=attention_memory,
-            gradient_wire=gradient_wire,
-            keep_attention=keep_attention,
-            offload=offload,
-            offload_after=offload_after,
-            ulysses_size=ulysses_size,
             sequence_dims=dict(sequence_dims or {}),
-            check_batches=check_batches,
+            attention=attention,
+            memory=memory,
+            verify=verify,
         )
-        if balance is not None and any(isinstance(x, Tensor) for x in balance.tensors()):
-            raise ValueError(
-                "ContextParallel(balance=...) applies to all batches, but got a mask with "
-                "documents, spans or padding of one batch. Give settings only, such as "
-                "Mask(causal=True, window=4096): documents and padding are read from each batch."
-            )
-        if isinstance(mesh, Groups):
-            self._groups = mesh
-        else:
-            self._groups = build_groups(
-                mesh,
-                data=data,
-                tensor=tensor,
-                ulysses_size="all" if options.algorithm == "ulysses" else options.ulysses_size,
-                timeout=timeout,
-                compiles=can_start,
-            )
-        self._options = options
-        self._balance = balance
+        refuse_fields(memory, _LOOPS_MEMORY)
+        refuse_fields(verify, _LOOPS_VERIFY)
+        groups = mesh
+        if not isinstance(groups, Groups):
+            groups = groups_of(config, groups, data, tensor=tensor, timeout=timeout)
+        self._hold(groups, config)
+
+    @classmethod
+    def of(cls, groups: Groups, config: Config) -> "ContextParallel":
+        """Return context parallelism of groups that were built, with a configuration as it is."""
+        cp = cls.__new__(cls)
+        cp._hold(groups, config)
+        return cp
+
+    def _hold(self, groups: Groups, config: Config) -> None:
+        self._groups, self._config = groups, config
+        window = config.attention.balance_window
+        self._balance = None if window is None else Mask(True, window)
         self._alone = lone_groups()
+        self._position_edges: tuple[int, ...] = ()
         self._checked_paths: set[str] = set()
         self._sequence_masks = SequenceMaskCache()
-        self.checks = BatchChecks(self._groups, options.check_batches)
-        budget = resolve_budget(options, self._groups)
+        self.checks = BatchChecks(groups, config.verify.check_batches)
+        budget = resolve_budget(config.memory, groups)
         self._store = None if budget is None else Store(budget)
 
     @property
-    def options(self) -> Options:
-        """Return the options."""
-        return self._options
+    def config(self) -> Config:
+        """Return what was set."""
+        return self._config
 
     @property
     def groups(self) -> Groups:
@@ -271,9 +282,8 @@ class ContextParallel:
         """Return where tensors are that were offloaded, and how many bytes; None for nowhere."""
         return self._store
 
-    @offloaded.setter
-    def offloaded(self, store: Store | None) -> None:
-        """Let later steps save into a store."""
+    def offload_to(self, store: Store | None) -> None:
+        """Let later steps save into a store, or nowhere: for who decides ``offload="auto"``."""
         self._store = store
 
     def close(self) -> None:
@@ -281,18 +291,16 @@ class ContextParallel:
         if self._store is not None:
             self._store.close()
 
-    @property
-    def position_edges(self) -> tuple[int, ...]:
-        """Return where buckets of global positions begin, for losses by position; () for none.
+    def record_positions(self, edges: Sequence[int]) -> Patch:
+        """Let `token_mean` add up losses by position in later steps, as ``LossMark.by_position``.
 
-        Set it to let `token_mean` add up the losses of each bucket in later steps, as
-        ``LossMark.by_position``. It must be the same on all ranks.
+        Args:
+            edges: where buckets of global positions begin; the same on all ranks.
+
+        Returns:
+            A handle, whose ``remove()`` ends it.
         """
-        return self._options.position_edges
-
-    @position_edges.setter
-    def position_edges(self, edges: tuple[int, ...]) -> None:
-        self._options = replace(self._options, position_edges=tuple(edges))
+        return Patch(self, "_position_edges", tuple(edges))
 
     @contextmanager
     def step(
@@ -360,8 +368,14 @@ class ContextParallel:
             The batch's keys and tensors, not sharded.
         """
         training = torch.is_grad_enabled() if training is None else training
-        options = replace(self._options, kernel="reference")
-        terms = Opened(groups=self._alone, options=options, training=training, is_stock=stock)
+        attention = replace(self._config.attention, kernel="reference")
+        terms = Opened(
+            groups=self._alone,
+            config=replace(self._config, attention=attention),
+            training=training,
+            is_stock=stock,
+            position_edges=self._position_edges,
+        )
         opened, full = self._build(flatten(batch), terms, sequence_dims)
         if routed:
             with run_step(opened):
@@ -383,9 +397,10 @@ class ContextParallel:
         values = self.checks.count_batch(training) if outer is None else outer.is_checked
         terms = Opened(
             groups=of.groups,
-            options=of.options,
+            config=of.config,
             training=training,
             is_checked=values,
+            position_edges=self._position_edges,
             is_stock=outer is not None and outer.is_stock,
             outer=outer,
         )

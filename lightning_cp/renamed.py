@@ -1,15 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that have other names than in files of users, configs and checkpoints, or are gone.
+"""Classes and arguments that have other names than in files and scripts of users, or are gone.
 
-Checkpoints are read with the present names; a config or a command that holds a former one is
-refused by the recipes, which name the present one, or what serves instead. Options that are gone
-and were not set are passed over.
+Files that a run has written, configs and checkpoints, are read with the present names of arguments;
+checkpoints with those of classes, too. A former name in a script, in a command, or of a class in a
+config is refused with one line, which has the present one, or what serves instead. Options that are
+gone and were not set are passed over.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 RENAMED: Final[dict[str, str]] = {}
 """Former dotted names of classes, and the present ones: ``{"package.Old": "package.New"}``."""
+
+ARGUMENTS: Final[dict[str, str]] = {
+    "kernel": "attention.kernel",
+    "attention_memory": "attention.memory",
+    "gradient_wire": "attention.gradient_wire",
+    "balance_window": "attention.balance_window",
+    "ulysses_size": "attention.ulysses_size",
+    "activation_checkpointing": "memory.activation_checkpointing",
+    "keep_attention": "memory.keep_attention",
+    "offload": "memory.offload",
+    "offload_after": "memory.offload_after",
+    "tile": "memory.tile",
+    "compile": "memory.compile",
+    "check_memory": "memory.check",
+    "parameter_sharding": "parameters.sharding",
+    "shard_size": "parameters.shard_size",
+    "shard_modules": "parameters.shard_modules",
+    "parameter_offload": "parameters.offload",
+    "mixed_precision": "parameters.mixed_precision",
+    "reduce_every_microbatch": "parameters.reduce_every_microbatch",
+    "verify_steps": "verify.steps",
+    "verify_max_len": "verify.max_len",
+    "check_batches": "verify.check_batches",
+    "broadcast_batch": "verify.broadcast_batch",
+    "save_distributed_checkpoint": "checkpoints.distributed",
+    "async_checkpoint": "checkpoints.asynchronous",
+}
+"""Former arguments of the strategy, `ContextParallel` and `hf_patches.context_parallel`, and the
+groups and fields that they are now: ``{"kernel": "attention.kernel"}``."""
 
 _PREFERENCES: Final = (
     "Use DPOTrainer, KTOTrainer, RewardTrainer or GRPOTrainer of TRL, and "
@@ -21,8 +52,8 @@ REMOVED: Final[dict[str, str]] = {
     "recipes.preference": _PREFERENCES,
     "lightning-cp reference": "A ref_model of TRL's DPOTrainer is sharded like the trained "
     "one, and LoRA needs none: docs/from-trainer.md.",
-    "checkpoint_staging_dir": "async_checkpoint=True copies each rank's part of a checkpoint to "
-    "host memory. Where that has no room, set async_checkpoint=False: docs/lightning.md.",
+    "checkpoint_staging_dir": "checkpoints=Checkpoints(asynchronous=True) copies each rank's part "
+    "of a checkpoint to host memory. Where that has no room, leave it out: docs/lightning.md.",
     "streaming": "Samples are packed once, and mapped into memory from disk. Leave it out; for a "
     "part of a large source set max_documents, or for the hub split='train[:1%]'.",
     "warmup_fraction": "Write it as warmup_steps: below 1 it is a fraction of all steps.",
@@ -56,8 +87,51 @@ def explain_removed(name: str) -> str | None:
     return None
 
 
-def drop_unset(options: Any, *, ours: bool = True) -> Any:
-    """Return options without those that are gone and were not set.
+def explain_argument(name: str) -> str | None:
+    """Return what a former argument is now; None for others.
+
+    Example:
+        >>> explain_argument("kernel")
+        'kernel=... is now attention=Attention(kernel=...)'
+    """
+    if name == "balance":
+        return (
+            "balance=Mask(causal=True, window=...) is now attention=Attention(balance_window=...)"
+        )
+    if name not in ARGUMENTS:
+        return None
+    group, _, field = ARGUMENTS[name].partition(".")
+    return f"{name}=... is now {group}={group.capitalize()}({field}=...)"
+
+
+def refuse_arguments(function: str, arguments: Mapping[str, object]) -> None:
+    """Raise for arguments that a function does not have; say what former ones are now."""
+    if not arguments:
+        return
+    known = [line for name in arguments if (line := explain_argument(name))]
+    if known:
+        raise TypeError(f"{function}: {'; '.join(known)}.")
+    raise TypeError(f"{function} got an unexpected keyword argument {next(iter(arguments))!r}")
+
+
+def group_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the strategy, from a file, with the former ones in their groups.
+
+    Example:
+        >>> group_arguments({"layout": "auto", "kernel": "flex", "verify_steps": False})
+        {'layout': 'auto', 'attention': {'kernel': 'flex'}, 'verify': {'steps': False}}
+    """
+    grouped = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
+    for name in (name for name in ARGUMENTS if name in arguments):
+        group, _, field = ARGUMENTS[name].partition(".")
+        if not isinstance(grouped.setdefault(group, {}), dict):
+            raise ValueError(f"{explain_argument(name)}: write it into {group}, too.")
+        grouped[group] = {**grouped[group], field: arguments[name]}
+    return grouped
+
+
+def update_options(options: Any, *, ours: bool = True) -> Any:
+    """Return options under their present names, without those that are gone and were not set.
 
     What a run has written holds all options, also those with which it did nothing.
 
@@ -66,21 +140,25 @@ def drop_unset(options: Any, *, ours: bool = True) -> Any:
         ours: whether they are of a class of ours; classes in them that have a path tell.
 
     Example:
-        >>> drop_unset({"class_path": "recipes.data.TextData", "init_args": {"streaming": False}})
-        {'class_path': 'recipes.data.TextData', 'init_args': {}}
+        >>> update_options({"class_path": "TextData", "init_args": {"streaming": False}})
+        {'class_path': 'TextData', 'init_args': {}}
     """
     if isinstance(options, list):
-        return [drop_unset(item, ours=ours) for item in options]
+        return [update_options(item, ours=ours) for item in options]
     if not isinstance(options, dict):
         return options
     path = options.get("class_path", options.get("_class_path"))
     if isinstance(path, str):  # without a package it is a class that the recipes know
         ours = "." not in path or path.startswith(("recipes.", "lightning_cp."))
-    return {
-        name: drop_unset(value, ours=ours)
+    updated = {
+        name: update_options(value, ours=ours)
         for name, value in options.items()
         if not (ours and name in UNSET and value == UNSET[name])
     }
+    is_strategy = isinstance(path, str) and ours and path.endswith("ContextParallelStrategy")
+    if is_strategy and isinstance(updated.get("init_args"), dict):
+        updated["init_args"] = group_arguments(updated["init_args"])
+    return updated
 
 
 def update_names(checkpoint: dict[str, Any]) -> None:
@@ -91,7 +169,7 @@ def update_names(checkpoint: dict[str, Any]) -> None:
     """
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         if key in checkpoint:
-            checkpoint[key] = drop_unset(checkpoint[key], ours=False)
+            checkpoint[key] = update_options(checkpoint[key], ours=False)
             _update_paths(checkpoint[key])
     for states in (checkpoint, checkpoint.get("callbacks") or {}):
         for former, present in RENAMED.items():

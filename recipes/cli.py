@@ -41,7 +41,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_cp import ContextParallelCallback
 from lightning_cp.checkpoint import aside_of
 from lightning_cp.comm.error_report import report_error
-from lightning_cp.renamed import RENAMED, drop_unset, explain_removed
+from lightning_cp.renamed import (
+    ARGUMENTS,
+    RENAMED,
+    explain_argument,
+    explain_removed,
+    update_options,
+)
 from recipes.data.module import SampleData
 from recipes.files import data_class
 from recipes.module import CausalLMModule
@@ -117,7 +123,9 @@ class RecipesCLI(LightningCLI):
             message = re.search(r"^\s*- (\w+=.*)$", str(error), re.MULTILINE)
             if message is None or "Union subtypes" not in str(error):
                 raise
-            raise ValueError(f"data.init_args.{message[1]}") from error
+            is_strategy = "ContextParallelStrategy" in str(error)
+            where = "trainer.strategy: " if is_strategy else "data.init_args."
+            raise ValueError(f"{where}{message[1]}") from error
 
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """Build the Trainer; its errors are about its options."""
@@ -224,7 +232,7 @@ def parse_int_before_float(fn: Any) -> None:
 
 def _run(args: Sequence[str], prog: str) -> None:
     parse_int_before_float(Trainer.__init__)
-    jsonargparse.set_loader("yaml", lambda x: drop_unset(_load_yaml(x)), (yaml.YAMLError,))
+    jsonargparse.set_loader("yaml", lambda x: update_options(_load_yaml(x)), (yaml.YAMLError,))
     RecipesCLI(
         CausalLMModule,
         LightningDataModule,
@@ -300,7 +308,10 @@ def explain(message: str) -> str:
         if f"class_path '{former}'" in message:
             return f"{former} is now called {new}. Write {new}."
     unknown = re.search(r"(?:accept option|arguments:|Option) '?-*([\w.]+)", message)
-    if unknown and (gone := explain_removed(unknown[1].rpartition(".")[2])):
+    name = "" if unknown is None else unknown[1].rpartition(".")[2]
+    if "trainer.strategy" in message and (now := explain_argument(name)):
+        return f"trainer.strategy: {now}: --trainer.strategy.{ARGUMENTS[name]}."
+    if name and (gone := explain_removed(name)):
         return gone
     lines = (line.strip() for line in message.splitlines())
     return " ".join(line for line in lines if not line.startswith(_SAYS_NOTHING))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from lightning_cp.comm.error_report import Parser, Removed, report_error
-from lightning_cp.fsdp.sharding import Sharding
+from lightning_cp.config import Attention, Sharding
 from lightning_cp.planner.plan import plan_run
 from lightning_cp.planner.report import format_plan, parse_tokens
 from lightning_cp.planner.setup import Checkpointing, Offload, Precision
@@ -134,8 +134,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
             compiled=args.compile,
             lora_rank=args.lora_rank,
             documents=documents,
-            attention_memory=args.attention_memory,
-            gradient_wire=args.gradient_wire,
+            attention=Attention(memory=args.attention_memory, gradient_wire=args.gradient_wire),
         )
         sys.stdout.write(format_plan(plan))
     except (OSError, ValueError, ImportError) as error:

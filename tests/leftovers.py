@@ -84,7 +84,8 @@ class FailedError(Exception):
 
 def fit(folder: str, *, fails: bool) -> None:
     """Train and validate through the strategy."""
-    from lightning_cp import ContextParallelStrategy
+
+    from lightning_cp import ContextParallelStrategy, Memory
 
     class Module(lightning.pytorch.LightningModule):
         def configure_model(self) -> None:
@@ -104,7 +105,7 @@ def fit(folder: str, *, fails: bool) -> None:
     trainer = lightning.pytorch.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=ContextParallelStrategy(activation_checkpointing=True, tile=True),
+        strategy=ContextParallelStrategy(memory=Memory(activation_checkpointing=True, tile=True)),
         max_epochs=1,
         default_root_dir=folder,
         logger=False,

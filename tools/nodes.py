@@ -616,7 +616,7 @@ def sharding(folder: Path, counts: list[int], hidden: int = 256) -> Table:
                     steps=steps,
                     hidden=hidden,
                     context_parallel_size=2,
-                    parameter_sharding=kind,
+                    parameters=kind,
                 )
                 with (
                     Nodes(count, rate=rate) as nodes,
@@ -643,7 +643,7 @@ def sharding(folder: Path, counts: list[int], hidden: int = 256) -> Table:
     header = [
         "nodes x processes",
         "limit",
-        "`parameter_sharding`",
+        "`parameters`",
         "MB of parameters and gradients into a node, by plan",
         "MB that a node sends, measured",
         "s that the planned bytes take",

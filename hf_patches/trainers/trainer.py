@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -52,9 +52,18 @@ from lightning_cp.comm.collective_errors import raise_on_all
 from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.compare.restore import restored_random_states
 from lightning_cp.compare.verify import Report, require_passed
+from lightning_cp.config import (
+    AlgorithmName,
+    Attention,
+    LayoutName,
+    Memory,
+    Verify,
+    refuse_fields,
+)
 from lightning_cp.data.sharding import shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch, replace_method, require
+from lightning_cp.renamed import refuse_arguments
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +71,21 @@ _MARK: Final = "_lightning_cp"
 
 _SAMPLERS: Final = {"GRPOTrainer", "RLOOTrainer"}
 """Trainers that train on completions that they have sampled."""
+
+_TRAINERS_MEMORY: Final = {
+    "activation_checkpointing": "Set TrainingArguments(gradient_checkpointing=True), or call "
+    "model.gradient_checkpointing_enable().",
+    "offload_after": "Set offload to a number of GiB: what exceeds them stays on the GPU.",
+    "tile": "Call lightning_cp.memory.tile_modules(model).",
+    "compile": "Under a Trainer layers are not compiled.",
+    "check": "`lightning-cp plan` plans the memory of a step.",
+}
+"""Fields of `Memory` that a Trainer carries out, or nobody, and what to set instead."""
+
+_TRAINERS_VERIFY: Final = {
+    "max_len": "The first steps are truncated as far as the model needs.",
+    "broadcast_batch": "Context ranks get the same batches.",
+}
 
 _AROUND_MODELS: Final = ("hf_patches", "lightning_cp", "peft", "transformers")
 """Whose functions lie between a caller and a model."""
@@ -136,7 +160,15 @@ def _require(owner: Any, name: str) -> None:
 
 
 def context_parallel(
-    target: Any, *models: nn.Module, size: int, verify_steps: bool = True, **options: Any
+    target: Any,
+    *models: nn.Module,
+    size: int,
+    layout: LayoutName = "auto",
+    algorithm: AlgorithmName = "auto",
+    attention: Attention = Attention(),
+    memory: Memory = Memory(),
+    verify: Verify | bool = True,
+    **renamed: Any,
 ) -> TrainerHandle:
     """Shard every sequence of a training run over ``size`` processes.
 
@@ -156,14 +188,22 @@ def context_parallel(
             has a head of yours, name the transformers model inside: it shards sequences, and what
             is around it runs on full sequences, the same on every context rank.
         size: the number of processes that share each sequence; a divisor of their number.
-        verify_steps: run the first training step and the first evaluation step of a trainer on
-            short sequences, sharded and as one device would, and raise if the loss, a gradient, an
-            output or a logged value differs.
-        options: of `lightning_cp.ContextParallel`, such as ``layout`` and ``algorithm``.
+        layout: as of `lightning_cp.ContextParallel`, and so are the next two.
+        algorithm: how keys and values reach the queries.
+        attention: kernel, memory of a call.
+        memory: ``keep_attention`` and ``offload``; a Trainer has arguments of its own for others.
+        verify: run the first training step and the first evaluation step of a trainer on short
+            sequences, sharded and as one device would, and raise if the loss, a gradient, an output
+            or a logged value differs.
+        renamed: raise, and say what former arguments are now.
 
     Returns:
         A handle; its ``remove()`` restores the trainer and its models.
     """
+    refuse_arguments("context_parallel()", renamed)
+    verify = Verify.of(verify)
+    refuse_fields(memory, _TRAINERS_MEMORY)
+    refuse_fields(verify, _TRAINERS_VERIFY)
     trainer, accelerator = _parts(target, models)
     if getattr(target, _MARK, None) is not None:
         raise ValueError(
@@ -182,7 +222,15 @@ def context_parallel(
         shape = accelerator.num_processes // size, size
         names = ("dp_replicate", "cp")
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-    handle = TrainerHandle(ContextParallel(mesh if mesh is None else mesh["cp"], **options), mesh)
+    cp = ContextParallel(
+        mesh if mesh is None else mesh["cp"],
+        layout=layout,
+        algorithm=algorithm,
+        attention=attention,
+        memory=memory,
+        verify=replace(verify, steps=True),
+    )
+    handle = TrainerHandle(cp, mesh)
     try:
         handle.models += [shard_in_forward(model, handle.cp) for model in models]
         if size > 1:
@@ -194,7 +242,7 @@ def context_parallel(
             _adapt_trainer(trainer, handle)
         if accelerator.num_processes > 1:
             _average_gradients(accelerator, trainer, handle)
-        if trainer is not None and size > 1 and verify_steps:
+        if trainer is not None and size > 1 and verify.steps:
             assert mesh is not None  # noqa: S101
             data = mesh["dp_replicate"].get_group()
             verify_first_steps(trainer, handle.models, handle.cp, data, handle.replace)

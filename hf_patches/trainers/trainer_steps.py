@@ -278,7 +278,7 @@ class _TrainerCall:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    skip: str = "context_parallel(..., verify_steps=False)"
+    skip: str = "context_parallel(..., verify=False)"
     sees_rank: bool = False
     """Whether users see the rank among the data ranks where full sequences run."""
     differing: dict[str, tuple[float, float]] = field(default_factory=dict)

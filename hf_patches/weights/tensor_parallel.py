@@ -172,8 +172,8 @@ def check_loaded(model: nn.Module, num_tensor_ranks: int, *, reduces_once: bool)
         raise ValueError(
             f"{name} was loaded with tp_size={sizes.tp_size}: transformers would sum the gradients "
             "of its norms of heads over tensor ranks once more for each accumulated batch. Set "
-            "reduce_every_microbatch=True, or let the strategy divide it: load it without a "
-            "distributed_config."
+            "Parameters(reduce_every_microbatch=True), or let the strategy divide it: load it "
+            "without a distributed_config."
         )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chooser: kernel, algorithm, head groups and memory budget of one attention call.
 
-Every decision follows from values that are equal on all ranks (layout, mask, shapes, options), so
+Every decision follows from values that are equal on all ranks (layout, mask, shapes, config), so
 that ranks agree without a message. The result is a call that is ready to run: `BlockwiseCall` or
 `FlexCall`, inside a `UlyssesCall` where neighbouring ranks exchange tokens for heads.
 """
@@ -33,7 +33,7 @@ from lightning_cp.attn.plan import QueryShard, build_plan, resolve_algorithm
 from lightning_cp.attn.ulysses import Place, UlyssesCall, place_of
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport, Transport
-from lightning_cp.config import Options
+from lightning_cp.config import Config
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.private.compiler import can_compile
@@ -60,7 +60,7 @@ class CallSpec:
         request: device, dtype and scores.
         problem: sizes of the call over all ranks.
         has_bias: whether a bias or ALiBi slopes are added to the scores.
-        options: of the user.
+        config: of the run.
         compiles: whether kernels can be compiled on the GPUs of all ranks, as far as is known.
         transport: the ranks that exchange keys.
         uid: the step; 0 outside of steps.
@@ -73,7 +73,7 @@ class CallSpec:
     request: Request
     problem: Problem
     has_bias: bool
-    options: Options
+    config: Config
     compiles: bool = True
     transport: Transport = _ALONE
     uid: int = 0
@@ -82,14 +82,14 @@ class CallSpec:
     @property
     def algorithms(self) -> tuple[ExchangeName, ...]:
         """Return the algorithms to choose among."""
-        name = self.options.algorithm
+        name = self.config.algorithm
         return ("gather", "ring") if name == "auto" else (resolve_algorithm(name),)
 
     @property
     def memory_budget(self) -> float:
         """Return the bytes that the call may allocate beyond its inputs and its output."""
-        if self.options.attention_memory is not None:
-            return float(int(self.options.attention_memory * 2**30))
+        if self.config.attention.memory is not None:
+            return float(int(self.config.attention.memory * 2**30))
         return default_memory_budget(self.problem, algorithms=self.algorithms)
 
 
@@ -100,7 +100,7 @@ def build_call(
 
     Args:
         mask: in global positions.
-        step: layout, documents, padding and options; outside of steps that of `full_step`.
+        step: layout, documents, padding and config; outside of steps that of `full_step`.
         scores: scale and softcap.
         q: queries, for shape, dtype and device.
         k: keys, likewise.
@@ -134,7 +134,7 @@ def _describe(
     has_bias: bool,
 ) -> CallSpec:
     """Return what the choice depends on; raise for a mask of another batch."""
-    bounds, options, seq_len = step.bounds(mask), step.options, step.layout.seq_len
+    bounds, config, seq_len = step.bounds(mask), step.config, step.layout.seq_len
     if bounds.num_samples not in (1, q.shape[0]):
         raise ValueError(
             f"attention(): the mask has {bounds.num_samples} samples (documents, spans or "
@@ -142,7 +142,7 @@ def _describe(
             "batch."
         )
     # Attention in a window is quick to compute again, and its result is as large as any other.
-    is_cheap = options.keep_attention == "auto" and mask.is_windowed(seq_len)
+    is_cheap = config.memory.keep_attention == "auto" and mask.is_windowed(seq_len)
     problem = Problem(
         seq_len=seq_len,
         cp_size=step.cp_size,
@@ -154,7 +154,7 @@ def _describe(
         batch_size=q.shape[0],
         kind="full" if (bounds.last[:, 0] >= seq_len).all() else "causal",
         ulysses_size=step.groups.inside.size,
-        wire_itemsize=wire_dtype(q.dtype, options.gradient_wire).itemsize,
+        wire_itemsize=wire_dtype(q.dtype, config.attention.gradient_wire).itemsize,
     )
     return CallSpec(
         bounds,
@@ -163,7 +163,7 @@ def _describe(
         Request(q.device, q.dtype, scores, max(q.shape[-1], v.shape[-1])),
         problem,
         has_bias,
-        options,
+        config,
         step.groups.compiles,
         step.groups.attend,
         step.uid,
@@ -176,14 +176,14 @@ def _describe(
 
 def choose_kernel(spec: CallSpec) -> Kernel | None:
     """Return the blockwise kernel of a call; None for FlexAttention."""
-    name = spec.options.kernel
+    name = spec.config.attention.kernel
     if name == "flex":
         return None
     kernel = select_kernel(name, spec.request)
     may_compile = name == "auto" and spec.request.device.type == "cuda" and spec.compiles
     if not may_compile or not prefers_flex(spec, kernel):
         return kernel
-    if spec.options.algorithm != "ring":
+    if spec.config.algorithm != "ring":
         return None
     if spec.query_shard.is_first:
         _log_once(
@@ -249,7 +249,7 @@ def choose_head_groups(spec: CallSpec) -> ExchangeChoice:
     """Choose algorithm and head groups of a blockwise call."""
     if spec.request.device.type != "cuda":
         # Two groups: the second one is sent while the first is computed.
-        is_ring = spec.options.algorithm == "ring"
+        is_ring = spec.config.algorithm == "ring"
         return ExchangeChoice("ring", 1, 1) if is_ring else ExchangeChoice("gather", 2, 2)
     choice = choose_exchange(
         spec.problem, memory_budget=spec.memory_budget, algorithms=spec.algorithms
@@ -258,7 +258,7 @@ def choose_head_groups(spec: CallSpec) -> ExchangeChoice:
         _log_once(
             logging.WARNING,
             "attention: algorithm=%s exceeds its GPU memory budget. Use algorithm='auto', or raise "
-            "attention_memory.",
+            "attention=Attention(memory=...).",
             choice.algorithm,
         )
     return choice
@@ -301,7 +301,7 @@ def _blockwise_call(spec: CallSpec, kernel: Kernel) -> BlockwiseCall:
         num_groups=choice.num_groups_forward,
         num_backward_groups=choice.num_groups_backward,
     )
-    wire, scores = spec.options.gradient_wire, spec.request.scores
+    wire, scores = spec.config.attention.gradient_wire, spec.request.scores
     kernel = kernel.for_step()
     return BlockwiseCall(plan, spec.transport, kernel, scores, spec.uid, wire, spec.may_keep)
 
@@ -310,9 +310,9 @@ _shared_plan = lru_cache(maxsize=16)(build_plan)
 
 
 def _flex_call(spec: CallSpec) -> FlexCall:
-    request, problem, options = spec.request, spec.problem, spec.options
+    request, problem, attention = spec.request, spec.problem, spec.config.attention
     layout = spec.query_shard.layout
-    plain = needs_plain_torch(request.device, request.dtype, options.kernel, layout.local_len)
+    plain = needs_plain_torch(request.device, request.dtype, attention.kernel, layout.local_len)
     # Equal on all ranks: messages of head groups must pair up.
     buffer_len = longest_key_buffer(layout, spec.bounds, plain=plain)
     # Of keys and values, and of their gradients.
@@ -333,7 +333,7 @@ def _flex_call(spec: CallSpec) -> FlexCall:
         buffer_len=None if plain else buffer_len,
         plain=plain,
         uid=spec.uid,
-        gradient_wire=options.gradient_wire,
+        gradient_wire=attention.gradient_wire,
         may_keep=spec.may_keep,
     )
 

@@ -98,7 +98,7 @@ def kept_limit(step: Step) -> float:
     """Return the bytes of attention results that a step may keep."""
     limit = step.cache.kept_limit
     if limit is None:
-        limit = step.options.kept_bytes
+        limit = step.config.memory.kept_bytes
     return inf if limit is None else limit
 
 

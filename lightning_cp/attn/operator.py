@@ -72,11 +72,11 @@ def mark_mask(mask: AnyMask) -> AnyMask:
     if reference is None or "torch._dynamo" not in sys.modules:
         return mask
     step = reference.step
-    options, groups = step.options, step.groups
-    if step.branches is not None or groups.inside.size > 1 or options.kernel == "flex":
+    config, groups = step.config, step.groups
+    if step.branches is not None or groups.inside.size > 1 or config.attention.kernel == "flex":
         return mask
     reference.needs_fused = (
-        options.kernel == "auto" and options.algorithm != "ring" and groups.compiles
+        config.attention.kernel == "auto" and config.algorithm != "ring" and groups.compiles
     )
     is_fused = reference.needs_fused and step.position_ids.device.type == "cuda"
     if is_fused and not is_dense(step.bounds(mask), step.layout.seq_len):

@@ -86,8 +86,8 @@ class HostStager(AsyncStager):
                 block = Arena(limit=sys.maxsize).take(max(num_bytes, 1), pinned=pinned)
             except (MemoryError, OSError) as error:
                 raise MemoryError(
-                    f"async_checkpoint=True copies {num_bytes / 2**30:.2f} GiB of each rank to "
-                    "host memory, which could not be allocated. Set async_checkpoint=False."
+                    f"checkpoints=Checkpoints(asynchronous=True) copies {num_bytes / 2**30:.2f} "
+                    "GiB of each rank to host memory, which could not be allocated. Leave it out."
                 ) from error
             assert block is not None  # noqa: S101  the arena has no limit
             self._block = block

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.comm.transport import GroupTransport, LoneTransport, Transport, gather
-from lightning_cp.config import TENSOR_AXIS
+from lightning_cp.config import TENSOR_AXIS, check_size
 from lightning_cp.private.groups import (
     delay_exit_for_gloo,
     flatten,
@@ -116,19 +116,6 @@ def resolve_sizes(
             f"{data * context} processes."
         )
     return Sizes(data, context)
-
-
-def check_size(name: str, size: object, *, or_auto: bool = True) -> None:
-    """Raise if a size is not a positive integer.
-
-    Args:
-        name: of the option.
-        size: its value, not ``auto``.
-        or_auto: whether the option may be ``auto``, for the message.
-    """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        auto = ", or 'auto'" if or_auto else ""
-        raise ValueError(f"{name}={size!r}: give a whole number of at least 1{auto}.")
 
 
 def _pair(sizes: Sequence[int]) -> tuple[int, int]:

@@ -133,7 +133,7 @@ def _drawn(source: Any) -> NotComparableError:
         f"The step draws from `{name}`, an iterator that cannot be set back, so that it cannot run "
         "for a comparison with one device. Let its batch hold what it needs (a CombinedLoader in "
         "Lightning, the data set or collator of a Trainer), or draw in a hook before the step. "
-        "verify_steps=False omits the comparison."
+        "verify=False omits the comparison."
     )
 
 

@@ -97,7 +97,7 @@ _INNER: Final = ("optimizer", "scheduler", "lr_scheduler", "generator", "config"
 _LIBRARY_VARIABLES: Final = ("CUDA", "NCCL", "PYTORCH", "TORCH", "TRITON", "TOKENIZERS", "OMP")
 
 _CURE: Final = (
-    "verify_steps=False omits the comparison of steps, verify_first_batch=False that of batches."
+    "verify=False omits the comparison of steps, verify_first_batch=False that of batches."
 )
 
 
@@ -741,7 +741,7 @@ def _is_flat(value: Any) -> bool:
 def _warn_once(what: str, path: str) -> None:
     _logger.warning(
         "A step that is compared with one device reaches %s %s: what it changes there is not "
-        "restored. verify_steps=False omits the comparison.",
+        "restored. verify=False omits the comparison.",
         what,
         path,
     )

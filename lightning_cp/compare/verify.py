@@ -257,7 +257,7 @@ def compare(
             if part is not batch and media_names(part):
                 error.add_note(
                     f"Sequences were truncated to {max_len} tokens, which may cut off placeholders "
-                    "of media. Compare full ones if a rank can hold them: verify_max_len of "
+                    "of media. Compare full ones if a rank can hold them: max_len of "
                     "ContextParallelCallback, max_len of verify()."
                 )
             raise
@@ -289,7 +289,7 @@ def compare(
         float(full_loss),
         dict(zip(full, errors.tolist(), strict=True)),
         allowed,
-        batches.read_batch(flatten(part), sequence_dims=cp.options.sequence_dims).seq_len,
+        batches.read_batch(flatten(part), sequence_dims=cp.config.sequence_dims).seq_len,
         cp_size=cp.cp_size,
         earned=earned,
         precision=str(dtype).removeprefix("torch."),
@@ -332,7 +332,7 @@ def truncate_batch(batch: Any, *, cp: ContextParallel, max_len: int | None) -> A
     """Return a batch of at most ``max_len`` tokens, around the first token that has a label."""
     if max_len is not None and max_len < 1:
         raise ValueError(f"max_len={max_len}: give the tokens of a sequence, 1 or more, or None.")
-    full = batches.read_batch(flatten(batch), sequence_dims=cp.options.sequence_dims)
+    full = batches.read_batch(flatten(batch), sequence_dims=cp.config.sequence_dims)
     if max_len is None or full.seq_len <= max_len or full.is_unsharded:
         return batch
     return batches.truncate(full, max_len)

@@ -104,7 +104,7 @@ def token_dim(leaf: Leaf, step: Opened) -> int | None:
     if not isinstance(x, Tensor | np.ndarray) or not isinstance(step, Step):
         return None
     known = step.shard_of(x)
-    dim = step.options.sequence_dims.get(leaf.key, leaf.dim if known is None else known.leaf.dim)
+    dim = step.config.sequence_dims.get(leaf.key, leaf.dim if known is None else known.leaf.dim)
     if dim is None or not -x.ndim <= dim < x.ndim:
         return None
     # Full already, by unshard(): then it is the same on all ranks.

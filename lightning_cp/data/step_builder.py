@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cp.config import Options, SequenceDims
+from lightning_cp.config import Config, SequenceDims
 from lightning_cp.data.batch import (
     FullBatch,
     build_position_ids,
@@ -33,15 +33,15 @@ def open_step(
 
     Args:
         flat: the full batch.
-        terms: ranks, options, and what else does not depend on the batch. Under ``is_stock``,
+        terms: ranks, configuration, and what else does not depend on the batch. Under ``is_stock``,
             models of other libraries run unchanged. Some of them ignore documents: each document
             becomes a sample of its own.
         balance: the mask under which ranks have equal work; causal by default.
-        sequence_dims: of this batch, instead of those of the options.
+        sequence_dims: of this batch, instead of those of the configuration.
         checked_paths: see `read_batch`.
     """
     outer = terms.outer
-    dims = terms.options.sequence_dims if sequence_dims is None else sequence_dims
+    dims = terms.config.sequence_dims if sequence_dims is None else sequence_dims
     full = read_batch(flat, sequence_dims=dims, checked_paths=checked_paths)
     if full.is_unsharded:
         if outer is not None:
@@ -74,7 +74,7 @@ def build_step(full: FullBatch, terms: Opened, balance: Mask | None = None) -> S
         terms: as for `open_step`.
         balance: as for `open_step`.
     """
-    rank, layout = terms.cp_rank, _choose_layout(full, terms.options, balance, terms.cp_size)
+    rank, layout = terms.cp_rank, _choose_layout(full, terms.config, balance, terms.cp_size)
     yielded = [shard_leaf(leaf, layout=layout, rank=rank) for leaf in full.leaves]
     device = next(value.local.device for value in yielded if value.leaf.dim is not None)
     return Step(
@@ -90,7 +90,7 @@ def build_step(full: FullBatch, terms: Opened, balance: Mask | None = None) -> S
     )
 
 
-def _choose_layout(full: FullBatch, options: Options, balance: Mask | None, cp_size: int) -> Layout:
+def _choose_layout(full: FullBatch, config: Config, balance: Mask | None, cp_size: int) -> Layout:
     """Build the layout of a batch: a pure function, so that all ranks build the same."""
     mask = balance or Mask(causal=True)
 
@@ -99,7 +99,7 @@ def _choose_layout(full: FullBatch, options: Options, balance: Mask | None, cp_s
 
     is_plain = balance is None and full.documents is None and full.padding is None
     return build_layout(
-        options.layout,
+        config.layout,
         seq_len=full.seq_len,
         cp_size=cp_size,
         bounds=None if is_plain else bounds,

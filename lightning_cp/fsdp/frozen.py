@@ -98,8 +98,8 @@ class FrozenWeights:
 
 _CURE: Final = (
     "Store packed weights as integers (bitsandbytes: bnb_4bit_quant_storage=torch.uint8) or in a "
-    "subclass of nn.Parameter, or use mixed_precision='autocast'. With a fully_shard() of your "
-    "own, leave param_dtype out of the policy of the modules that hold them."
+    "subclass of nn.Parameter, or use Parameters(mixed_precision='autocast'). With a "
+    "fully_shard() of your own, leave param_dtype out of the policy of the modules that hold them."
 )
 
 

@@ -92,7 +92,8 @@ def check_reduced(units: Iterable[nn.Module]) -> None:
             raise RuntimeError(
                 f"{type(unit).__name__} was not used in the last batch of an accumulation "
                 "window, so that its gradients of earlier batches were not reduced between "
-                "the copies of the parameters. Set reduce_every_microbatch=True."
+                "the copies of the parameters. Set "
+                "parameters=Parameters(reduce_every_microbatch=True)."
             )
 
 

@@ -7,7 +7,7 @@ on the meta device one block at a time, and checks what a user has sharded.
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.adapters import parallelize_models
-from lightning_cp.config import TENSOR_AXIS, check_choice
+from lightning_cp.config import TENSOR_AXIS, Sharding
 from lightning_cp.fsdp.frozen import FrozenWeights, keep_packed
 from lightning_cp.fsdp.gathering import own_modules
 from lightning_cp.fsdp.replication import of_rank_0, set_averaging
@@ -44,19 +44,8 @@ from lightning_cp.private.modules import (
     module_tensors,
 )
 
-Sharding = Literal["full", "hybrid", "none"]
-"""``hybrid``: parameters are sharded over some ranks, and each other group of ranks has a copy."""
-
-ParameterSharding = Literal["auto", "full", "hybrid", "none"]
-"""``auto``: ``full`` or ``hybrid``, decided when the model is placed."""
-
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 _PARAMETERS: Final = (nn.ParameterList, nn.ParameterDict)
-
-
-def check_parameter_sharding(name: str) -> None:
-    """Raise for an unknown value of ``parameter_sharding``."""
-    check_choice("parameter_sharding", name, get_args(ParameterSharding))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -124,7 +113,7 @@ def shard_parameters(
         _materialise(owner, owner, device)
         _broadcast_weights(owner, device)
         return frozen
-    check_no_gradient_hooks(owner, "parameter_sharding='none'")
+    check_no_gradient_hooks(owner, "parameters='none'")
     hooks = {name: [*accumulation_hooks(p).values()] for name, p in owner.named_parameters()}
     is_divided = tensor is not None and tensor.size() > 1 and not is_parallelized(owner)
     if tensor is not None and is_divided:

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cp.patch import Patch
+
 _logger = logging.getLogger("lightning_cp")
 
 
@@ -67,6 +69,7 @@ class ContextParallelCallback(Callback):
         self._start_time = 0.0
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._by_position: Tensor | None = None
+        self._recording: Patch | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,7 +139,10 @@ class ContextParallelCallback(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the sums."""
         self._loss, self._by_position = torch.zeros(2, dtype=torch.float64), None
-        self._set_position_edges(trainer, self.position_edges)
+        self._stop_recording()  # of an epoch that an error has ended
+        if self.position_edges:
+            parallel = _strategy(trainer).context_parallel
+            self._recording = parallel.record_positions(self.position_edges)
 
     @override
     def on_validation_batch_end(
@@ -161,7 +167,7 @@ class ContextParallelCallback(Callback):
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log perplexity, and the loss by position, over all tokens of all ranks."""
-        self._set_position_edges(trainer, ())
+        self._stop_recording()
         if trainer.sanity_checking:
             return
         total, count = _reduce_sum(trainer, self._loss)
@@ -176,8 +182,10 @@ class ContextParallelCallback(Callback):
             if float(count):
                 pl_module.log(f"val_loss_at/{name}", total / count, sync_dist=True)
 
-    def _set_position_edges(self, trainer: Trainer, edges: tuple[int, ...]) -> None:
-        _strategy(trainer).context_parallel.position_edges = edges
+    def _stop_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.remove()
+        self._recording = None
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -25,22 +25,23 @@ from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
 from lightning_cp.compare.verify import Report
 from lightning_cp.config import (
     AlgorithmName,
-    GradientWire,
-    KeepAttention,
-    KernelName,
+    Attention,
+    Checkpoints,
+    Config,
     LayoutName,
-    MixedPrecision,
-    Offload,
-    Options,
+    LossName,
+    Memory,
+    Parameters,
+    ParameterSharding,
+    Verify,
+    refuse_fields,
 )
 from lightning_cp.fsdp.frozen import packed_stay
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.replication import average_new
-from lightning_cp.fsdp.sharding import ParameterSharding, drop_unused_gradients, reshard
-from lightning_cp.geometry.mask import Mask
+from lightning_cp.fsdp.sharding import drop_unused_gradients, reshard
 from lightning_cp.lightning.checkpoints.checkpoint_strategy import CheckpointStrategy
 from lightning_cp.lightning.checkpoints.checkpointing import check_links
-from lightning_cp.lightning.memory.activations import Activations, CompileName
 from lightning_cp.lightning.model import averaging
 from lightning_cp.lightning.model.features import check_hooks, check_optimizers
 from lightning_cp.lightning.model.mixed_precision import resolve_plugin
@@ -52,16 +53,13 @@ from lightning_cp.lightning.processes import loaders
 from lightning_cp.lightning.processes.launch import check_tensor_parallel_size
 from lightning_cp.lightning.steps.accumulation import Accumulation
 from lightning_cp.lightning.steps.logs import noted_hook_logs
-from lightning_cp.lightning.steps.loss_policy import (
-    LossName,
-    check_loss_name,
-    check_manual_optimization,
-)
-from lightning_cp.lightning.steps.steps import StepRunner, check_verify_max_len
+from lightning_cp.lightning.steps.loss_policy import check_manual_optimization
+from lightning_cp.lightning.steps.steps import StepRunner
 from lightning_cp.lightning.steps.warning_filters import ignore_known_warnings
 from lightning_cp.loss.accumulate import GradientWindow
 from lightning_cp.parallel import reenter
 from lightning_cp.planner.memory import MemoryPlan
+from lightning_cp.renamed import refuse_arguments
 from lightning_cp.step.step import Opened
 
 
@@ -81,57 +79,25 @@ class ContextParallelStrategy(CheckpointStrategy):
             layer, and hold the same tokens; neighbours. docs/multi-node.md.
         layout: which rank owns which tokens: ``zigzag``, ``balanced``, ``contiguous`` or ``auto``.
         algorithm: how keys reach the queries: ``gather``, ``ring``, ``ulysses`` or ``auto``.
-        kernel: what computes attention; ``auto`` selects the fastest that supports the call.
-        attention_memory: GiB that one attention call may allocate on a GPU. By default six times
-            the local queries, at least 0.78, and more if that saves time.
-        gradient_wire: precision in which collectives sum gradients of keys and values: ``float32``,
-            or ``model``, half of the bytes for bf16, for slow networks.
-        activation_checkpointing: recompute layers in backward, of any model; a number: so many, the
-            first ones. Models that checkpoint by themselves need no flag. ``auto``, also of
-            ``offload`` and ``tile``: the fastest combination whose plan fits, decided at the first
-            training step. This and the next five: docs/memory.md.
-        keep_attention: with activation checkpointing, keep attention results instead of computing
-            them again in backward: ``all``, ``none``, GiB per batch and rank, or ``auto``: what the
-            plan of the step leaves free, on the host with ``offload``.
-        offload: with activation checkpointing, move hidden states and kept attention to host memory
-            until backward: ``all``, ``none``, ``auto`` or GiB per rank; the rest stays on the GPU.
-        offload_after: GiB of them that stay on the GPU before others are moved.
-        tile: compute MLPs and norms in tiles of tokens: True, ``auto``, or the tokens of a tile.
-        compile: ``layers`` compiles the forward of each layer.
         sequence_dims: the sequence dim of tensors with other names than Hugging Face's: name or
             path (``text.pixels``; ``0``, the first of a tuple) to dim, or None to replicate a
             tensor or all tensors of a container.
-        balance_window: sliding window for which ranks get equal attention work, for models in which
-            most layers have one. By default none. Used by ``balanced`` and ``auto``.
-        parameter_sharding: ``full`` shards parameters over data x context, ``none`` replicates
-            them. ``hybrid`` shards them over ``shard_size`` ranks, and each other group of so many
-            ranks holds a copy. ``auto``: ``hybrid`` on several nodes, if a node can hold them well,
-            otherwise ``full``. A model that ``configure_model()`` has sharded stays as it is.
-        shard_size: with ``hybrid``, the number of ranks that share a copy of the parameters.
-            ``auto`` is the number of devices of a node.
-        parameter_offload: keep the shards of parameters, gradients and optimizer states in host
-            memory. The optimizer then runs on the CPU: docs/memory.md.
-        mixed_precision: how ``Trainer(precision="bf16-mixed")`` is carried out: ``autocast``, or
-            ``fsdp``: bfloat16 activations, half of the memory of checkpoints; docs/memory.md.
-        shard_modules: class names or name patterns of the blocks that FSDP2 gathers together. By
-            default, those of Hugging Face models and of ModuleLists.
         loss: ``auto`` requires losses from token_mean(), global_mean(), sample_mean() or an
             enabled model.
             ``local_mean`` declares that a step returns the mean over the labels of this rank.
-        verify_steps: before the first batch of each stage, run the step sharded and on full
-            sequences, and raise if a value differs that it returns, logs or adds to a metric.
-        verify_max_len: the length to which sequences are truncated for it.
-        reduce_every_microbatch: if False, gradients of accumulated batches are reduced once, which
-            takes memory for unsharded gradients; with ``hybrid``, reduced once between copies.
-        broadcast_batch: send the batch of the first context rank to the others.
-        check_batches: number of batches whose contents ranks compare; shapes are always compared.
-        check_memory: raise if the first training step cannot fit into memory, by plan.
-        save_distributed_checkpoint: save a folder into which every rank writes; else one file.
-        async_checkpoint: write folders in the background, while training goes on.
+        attention: kernel, memory of a call, precision of gradients on the way.
+        memory: activation checkpointing, offloading, tiles, compiled layers; docs/memory.md.
+        parameters: how they are sharded, and in which precision: ``full``, ``none``, ``hybrid``,
+            ``auto``, or `Parameters`, which has other settings too.
+        verify: before the first batch of each stage, run the step sharded and on full sequences,
+            and raise if a value differs that it returns, logs or adds to a metric. `Verify` has
+            what else ranks compare.
+        checkpoints: a folder into which every rank writes, or one file.
         process_group_backend: torch's default for the device if None.
         timeout: of all process groups; below about ten seconds, ranks may fail to connect.
         heartbeat_timeout: how long the process of a rank may be silent before all others end. A
             rank that computes or waits is not silent: docs/multi-node.md.
+        renamed: raise, and say what former arguments are now.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -147,78 +113,45 @@ class ContextParallelStrategy(CheckpointStrategy):
         tensor_parallel_size: int | Literal["auto"] = 1,
         layout: LayoutName = "auto",
         algorithm: AlgorithmName = "auto",
-        kernel: KernelName = "auto",
-        attention_memory: float | None = None,
-        gradient_wire: GradientWire = "float32",
-        activation_checkpointing: bool | int | Literal["auto"] = False,
-        keep_attention: KeepAttention = "auto",
-        offload: Offload = "none",
-        offload_after: float = 0.0,
-        tile: bool | int | Literal["auto"] = False,
-        compile: CompileName | None = None,
         sequence_dims: dict[str, int | None] | None = None,
-        balance_window: int | None = None,
-        parameter_sharding: ParameterSharding = "full",
-        shard_size: int | Literal["auto"] = "auto",
-        parameter_offload: bool = False,
-        mixed_precision: MixedPrecision = "autocast",
-        shard_modules: list[str] | None = None,
         loss: LossName = "auto",
-        verify_steps: bool = True,
-        verify_max_len: int = 512,
-        reduce_every_microbatch: bool = True,
-        broadcast_batch: bool = False,
-        check_batches: int = 8,
-        check_memory: bool = True,
-        save_distributed_checkpoint: bool = True,
-        async_checkpoint: bool = False,
+        attention: Attention = Attention(),
+        memory: Memory = Memory(),
+        parameters: Parameters | ParameterSharding = "full",
+        verify: Verify | bool = True,
+        checkpoints: Checkpoints = Checkpoints(),
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         heartbeat_timeout: timedelta = HEARTBEAT_TIMEOUT,
+        **renamed: Any,
     ) -> None:
-        tensor_parallel_size = check_tensor_parallel_size(tensor_parallel_size, parameter_sharding)
+        refuse_arguments("ContextParallelStrategy()", renamed)
+        config = Config(
+            layout=layout,
+            algorithm=algorithm,
+            sequence_dims=dict(sequence_dims or {}),
+            loss=loss,
+            attention=attention,
+            memory=memory,
+            parameters=Parameters.of(parameters),
+            verify=Verify.of(verify),
+            checkpoints=checkpoints,
+        )
+        refuse_fields(attention, {"ulysses_size": "Give context_parallel_size=(inside, between)."})
         ignore_known_warnings()
         super().__init__(
             context_parallel_size,
             data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            options=Options(
-                layout=layout,
-                algorithm=algorithm,
-                kernel=kernel,
-                attention_memory=attention_memory,
-                gradient_wire=gradient_wire,
-                keep_attention=keep_attention,
-                offload=offload,
-                offload_after=offload_after,
-                sequence_dims=dict(sequence_dims or {}),
-                check_batches=check_batches,
+            tensor_parallel_size=check_tensor_parallel_size(
+                tensor_parallel_size, config.parameters.sharding
             ),
-            balance=None if balance_window is None else Mask(True, balance_window),
-            shard_size=shard_size if parameter_sharding == "hybrid" else None,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            async_checkpoint=async_checkpoint,
+            config=config,
             process_group_backend=process_group_backend,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
         )
-        # Options are checked before processes are launched, not when `ContextParallel` is built.
-        activations = Activations(activation_checkpointing, tile, compile)
-        activations.check(self._options)
-        self._preparation = Preparation(
-            activations,
-            sharding=parameter_sharding,
-            shard_size=shard_size,
-            shard_modules=shard_modules,
-            offload=parameter_offload,
-            mixed_precision=mixed_precision,
-        )
-        check_loss_name(loss)
-        check_verify_max_len(verify_max_len)
-        self._loss: LossName = loss
-        self._verify_steps, self._verify_max_len = verify_steps, verify_max_len
-        self._accumulation = Accumulation(reduce_each=reduce_every_microbatch)
-        self._broadcast_batch, self._check_memory = broadcast_batch, check_memory
+        self._preparation = Preparation(config)
+        self._accumulation = Accumulation(reduce_each=config.parameters.reduce_every_microbatch)
         self._loaders = loaders.Loaders(timeout)
         self._units: list[nn.Module] = []  # of FSDP2, in the module of the run
         self._steps: StepRunner | None = None
@@ -256,10 +189,10 @@ class ContextParallelStrategy(CheckpointStrategy):
             "data": self.data_parallel_size,
             "context": self.context_parallel_size,
             "device": self.root_device.type,
-            "layout": self._options.layout,
-            "algorithm": self._options.algorithm,
-            "kernel": self._options.kernel,
-            "parameter_sharding": self._preparation.sharding,
+            "layout": self._config.layout,
+            "algorithm": self._config.algorithm,
+            "kernel": self._config.attention.kernel,
+            "parameters": self._preparation.sharding,
         }
         if self.tensor_parallel_size > 1:
             values["tensor"] = self.tensor_parallel_size
@@ -285,7 +218,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
         prepared, plugin = self._preparation, self.precision_plugin
-        self.precision_plugin = resolve_plugin(prepared.mixed_precision, plugin)
+        self.precision_plugin = resolve_plugin(prepared.parameters.mixed_precision, plugin)
         super().setup_environment()
         prepared.undos.append(averaging.allow_copies(self._module()))  # callbacks' setup() is next
 
@@ -317,15 +250,12 @@ class ContextParallelStrategy(CheckpointStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        if is_training and not prepared.offload:
+        if is_training and not prepared.parameters.offload:
             move_states(self.optimizers, self.root_device)
         self._steps = StepRunner(
             module,
             cp=self.context_parallel,
             precision=self.precision_plugin,
-            loss=self._loss,
-            verify_steps=self._verify_steps,
-            verify_max_len=self._verify_max_len,
             lockstep=prepared.sharding != "none" or self.data_parallel_size == 1,
             stock=prepared.has_enabled,
             memory=prepared.plan_memory(
@@ -333,7 +263,6 @@ class ContextParallelStrategy(CheckpointStrategy):
                 self.context_parallel,
                 world_size=self.world_size,
                 precision=str(self.precision_plugin.precision),
-                refuse=self._check_memory,
             ),
         )
 
@@ -353,7 +282,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     def model_to_device(self) -> None:
         """Move the model to the device; shards in host memory stay there."""
         assert self.model is not None  # noqa: S101
-        if self._preparation.offload:
+        if self._preparation.parameters.offload:
             use_offloaded(self.model, self.root_device)
         else:
             super().model_to_device()
@@ -361,7 +290,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     @override
     def _get_process_group_backend(self) -> str:
         # Norms of gradients in host memory are summed over the ranks, too, which NCCL cannot do.
-        if self._preparation.offload and self.root_device.type == "cuda":
+        if self._preparation.parameters.offload and self.root_device.type == "cuda":
             return self._process_group_backend or "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
@@ -383,7 +312,7 @@ class ContextParallelStrategy(CheckpointStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch to the device; with ``broadcast_batch``, that of the first context rank."""
-        if self._broadcast_batch:
+        if self._config.verify.broadcast_batch:
             batch = self.context_parallel.groups.first(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -393,8 +322,8 @@ class ContextParallelStrategy(CheckpointStrategy):
     def on_train_start(self) -> None:
         """Raise for what would fail or hang in the middle of an epoch."""
         super().on_train_start()
-        if self._verify_steps and not self._module().automatic_optimization:
-            check_manual_optimization(self._loss)
+        if self._config.verify.steps and not self._module().automatic_optimization:
+            check_manual_optimization(self._config.loss)
         check_hooks(self._module(), self._ranks())
         loaders.check_num_batches(self._trainer().num_training_batches, self._ranks())
 

@@ -74,7 +74,7 @@ def token_mean(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
     check_label_shape("token_mean() needs logits [batch, tokens, classes]", logits, labels)
     step = step_of_call()
     targets = scored_labels(labels, step, shift=shift)
-    per_token = step is not None and bool(step.options.position_edges)
+    per_token = step is not None and bool(step.position_edges)
     losses = cross_entropy(logits, targets, "none" if per_token else "sum")
     by_position = _by_position(losses, targets, step)
     total = losses.sum() if per_token else losses
@@ -176,9 +176,9 @@ def _num_valid(targets: Tensor) -> Tensor:
 
 def _by_position(losses: Tensor, targets: Tensor, step: Step | None) -> Tensor | None:
     """Return loss sums and token counts per bucket of positions, if the step has buckets."""
-    if step is None or not step.options.position_edges:
+    if step is None or not step.position_edges:
         return None
-    edges = torch.tensor(step.options.position_edges, device=losses.device)
+    edges = torch.tensor(step.position_edges, device=losses.device)
     positions = step.layout.positions(step.cp_rank)[: targets.shape[1]].to(losses.device)
     bucket = torch.bucketize(positions, edges, right=True).expand_as(targets).flatten()
     pairs = torch.stack([losses.detach().double(), (targets.flatten() != IGNORED_LABEL).double()])

@@ -169,7 +169,8 @@ def _pin(memory: Tensor) -> None:
     if code != 0:
         raise MemoryError(
             f"CUDA could not pin {memory.nbytes / 2**30:.2f} GiB of host memory (error {code}): "
-            "offloading copies to pinned memory only. Give a lower offload=, or raise the limits "
+            "offloading copies to pinned memory only. Give a lower "
+            "memory=Memory(offload=...), or raise the limits "
             "on locked and total memory of this process (ulimit -l, the container's memory)."
         )
 

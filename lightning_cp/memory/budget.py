@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import gather
-from lightning_cp.config import Options
+from lightning_cp.config import Memory
 from lightning_cp.data.outputs import digest
 
 SHARE: Final = 0.8
@@ -39,13 +39,13 @@ class Budget:
     is_complete: bool = False
 
 
-def resolve_budget(options: Options, groups: Groups) -> Budget | None:
+def resolve_budget(memory: Memory, groups: Groups) -> Budget | None:
     """Return the budget of a rank, None without offloading. Collective; raises on all ranks."""
-    wanted = options.offload_bytes
+    wanted = memory.offload_bytes
     if wanted == 0:
         return None
     hosts = _gather_hosts(-1 if wanted is None else wanted, groups)
-    device_bytes = int(options.offload_after * _GIB)
+    device_bytes = int(memory.offload_after * _GIB)
     if wanted is None:
         share = min(int(SHARE * available) // num for num, _, available in hosts)
         return Budget(share, device_bytes, is_complete=True)
@@ -53,9 +53,10 @@ def resolve_budget(options: Options, groups: Groups) -> Budget | None:
         if total > available:
             fits = available / num_ranks / _GIB
             raise ValueError(
-                f"offload={options.offload} takes {total / _GIB:.2f} GiB of host memory on a host "
-                f"with {num_ranks} ranks, of which {available / _GIB:.2f} GiB are available. Give "
-                f"offload={int(fits * 100) / 100} or less; what exceeds it stays on the GPU."
+                f"memory=Memory(offload={memory.offload}) takes {total / _GIB:.2f} GiB of host "
+                f"memory on a host with {num_ranks} ranks, of which {available / _GIB:.2f} GiB are "
+                f"available. Give offload={int(fits * 100) / 100} or less; what exceeds it stays "
+                "on the GPU."
             )
     return Budget(wanted, device_bytes)
 

@@ -355,10 +355,11 @@ class Store:
         block = self.arena.take(x.nbytes, pinned=x.device.type == "cuda")
         if block is None and self.budget.is_complete:
             raise MemoryError(
-                f"offload='all': {x.nbytes / 2**30:.2f} GiB more of checkpoints do not fit into "
-                f"this rank's share of the host memory, {self.budget.host_bytes / 2**30:.2f} GiB. "
-                "Give the GiB that it may take, offload=100, and the rest stays on the GPU; or "
-                "use fewer tokens per rank, or keep_attention='none'."
+                f"memory=Memory(offload='all'): {x.nbytes / 2**30:.2f} GiB more of checkpoints do "
+                "not fit into this rank's share of the host memory, "
+                f"{self.budget.host_bytes / 2**30:.2f} GiB. Give the GiB that it may take, "
+                "offload=100, and the rest stays on the GPU; or use fewer tokens per rank, or "
+                "keep_attention='none'."
             )
         return block
 

@@ -106,7 +106,7 @@ def problem_of(layer: LayerShape, setup: Setup) -> Problem:
         value_dim=layer.value_dim,
         batch_size=setup.batch_size,
         ulysses_size=setup.ulysses_size,
-        wire_itemsize=4 if setup.gradient_wire == "float32" else 2,
+        wire_itemsize=4 if setup.attention.gradient_wire == "float32" else 2,
     )
 
 
@@ -120,8 +120,8 @@ def attention_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCo
         return _flex_cost(layer, setup, links)
     problem = problem_of(layer, setup)
     budget = (
-        setup.attention_memory * 2**30
-        if setup.attention_memory is not None
+        setup.attention.memory * 2**30
+        if setup.attention.memory is not None
         else default_memory_budget(problem, links=links)
     )
     choice = choose_exchange(problem, memory_budget=budget, links=links)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final, Literal, get_args
 
-from lightning_cp.config import check_choice
-from lightning_cp.fsdp.sharding import Sharding
+from lightning_cp.config import Attention, Sharding, check_choice
 
 Precision = Literal["bf16-mixed", "bf16-true", "bf16-policy"]
 """``bf16-mixed``: autocast. ``bf16-policy``: the same with ``mixed_precision="fsdp"``."""
@@ -35,7 +34,7 @@ class Setup:
             then come context ranks, then those that share the parameters, then copies of these.
         batch_size: samples per data rank.
         precision: of the Trainer.
-        sharding: ``parameter_sharding`` of the strategy.
+        sharding: of the parameters, as `Parameters` has it.
         shard_size: with ``hybrid``, the ranks that share a copy of the parameters, beside tensor
             ranks; 0 for those of a node of `GPUS_PER_HOST`.
         parameter_offload: whether weights, gradients and moments are in host memory.
@@ -46,8 +45,8 @@ class Setup:
         compiled: whether these parts are compiled.
         lora_rank: 0 trains all weights.
         documents: lengths of packed documents, repeated until the sequence is full.
-        attention_memory: GiB of one attention call, as the strategy's option.
-        gradient_wire: precision in which gradients of keys are summed.
+        attention: as the strategy's argument: the memory of a call, and in which precision
+            gradients of keys are summed.
         chunk_logits: logits of a chunk of the loss.
         accumulates: whether gradients of earlier microbatches are in memory.
 
@@ -73,8 +72,7 @@ class Setup:
     compiled: bool = False
     lora_rank: int = 0
     documents: tuple[int, ...] = ()
-    attention_memory: float | None = None
-    gradient_wire: Literal["float32", "model"] = "float32"
+    attention: Attention = Attention()
     chunk_logits: int = 2**28
     accumulates: bool = True
 

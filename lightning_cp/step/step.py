@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Step`: one batch under context parallelism: layout, documents, padding, options and groups.
+"""`Step`: one batch under context parallelism: layout, documents, padding, configuration, groups.
 
 Attention, loss and unshard read it; they add cached values and the losses that were computed in it.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cp.comm.mesh import Groups, lone_groups
 from lightning_cp.comm.transport import Transport
-from lightning_cp.config import Options
+from lightning_cp.config import Config
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.branches import Branches
 from lightning_cp.geometry.layout import Layout, build_layout
@@ -68,7 +68,7 @@ class StepCache:
         self.bounds: dict[object, tuple[Bounds, object]] = {}
         # Bytes of attention results that activation checkpointing has kept so far (`attn.kept`).
         self.kept_bytes = 0
-        # What it may keep, if that differs from the options (`lightning.memory_plan`).
+        # What it may keep, if that differs from the configuration (`lightning.memory_plan`).
         self.kept_limit: float | None = None
         # Written by the `PerStep` that is the key.
         self.values: dict[object, dict[Hashable, Any]] = {}
@@ -94,19 +94,21 @@ class Opened:
 
     Args:
         groups: the ranks that this rank works with.
-        options: how attention is computed.
+        config: what the user has set.
         training: whether the loss is averaged over the data axis too.
         is_checked: whether the ranks compare what they hold.
         is_stock: on full sequences, with models of other libraries unchanged: the reference of a
             comparison.
+        position_edges: where buckets of global positions begin, for losses by position.
         outer: the batch of which this is a part, if any.
     """
 
     groups: Groups
-    options: Options
+    config: Config
     training: bool
     is_checked: bool = False
     is_stock: bool = False
+    position_edges: tuple[int, ...] = ()
     outer: "BatchOfParts | None" = field(default=None, repr=False)
     uid: int = field(default_factory=lambda: next(_uids))
     # Means over the tokens, or the samples, of all ranks that were computed in it. Without any, its
@@ -292,7 +294,7 @@ def full_step(seq_len: int) -> Step:
     return Step(
         layout=build_layout("contiguous", seq_len=seq_len, cp_size=1),
         groups=_LONE,
-        options=_OUTSIDE,
+        config=_OUTSIDE,
         batch_size=1,
         documents=None,
         padding=None,
@@ -302,7 +304,7 @@ def full_step(seq_len: int) -> Step:
     )
 
 
-_LONE, _OUTSIDE, _NONE = lone_groups(), Options(algorithm="gather"), torch.empty(0)
+_LONE, _OUTSIDE, _NONE = lone_groups(), Config(algorithm="gather"), torch.empty(0)
 
 
 def not_sharded() -> RuntimeError:

@@ -98,12 +98,12 @@ class ContextParallelAttention(ParallelStyle):
         # Of the full sequences only positions are known.
         positions = torch.arange(layout.seq_len, device=x.device)
         full = unnamed_batch(flatten(positions), [0], batch_size=batch_size, seq_len=layout.seq_len)
-        options = replace(self._cp.options, layout=self._layout)
+        config = replace(self._cp.config, layout=self._layout)
         # Equal calls are the same step, so that activation checkpointing may repeat one in
         # backward.
         uid, training = hash((id(self._cp), layout, batch_size)), torch.is_grad_enabled()
         groups = self._cp.groups
-        return build_step(full, Opened(groups=groups, options=options, training=training, uid=uid))
+        return build_step(full, Opened(groups=groups, config=config, training=training, uid=uid))
 
     def _compare(self, x: Tensor, *, has_positions: bool) -> Layout:
         """Return the layout of the ranks' shards; raise on all ranks if one cannot be served."""

@@ -85,8 +85,8 @@ def context_parallel(
         full = _read(flat, buffers, buffer_seq_dims, freed)
         check_not_sharded(flat, active_step.opened())
         layout = _layout_name(full.seq_len, cp.cp_size)
-        options = replace(cp.options, layout=layout, algorithm=_algorithm)
-        terms = Opened(groups=cp.groups, options=options, training=training, is_checked=values)
+        config = replace(cp.config, layout=layout, algorithm=_algorithm)
+        terms = Opened(groups=cp.groups, config=config, training=training, is_checked=values)
         return build_step(full, terms)
 
     step = cp.checks.checked(named, build, training=training, values=values)

@@ -22,7 +22,6 @@ from lightning_cp.attn.flex.api import FlexArguments, attend_in_step
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.config import Options
 from lightning_cp.data.sharding import shard, unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.step import active_step
@@ -33,11 +32,11 @@ from tests.oracle import attend_whole, errors, make_inputs
 from tests.ranks import run_threads
 
 
-def _step(layout, groups, options, batch_size, position_ids):
+def _step(layout, groups, config, batch_size, position_ids):
     return Step(
         layout=layout,
         groups=groups,
-        options=options,
+        config=config,
         batch_size=batch_size,
         documents=None,
         padding=None,
@@ -115,7 +114,7 @@ def test_ranks_whose_tensors_show_no_padding_hold_different_numbers_of_tokens(al
         step = Step(
             layout=layout,
             groups=groups,
-            options=Options(algorithm=algorithm),
+            config=doors.config(algorithm=algorithm),
             batch_size=2,
             documents=None,
             padding=None,
@@ -311,12 +310,14 @@ def test_an_empty_row_is_refused():
 
 
 def test_memory_for_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"attention_memory=-1: give the GiB .* above 0, or None"):
+    with pytest.raises(
+        ValueError, match=r"attention=Attention\(memory=-1\): give the GiB .* above 0, or None"
+    ):
         doors.parallel(None, attention_memory=-1)
 
 
 def test_a_wire_that_does_not_exist_is_refused():
-    message = "gradient_wire='bf16' is unknown. Use one of 'float32', 'model'"
+    message = "gradient_wire='bf16'.* is unknown. Use one of 'float32', 'model'"
     with pytest.raises(ValueError, match=message):
         doors.parallel(None, gradient_wire="bf16")
 
@@ -324,11 +325,11 @@ def test_a_wire_that_does_not_exist_is_refused():
 def own_step(transport, wire, kernel, layout):
     groups = Groups(transport, LoneTransport(), transport, LoneTransport())
     nothing = torch.zeros(1, layout.local_len)
-    options = Options(algorithm="gather", kernel=kernel, gradient_wire=wire)
+    config = doors.config(algorithm="gather", kernel=kernel, gradient_wire=wire)
     return Step(
         layout=layout,
         groups=groups,
-        options=options,
+        config=config,
         batch_size=1,
         documents=None,
         padding=None,
@@ -360,7 +361,7 @@ def test_the_wire_of_a_step_reaches_all_kinds_of_calls(kernel, wire):
 def test_steps_know_the_wire():
     cp = doors.parallel(None, gradient_wire="model")
     with cp.step({"input_ids": torch.arange(6)[None]}):
-        assert active_step.current().options.gradient_wire == "model"
+        assert active_step.current().config.attention.gradient_wire == "model"
 
 
 @pytest.mark.parametrize("size", [1, "held"])
@@ -385,7 +386,7 @@ def choose_groups(algorithm, seq_len, cp_size, *, budget=None, inside=1):
         Request(torch.device("cuda"), torch.bfloat16, Scores(1.0), head_dim=128),
         Problem(seq_len, cp_size, 32, 8, head_dim=128, value_dim=128, ulysses_size=inside),
         has_bias=False,
-        options=Options(
+        config=doors.config(
             algorithm=algorithm,
             attention_memory=None if budget is None else budget / 2**30,
         ),
@@ -436,4 +437,4 @@ def test_a_named_algorithm_that_takes_more_than_its_memory_says_so_once(caplog):
                 assert (choice.algorithm, choice.fits) == ("gather", budget is None)
     (message,) = (record.message for record in caplog.records)
     assert message.startswith("attention: algorithm=gather exceeds its GPU memory budget")
-    assert message.endswith("Use algorithm='auto', or raise attention_memory.")
+    assert message.endswith("Use algorithm='auto', or raise attention=Attention(memory=...).")

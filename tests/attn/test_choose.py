@@ -13,9 +13,9 @@ from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.choose import CallSpec, choose_kernel, is_dense, prefers_flex
 from lightning_cp.attn.cost import Problem
 from lightning_cp.attn.plan import QueryShard
-from lightning_cp.config import Options
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
+from tests import doors
 from tests.attn.cases import MASKS, say_again
 
 CUDNN, REFERENCE = CudnnKernel(), ReferenceKernel()
@@ -47,7 +47,7 @@ def build_spec(mask, request=GPU, *, seq_len=8192, cp_size=8, rank=0, dims=(128,
     layout = build_layout("zigzag", seq_len=seq_len, cp_size=cp_size)
     problem = Problem(seq_len, cp_size, 2, 2, head_dim=dims[0], value_dim=dims[1])
     bounds = mask.bounds(seq_len, padded_len=layout.padded_len)
-    settings = {"has_bias": False, "options": Options(algorithm="gather")} | others
+    settings = {"has_bias": False, "config": doors.config(algorithm="gather")} | others
     return CallSpec(bounds, QueryShard(layout, rank), 2, request, problem, **settings)
 
 
@@ -129,10 +129,10 @@ def test_a_named_kernel_is_taken_and_ring_never_takes_flex(
 ):
     monkeypatch.setattr(choose, "select_kernel", lambda name, request: CUDNN)
     say_again(choose)
-    options = Options(algorithm=algorithm, kernel=kernel)
+    config = doors.config(algorithm=algorithm, kernel=kernel)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert (choose_kernel(build_spec(MASKED, options=options)) is None) == taken
+            assert (choose_kernel(build_spec(MASKED, config=config)) is None) == taken
     warnings = [line for line in caplog.messages if "algorithm=gather would use" in line]
     assert len(warnings) == (algorithm == "ring")  # once
     say_again(choose)
@@ -147,8 +147,8 @@ def test_the_choice_is_the_same_on_all_ranks(compiler, seq_len):
 
 
 def test_both_roads_have_one_memory_budget():
-    auto = Options()
-    dense, masked = (build_spec(mask, seq_len=1 << 17, options=auto) for mask in (DENSE, MASKED))
+    auto = doors.config()
+    dense, masked = (build_spec(mask, seq_len=1 << 17, config=auto) for mask in (DENSE, MASKED))
     assert dense.memory_budget == masked.memory_budget == 800 * 2**20
-    limited = replace(auto, attention_memory=0.25)
-    assert build_spec(DENSE, options=limited).memory_budget == 2**28
+    limited = doors.config(attention_memory=0.25)
+    assert build_spec(DENSE, config=limited).memory_budget == 2**28

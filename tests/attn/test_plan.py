@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.attn.plan import build_plan, resolve_algorithm
-from lightning_cp.config import Options
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range
+from tests import doors
 from tests.strategies import masks
 
 
@@ -214,4 +214,4 @@ def test_unknown_algorithm_is_refused():
     with pytest.raises(
         ValueError, match="algorithm='star' is unknown. Use one of 'auto', 'gather'"
     ):
-        Options(algorithm="star")
+        doors.config(algorithm="star")

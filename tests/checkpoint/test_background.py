@@ -168,7 +168,7 @@ def save_without_memory(folder):
 
 def test_a_copy_that_fails_is_raised_on_all_ranks_before_anything_is_written(ranks, tmp_path):
     for text, left in ranks(2).run(save_without_memory, tmp_path / "a"):
-        assert re.match(r"Rank 1 failed: MemoryError: async_.* Set async_checkpoint=False\.", text)
+        assert re.match(r"Rank 1 failed: MemoryError: checkpoints=.* Leave it out\.", text)
         assert left == []
     assert os.listdir(tmp_path) == ["a"]
 
@@ -287,7 +287,7 @@ def run_link(folder, **options):
 
 
 def test_what_would_lose_a_checkpoint_is_refused(ranks, tmp_path):
-    with pytest.raises(ValueError, match="save_distributed_checkpoint=False saves one file. Leave"):
+    with pytest.raises(ValueError, match="distributed=False saves one file. Leave"):
         doors.strategy(async_checkpoint=True, save_distributed_checkpoint=False)
     for message in ranks(2).run(partial(run_link, str(tmp_path), save_last="link")):
         assert "ModelCheckpoint(save_last='link') replaces its link before" in message

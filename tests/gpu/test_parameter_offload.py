@@ -18,11 +18,11 @@ import json, sys
 import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
-from lightning_cp import ContextParallelStrategy
+from lightning_cp import ContextParallelStrategy, Parameters
 from tests.gpu.test_lightning import Documents, Module
 
 module = Module()
-strategy = ContextParallelStrategy(1, parameter_offload=sys.argv[1] == "True")
+strategy = ContextParallelStrategy(1, parameters=Parameters(offload=sys.argv[1] == "True"))
 trainer = Trainer(
     strategy=strategy, accelerator="gpu", devices=1, max_epochs=1, gradient_clip_val=0.5,
     accumulate_grad_batches=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -26,9 +26,10 @@ from transformers import (
 from hf_patches import enable
 from hf_patches.model import mask_reader
 from lightning_cp.attn.operator import mark_mask
+from lightning_cp.config import Memory
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.lightning.memory import activations
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.lightning.memory.activations import prepare_layers
 from lightning_cp.memory import checkpoint_layers
 from tests import doors, torch_names
 
@@ -97,7 +98,7 @@ class Case:
 
     def compile(self, model: Any) -> None:
         if self.by_strategy:
-            Activations(compile="layers").apply(model, None, training=True)
+            prepare_layers(model, Memory(compile="layers"), None, training=True)
             return
         for block in find_blocks(model):
             block.compile(backend=self.backend, fullgraph=self.fullgraph)

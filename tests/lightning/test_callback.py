@@ -100,7 +100,7 @@ def test_measurements_are_those_of_the_job(ranks, dp_size, cp_size):
     line = results[0][1][0]
     assert line == (
         f"context parallelism: data={dp_size} context={cp_size} device=cpu layout=auto "
-        "algorithm=auto kernel=auto parameter_sharding=full"
+        "algorithm=auto kernel=auto parameters=full"
     )
     assert any("layout=balanced" in line for line in results[0][1])  # because of the documents
 

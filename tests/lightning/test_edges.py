@@ -92,7 +92,7 @@ def run_edges(shardings):
     found = {}
     with elastic_environment():
         for hook in HOOKS:
-            strategy = doors.strategy(verify_steps=False)
+            strategy = doors.strategy(verify=False)
             with pytest.raises(ValueError, match=rf"'own' in {hook}\(\)"):
                 fit(Hooked(hook), build_trainer(strategy=strategy, **options))
         for sharding in shardings:
@@ -211,7 +211,7 @@ def test_what_only_training_does_is_compared(ranks, tmp_path):
     for found in ranks(2).run(run_in_training, tmp_path):
         for since in (0, 1):
             text, epoch = found["mean", since]
-            assert "verify_steps=False" in text
+            assert "verify=False" in text
             assert epoch == since
         text, _ = found["log", 0]
         assert "logged 'tokens'" in text

@@ -418,7 +418,7 @@ def test_chunked_is_left_out_of_compiled_graphs():
 
 def test_chunked_marks_its_loss_in_a_step_as_token_mean_does():
     cp = doors.parallel(None)
-    cp.position_edges = (2, 5)
+    cp.record_positions((2, 5))
     head, hidden, labels = build()
     with cp.step({"input_ids": labels.clamp(min=0), "labels": labels}) as local:
         whole = token_mean(head(hidden), local["labels"])

@@ -84,7 +84,7 @@ class Job:
 def run_job(job):
     """Return loss and averaged gradients of a step, and what it says by position."""
     cp, _ = build_cp("cpu", 1, **job.options)
-    cp.position_edges = EDGES
+    cp.record_positions(EDGES)
     model = called = build(job.tied)
     if job.wrap == "fsdp":
         mesh = init_device_mesh("cpu", (cp.cp_size,), mesh_dim_names=("dp_cp",))
@@ -208,7 +208,7 @@ def test_a_head_whose_weights_are_dtensors(ranks, chunk_len):
 def evaluate(batch):
     """Evaluate both losses; return them and what they say by position."""
     cp, _ = build_cp("cpu", 1)
-    cp.position_edges = EDGES
+    cp.record_positions(EDGES)
     model = build()
     with torch.no_grad(), cp.step(batch) as local:
         for loss in (plain, chunked):

@@ -196,12 +196,11 @@ def build_message(arguments):
 
 BUILD_CASES = {
     "algorithm": ({"mesh": None, "algorithm": "star"}, "algorithm='star' is unknown. Use one of"),
-    "kernel": ({"mesh": None, "kernel": "magic"}, "kernel='magic' is unknown. Use one of"),
-    "layout": ({"mesh": None, "layout": "spiral"}, "layout='spiral' is unknown. Use one of"),
-    "balance": (
-        {"mesh": None, "balance": Mask(causal=True, documents=torch.zeros(8).long())},
-        r"balance=...\) applies to all batches, but got a mask .* of one batch. Give settings only",
+    "kernel": (
+        {"mesh": None, "kernel": "magic"},
+        r"Attention\(kernel='magic'\) is unknown. Use one of",
     ),
+    "layout": ({"mesh": None, "layout": "spiral"}, "layout='spiral' is unknown. Use one of"),
     "mesh": (
         {"mesh": 8},
         r"TypeError: ContextParallel\(mesh=...\) got a int. Give a 1-D DeviceMesh",
@@ -254,7 +253,7 @@ def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
 def build_on_two_axes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_between", "cp_inside"))
     cp = doors.parallel(mesh, algorithm="ring")
-    return name_algorithm(cp.options.algorithm, cp.groups), cp.cp_size, cp.cp_rank
+    return name_algorithm(cp.config.algorithm, cp.groups), cp.cp_size, cp.cp_rank
 
 
 def test_a_mesh_of_two_axes_that_share_rows(ranks):

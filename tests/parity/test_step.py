@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from lightning_cp import Mask
 from lightning_cp.step import active_step
 from tests.oracle import errors
 from tests.parity.batches import BATCHES
@@ -150,16 +149,11 @@ def test_all_ranks_lay_a_batch_out_alike_by_its_documents_and_padding(ranks, cp_
 
 
 def narrow(names):
-    return laid_out(names, balance=Mask(causal=True, window=2))
+    return laid_out(names, balance_window=2)
 
 
-def deaf(names):
-    return laid_out(names, balance=Mask(causal=True, documents=False, padding=False))
-
-
-def test_work_is_balanced_under_the_mask_that_is_asked_for(ranks):
+def test_work_is_balanced_under_the_window_that_is_asked_for(ranks):
     names = ["document_ids", "left_padded"]
-    usual, small, same = (ranks(2).run(build, names)[0] for build in (laid_out, narrow, deaf))
+    usual, small = (ranks(2).run(build, names)[0] for build in (laid_out, narrow))
     assert usual[0].owned != small[0].owned
     assert usual[0] != usual[1]
-    assert same[0] == same[1], "rows without documents and padding are alike"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_patches.enable import inner_model
 from hf_patches.model.forward import MARK
 from lightning_cp.step.step import IGNORED_LABEL
+from tests import doors
 
 
 def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any) -> Tensor:
@@ -26,7 +27,9 @@ def trainer_step(model: PreTrainedModel, batch: dict[str, Tensor], options: Any)
             folder, use_cpu=True, report_to=[], disable_tqdm=True, max_grad_norm=0.0
         )
         trainer = Trainer(model, arguments)
-        context_parallel(trainer, size=dist.group.WORLD.size(), check_batches=0, **options)
+        context_parallel(
+            trainer, size=dist.group.WORLD.size(), **doors.grouped({"check_batches": 0, **options})
+        )
         if inner_model(model).__dict__[MARK].head == "next token":
             # Trainers count it where the name of a class does not say that its loss shifts labels.
             batch = {**batch, "labels": batch["labels"].clone()}

@@ -71,6 +71,28 @@ def print_config(capsys, *args):
     return capsys.readouterr().out
 
 
+def test_groups_are_set_by_configs_and_on_the_command_line(capsys, tmp_path):
+    groups = {"memory": {"offload": "all"}, "parameters": {"sharding": "none"}, "verify": False}
+    strategy = {"class_path": "lightning_cp.ContextParallelStrategy", "init_args": groups}
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    former = {"offload": "all", "parameter_sharding": "none", "verify_steps": False}
+    (tmp_path / "former.yaml").write_text(
+        yaml.safe_dump({"trainer": {"strategy": {**strategy, "init_args": former}}})
+    )
+    options = ["memory.offload=all", "parameters.sharding=none", "verify=false"]
+    for given, verify in (
+        (["--config", str(tmp_path / "given.yaml")], False),
+        (["--config", str(tmp_path / "former.yaml")], {"steps": False}),
+        ([f"--trainer.strategy.{option}" for option in options], False),
+    ):
+        said = yaml.safe_load(print_config(capsys, *given))["trainer"]["strategy"]["init_args"]
+        assert said["memory"]["offload"] == "all"
+        assert said["memory"]["keep_attention"] == "auto"
+        assert said["parameters"]["sharding"] == "none"
+        found = said["verify"]
+        assert (found if isinstance(found, bool) else {"steps": found["steps"]}) == verify
+
+
 def test_what_is_printed_can_be_read_again(capsys, tmp_path):
     said = print_config(capsys, "--config", str(LAPTOP), "--model.lr", "0.5")
     config = yaml.safe_load(said)
@@ -146,10 +168,18 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
             ["fit", "--trainer.strategy.layout", "zig"],
             "layout.: .*Literal.*Got value: zig",
         ),
-        (["fit", "--trainer.strategy.checkpoint_staging_dir", "/x"], "is gone. async_checkpoint=T"),
+        (
+            ["fit", "--trainer.strategy.kernel", "flex"],
+            r"strategy: kernel=... is now attention=Attention\(kernel=...\): --trainer",
+        ),
+        (
+            ["fit", "--trainer.strategy.memory.offload", "-1"],
+            r"error: trainer.strategy: memory=Memory\(offload=-1.0\): give the GiB",
+        ),
+        (["fit", "--trainer.strategy.checkpoint_staging_dir", "/x"], "is gone. checkpoints=Ch"),
         pytest.param(
             ["fit", "--config", "STAGED"],
-            "checkpoint_staging_dir is gone. async_checkpoint=True",
+            "checkpoint_staging_dir is gone. checkpoints=Checkpoints",
             marks=pytest.mark.slow,
         ),
         pytest.param(

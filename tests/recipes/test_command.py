@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_cp.renamed import REMOVED, RENAMED, UNSET, drop_unset
+from lightning_cp.renamed import REMOVED, RENAMED, UNSET, update_options
 from recipes import command
 from recipes.command import COMMANDS, main
 from recipes.files import find_files
@@ -99,13 +99,13 @@ def test_what_serves_instead_exists():
 
 def test_options_that_are_gone_are_passed_over_where_they_did_nothing():
     ours = {"class_path": "recipes.data.TextData", "init_args": {"streaming": False, "seed": 1}}
-    assert drop_unset(ours) == {**ours, "init_args": {"seed": 1}}
+    assert update_options(ours) == {**ours, "init_args": {"seed": 1}}
     was_set = {"class_path": "TextData", "init_args": {"streaming": True}}
-    assert drop_unset(was_set) == was_set  # the parser refuses it
+    assert update_options(was_set) == was_set  # the parser refuses it
     theirs = {"class_path": "their.Data", "init_args": {"streaming": False, "inner": ours}}
-    found = drop_unset({"data": theirs, "model": {"decay_embeddings": True, "lr": 1.0}})
+    found = update_options({"data": theirs, "model": {"decay_embeddings": True, "lr": 1.0}})
     assert found["model"] == {"lr": 1.0}
-    assert found["data"]["init_args"] == {"streaming": False, "inner": drop_unset(ours)}
+    assert found["data"]["init_args"] == {"streaming": False, "inner": update_options(ours)}
 
 
 def test_a_missing_package_names_the_extra(capsys):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.config import Options
 from lightning_cp.data.sharding import shard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
@@ -21,6 +20,7 @@ from lightning_cp.sequence import ranges, recurrence
 from lightning_cp.step import active_step
 from lightning_cp.step.guards import check_recompute
 from lightning_cp.step.step import Step
+from tests import doors
 
 LAYOUTS = ["zigzag", "contiguous", "balanced"]
 
@@ -86,7 +86,7 @@ class Case:
         return Step(
             layout=layout,
             groups=groups,
-            options=Options(),
+            config=doors.config(),
             batch_size=self.batch,
             documents=documents,
             padding=padding,

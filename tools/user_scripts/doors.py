@@ -222,7 +222,7 @@ def _run_lightning(script: Script, size: int, found: Found, uses: list[Use]) -> 
             options |= {"gradient_clip_val": script.clip or None}
         if size:
             sharding = "full" if script.is_sharded else "none"
-            strategy = ContextParallelStrategy(parameter_sharding=sharding)
+            strategy = ContextParallelStrategy(parameters=sharding)
             trainer = build_trainer(strategy=strategy, **options)
         else:
             trainer = build_trainer(**options)

@@ -166,7 +166,7 @@ def attend_in_step(
 ) -> FlexOutput:
     """Attend as `flex_attention` does inside a step, whatever step is active."""
     score_mod, block_mask, scale, aux, kernel_options = arguments
-    options, inside, tensor_len = step.options, step.groups.inside, q.shape[2]
+    attention, inside, tensor_len = step.config.attention, step.groups.inside, q.shape[2]
     mask, (swap, query_shard, _) = _sequence_mask(block_mask, q, step), place_of(step, q, k)
     batch, heads = q.shape[:2]
     if step.cp_size > 1:
@@ -177,14 +177,14 @@ def attend_in_step(
     if swap is not None:
         q, k, v = to_heads(q, k, v, swap, inside)
     heads = q.shape[1]
-    plain = needs_plain_torch(q.device, q.dtype, options.kernel, q.shape[2])
+    plain = needs_plain_torch(q.device, q.dtype, attention.kernel, q.shape[2])
     if heads == 0:  # more ranks than heads: nothing to compute, but collectives in backward
         empty = v[..., 0].to(accumulation_dtype(v.dtype))
         return _to_tokens(FlexOutput(v, empty, empty.detach()), step, swap, tensor_len, aux)
     functions = build_functions(
         mask, score_mod, query_shard, batch=batch, heads=heads, device=q.device, fused=not plain
     )
-    transport, wire = step.groups.attend, options.gradient_wire
+    transport, wire = step.groups.attend, attention.gradient_wire
     output = flex_attend(
         q,
         k,

@@ -17,18 +17,10 @@ from lightning_cp.lightning.processes.mesh_strategy import MeshStrategy
 
 
 class CheckpointStrategy(MeshStrategy):
-    """Saves what any number of ranks can load.
+    """Saves what any number of ranks can load. Its arguments are those of `MeshStrategy`."""
 
-    Args:
-        async_checkpoint: whether folders are saved in the background.
-        options: of `MeshStrategy`.
-    """
-
-    def __init__(self, *sizes: Any, async_checkpoint: bool, **options: Any) -> None:
+    def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        is_folder = self._save_distributed_checkpoint
-        checkpointing.check_async_checkpoint(async_checkpoint, is_folder=is_folder)
-        self._async_checkpoint = async_checkpoint
         self._saver = checkpoints.BackgroundSaver(self._timeout)
         self._is_set_up = False
 
@@ -45,7 +37,8 @@ class CheckpointStrategy(MeshStrategy):
     def _is_async(self) -> bool:
         """Return whether folders are saved in the background."""
         by_plugin = isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        return self._async_checkpoint or (by_plugin and self._save_distributed_checkpoint)
+        saved = self._config.checkpoints
+        return saved.asynchronous or (by_plugin and saved.distributed)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

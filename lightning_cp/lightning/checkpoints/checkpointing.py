@@ -22,16 +22,6 @@ def check_storage_options(storage_options: object, strategy: str) -> None:
         )
 
 
-def check_async_checkpoint(is_async: bool, *, is_folder: bool) -> None:
-    """Raise if a checkpoint that is to be saved in the background is not a folder."""
-    if is_async and not is_folder:
-        raise ValueError(
-            "async_checkpoint=True saves folders, but save_distributed_checkpoint=False saves one "
-            "file. Leave the latter out, or write files in the background with "
-            "Trainer(plugins=[AsyncCheckpointIO()])."
-        )
-
-
 def check_links(trainer: Trainer) -> None:
     """Raise for a callback that reads the names of checkpoints before they exist."""
     for callback in trainer.checkpoint_callbacks:
@@ -44,13 +34,13 @@ def check_links(trainer: Trainer) -> None:
                 f"ModelCheckpoint(filename={name!r}, save_top_k={callback.save_top_k}) gives a "  # type: ignore[attr-defined]
                 "checkpoint another name if the file exists, but one that is saved in the "
                 "background does not exist yet, and would be overwritten. Put the step into the "
-                "name, filename='{step}', or use async_checkpoint=False."
+                "name, filename='{step}', or leave out checkpoints=Checkpoints(asynchronous=True)."
             )
         if getattr(callback, "save_last", None) == "link":
             raise ValueError(
                 "ModelCheckpoint(save_last='link') replaces its link before a checkpoint that is "
                 "saved in the background exists: a job that is killed would have none. Use "
-                "save_last=True, or async_checkpoint=False."
+                "save_last=True, or leave out checkpoints=Checkpoints(asynchronous=True)."
             )
 
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy's options about activations: checkpointing, tiles, compiled layers."""
+"""What the strategy does to layers: activation checkpointing, tiles, compiled forwards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import NoneType
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lightning_cp.config import Options, check_choice
+from lightning_cp.config import Memory
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.memory import checkpoint_layers, tile_modules
 from lightning_cp.memory.tiles import TileTokens
@@ -18,90 +17,42 @@ from lightning_cp.patch import Patch, replace_method
 from lightning_cp.private.compiler import exact_backend
 from lightning_cp.private.functions import copy_function
 
-CompileName = Literal["layers"]
+
+def still_to_do(memory: Memory, earlier: Memory) -> Memory:
+    """Return what is to be done to layers besides what was done while ``auto`` was undecided."""
+    return Memory(
+        memory.activation_checkpointing if earlier.activation_checkpointing == "auto" else False,
+        tile=memory.tile if earlier.tile == "auto" else False,
+    )
 
 
-@dataclass(frozen=True)
-class Activations:
-    """What is done to the layers of a model before it is sharded. Checked once, here.
-
-    Args:
-        checkpointing: recompute layers in backward; a number: so many, the first ones.
-        tile: compute token-wise modules in tiles; the tokens of a tile, or True for a default.
-        compile: what is compiled.
+def prepare_layers(
+    model: nn.Module, memory: Memory, shard_modules: Sequence[str] | None, *, training: bool
+) -> list[Callable[[], None]]:
+    """Compile, checkpoint and tile the layers of a model, before it is sharded.
 
     ``auto`` is decided later: nothing is done before.
+
+    Args:
+        model: of a run.
+        memory: what to do.
+        shard_modules: what blocks are, see `shard_parameters`.
+        training: whether there is a backward. Otherwise layers are compiled only.
+
+    Returns:
+        What restores it, in the order in which it was prepared.
     """
-
-    checkpointing: bool | int | Literal["auto"] = False
-    tile: bool | int | Literal["auto"] = False
-    compile: CompileName | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        checkpointing: object = self.checkpointing
-        is_given = isinstance(checkpointing, bool) or checkpointing == "auto"
-        if not is_given and not (isinstance(checkpointing, int) and checkpointing >= 1):
-            raise ValueError(
-                f"activation_checkpointing={self.checkpointing!r}: use True, False, 'auto', or a "
-                "number of layers, 1 or more. What is kept of attention and what goes to the host: "
-                "keep_attention and offload."
-            )
-        if self.compile is not None:
-            check_choice("compile", self.compile, get_args(CompileName))
-        tile: object = self.tile
-        is_number = isinstance(tile, int) and tile >= 1
-        if tile is not False and tile != "auto" and not is_number:
-            raise ValueError(
-                f"tile={self.tile!r}: give the tokens of a tile, 1 or more, or True for a default, "
-                "or 'auto'."
-            )
-
-    @property
-    def is_checkpointing(self) -> bool:
-        """Return whether layers are recomputed, all or some."""
-        return self.checkpointing is not False and self.checkpointing != "auto"
-
-    @property
-    def is_number(self) -> bool:
-        """Return whether a number of layers is recomputed."""
-        return self.is_checkpointing and self.checkpointing is not True
-
-    def check(self, options: Options) -> None:
-        """Raise for options of attention that need checkpoints, in a run that certainly has none.
-
-        A model may checkpoint its layers by itself: then they are not contradictory.
-        """
-        if options.offload_after and options.offload_bytes == 0 and options.offload != "auto":
-            raise ValueError(
-                f"offload_after={options.offload_after} without offload: nothing is moved. Set "
-                "offload='all' or a number of GiB, or leave it out."
-            )
-
-    def without(self, earlier: Self) -> Self:
-        """Return what is to be done besides what was done by other values; nothing compiled."""
-        return replace(
-            self,
-            checkpointing=self.checkpointing if earlier.checkpointing == "auto" else False,
-            tile=self.tile if earlier.tile == "auto" else False,
-            compile=None,
-        )
-
-    def apply(
-        self, model: nn.Module, shard_modules: Sequence[str] | None, *, training: bool
-    ) -> list[Callable[[], None]]:
-        """Prepare a model; return what restores it, in the order in which it was prepared."""
-        undos: list[Callable[[], None]] = []
-        if self.compile is not None:  # inside checkpoints
-            undos += _compile(model, shard_modules)
-        if self.is_checkpointing and training:
-            number = int(self.checkpointing) if self.is_number else None
-            checkpointed = checkpoint_layers(model, num_layers=number, shard_modules=shard_modules)
-            undos.append(checkpointed.remove)
-        if self.tile and self.tile != "auto" and training:
-            tokens: TileTokens = "auto" if self.tile is True else self.tile
-            undos.append(tile_modules(model, tile_tokens=tokens).remove)
-        return undos
+    undos: list[Callable[[], None]] = []
+    if memory.compile is not None:  # inside checkpoints
+        undos += _compile(model, shard_modules)
+    if memory.is_checkpointing and training:
+        number = memory.num_layers
+        checkpointed = checkpoint_layers(model, num_layers=number, shard_modules=shard_modules)
+        undos.append(checkpointed.remove)
+    if memory.tile and memory.tile != "auto" and training:
+        tokens: TileTokens = "auto" if memory.tile is True else memory.tile
+        undos.append(tile_modules(model, tile_tokens=tokens).remove)
+    return undos
 
 
 BACKEND: Final = "inductor"
@@ -117,8 +68,9 @@ def _compile(model: nn.Module, shard_modules: Sequence[str] | None) -> list[Call
     blocks = find_blocks(model, shard_modules)
     if not blocks:
         raise ValueError(
-            f"compile='layers': no layers were found in {type(model).__name__}. Name them with "
-            "shard_modules=['MyBlock'], or put them into an nn.ModuleList."
+            f"memory=Memory(compile='layers'): no layers were found in {type(model).__name__}. "
+            "Name them with parameters=Parameters(shard_modules=['MyBlock']), or put them into an "
+            "nn.ModuleList."
         )
     return [
         replace_method(block, "forward", partial(_call_compiled, _kind(block))).remove

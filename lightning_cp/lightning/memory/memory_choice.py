@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from lightning_cp.config import MixedPrecision, Options
-from lightning_cp.fsdp.sharding import Sharding
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.config import Config, Memory, Sharding
 from lightning_cp.memory.tiles import MIN_TOKENS
 from lightning_cp.planner import Setup
 from lightning_cp.planner.memory import USABLE, MemoryPlan, plan_memory
@@ -31,38 +29,35 @@ class RunSetup:
     """What of a run the memory of a step depends on, besides the model and the batch.
 
     Args:
-        options: of attention.
-        activations: of the layers.
+        config: of the run.
         world_size: all ranks.
         precision: of the Trainer.
-        mixed_precision: how bf16-mixed is carried out.
-        sharding: of the parameters.
+        sharding: of the parameters; what ``auto`` is.
         shard_size: number of ranks that share a copy of them, if they are sharded.
-        parameter_offload: whether these shards are in host memory.
     """
 
-    options: Options
-    activations: Activations
+    config: Config
     world_size: int
     precision: str
-    mixed_precision: MixedPrecision
     sharding: Sharding
     shard_size: int
-    parameter_offload: bool = False
 
     @property
-    def memory_options(self) -> dict[str, object]:
-        """Return the options that may be ``auto`` until the first training step, by name."""
-        return {
-            "activation_checkpointing": self.activations.checkpointing,
-            "offload": self.options.offload,
-            "tile": self.activations.tile,
-        }
+    def memory(self) -> Memory:
+        """Return what takes less memory."""
+        return self.config.memory
 
     @property
     def undecided(self) -> list[str]:
-        """Return the names of those that are."""
-        return [name for name, value in self.memory_options.items() if value == "auto"]
+        """Return the names of what is ``auto`` until the first training step."""
+        names = ("activation_checkpointing", "offload", "tile")
+        return [name for name in names if getattr(self.memory, name) == "auto"]
+
+    def with_memory(self, **values: Any) -> "RunSetup":
+        """Return the run with other values of `Memory`."""
+        # Of `offload_after` the ranks have agreed on a budget.
+        memory = replace(self.memory, offload_after=0.0, **values)
+        return replace(self, config=replace(self.config, memory=memory))
 
     def choices(self, *, is_checkpointed: bool, num_layers: int = 0) -> Iterator["RunSetup"]:
         """Yield the runs that ``auto`` may mean, the fastest first.
@@ -76,41 +71,41 @@ class RunSetup:
             is_checkpointed: whether the model recomputes its layers already.
             num_layers: layers that may be recomputed one by one.
         """
-        options, activations = self.options, self.activations
+        memory = self.memory
         others = list(
             product(
-                _values(activations.tile, False, True),
-                _values(options.keep_attention, "all", "auto"),
-                _values(options.offload, "none", "all"),
+                _values(memory.tile, False, True),
+                _values(memory.keep_attention, "all", "auto"),
+                _values(memory.offload, "none", "all"),
             )
         )
         recompute = (False,) if is_checkpointed else (False, *range(1, num_layers), True)
-        is_auto = activations.checkpointing == "auto"
-        for checkpointing in _values(activations.checkpointing, *recompute):
+        is_auto = memory.activation_checkpointing == "auto"
+        for checkpointing in _values(memory.activation_checkpointing, *recompute):
             is_all = checkpointing is True or is_checkpointed or (checkpointing and not is_auto)
             for tile, keep, offload in others if is_all else others[:1]:
-                yield replace(
-                    self,
-                    options=replace(options, keep_attention=keep, offload=offload),
-                    activations=replace(activations, checkpointing=checkpointing, tile=tile),
+                yield self.with_memory(
+                    activation_checkpointing=checkpointing,
+                    tile=tile,
+                    keep_attention=keep,
+                    offload=offload,
                 )
 
     def of(self, model: Mapping[str, Any], step: Step) -> Setup | None:
         """Return the setup of a step for the planner; None for one that it cannot plan."""
-        precision = "bf16-policy" if self.mixed_precision == "fsdp" else self.precision
+        parameters, memory, layout = self.config.parameters, self.memory, step.layout
+        precision = "bf16-policy" if parameters.mixed_precision == "fsdp" else self.precision
         if precision not in ("bf16-mixed", "bf16-true", "bf16-policy"):
             return None
         num_tensor_ranks = step.groups.tensor.size
         if not model["shape"].has_parts(num_tensor_ranks):
             return None
-        options, layout = self.options, step.layout
-        activations = self.activations
-        is_checkpointed = model["is_checkpointed"] or activations.is_checkpointing
+        is_checkpointed = model["is_checkpointed"] or memory.is_checkpointing
         checkpointing = "full" if is_checkpointed else "none"
         # A model may recompute some of its layers by itself; which of them matters little.
         own = model.get("num_checkpointed", 0)
-        num_layers = int(activations.checkpointing) if activations.is_number else own
-        if checkpointing == "full" and options.kept_bytes is None:
+        num_layers = own if memory.num_layers is None else memory.num_layers
+        if checkpointing == "full" and memory.kept_bytes is None:
             checkpointing = "keep"
         setup = Setup(
             seq_len=max(layout.seq_len, layout.cp_size),
@@ -122,16 +117,15 @@ class RunSetup:
             precision=precision,  # type: ignore[arg-type]
             sharding=self.sharding,
             shard_size=self.shard_size,
-            parameter_offload=self.parameter_offload,
+            parameter_offload=parameters.offload,
             checkpointing=checkpointing,  # type: ignore[arg-type]
             checkpointed_layers=num_layers if num_layers < len(model["shape"].layers) else 0,
-            offload="none" if options.offload_bytes == 0 or checkpointing == "none" else "all",
-            compiled=activations.compile is not None,
+            offload="none" if memory.offload_bytes == 0 or checkpointing == "none" else "all",
+            compiled=memory.compile is not None,
             lora_rank=model["lora_rank"],
-            attention_memory=options.attention_memory,
-            gradient_wire=options.gradient_wire,
+            attention=self.config.attention,
         )
-        tile = activations.tile
+        tile = memory.tile
         if tile is False or tile == "auto":
             return setup
         tokens = MIN_TOKENS if tile is True else tile

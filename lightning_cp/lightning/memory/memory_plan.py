@@ -17,7 +17,8 @@ from torch import nn
 from lightning_cp.adapters import plan_models
 from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import gather
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.config import Memory
+from lightning_cp.lightning.memory.activations import still_to_do
 from lightning_cp.lightning.memory.memory_choice import (
     HOST_MARGIN,
     MARGIN,
@@ -54,10 +55,9 @@ class MemoryCheck:
     Args:
         module: the LightningModule.
         device: of this rank.
-        run: the options of the run.
+        run: its configuration and sizes.
         cp: offloads, if that is decided.
         prepare: prepares the layers of the model, if that is decided.
-        refuse: whether to raise.
     """
 
     def __init__(
@@ -67,13 +67,12 @@ class MemoryCheck:
         run: RunSetup,
         *,
         cp: ContextParallel,
-        prepare: Callable[[Activations], None],
-        refuse: bool,
+        prepare: Callable[[Memory], None],
     ) -> None:
-        self._module, self._device, self._run, self._refuse = module, device, run, refuse
+        self._module, self._device, self._run = module, device, run
         self._cp, self._prepare = cp, prepare
-        if run.options.offload == "auto":  # an earlier run may have offloaded
-            cp.offloaded = None
+        if run.memory.offload == "auto":  # an earlier run may have offloaded
+            cp.offload_to(None)
         self._is_first, self._has_warned = True, False
         self._num_tokens = 0
         self._total: float | None = None
@@ -97,7 +96,7 @@ class MemoryCheck:
         if num_tokens > self._num_tokens:  # less memory is left than was planned
             self._num_tokens = num_tokens
             self._plan(step, is_first=is_first)
-        if self._run.options.keep_attention == "auto":
+        if self._run.memory.keep_attention == "auto":
             step.cache.kept_limit = self._kept
 
     def _plan(self, step: Step, *, is_first: bool) -> None:
@@ -119,21 +118,21 @@ class MemoryCheck:
         setup, host = self._limited(model["shape"], setup, step), _host_budget(step)
         self.plan = plan_memory(model["shape"], setup)
         self._kept = _room(model["shape"], setup, self.plan, total, host)
-        if setup.checkpointing == "full" and self._run.options.keep_attention == "auto":
+        if setup.checkpointing == "full" and self._run.memory.keep_attention == "auto":
             decided += f" keep_attention_limit_gb={self._kept / 1e9:.1f}"
         if is_first:
             _log(describe_memory(self.plan, total) + decided)
             is_too_large = model["is_known"] and self.plan.peak > TOLERANCE * total
             groups = (step.groups.tensor, step.groups.context, step.groups.data)
-            if self._refuse and any_rank([is_too_large], *groups)[0]:
+            if self._run.memory.check and any_rank([is_too_large], *groups)[0]:
                 raise MemoryError(_refusal(self.plan, total))
 
     def _decide(self, model: Mapping[str, Any], step: Step, total: float) -> str:
         """Decide what is ``auto``, alike on all ranks; carry it out, and return it as text."""
         run, groups = self._run, step.groups
         budget = None
-        if run.options.offload == "auto":
-            budget = resolve_budget(replace(run.options, offload="all"), groups)
+        if run.memory.offload == "auto":
+            budget = resolve_budget(replace(run.memory, offload="all"), groups)
         host = _host_budget(step) if budget is None else float(budget.host_bytes)
         num_layers = len(switched_layers(self._module))
         if num_layers != len(model["shape"].layers):
@@ -147,23 +146,24 @@ class MemoryCheck:
         exceeds = any_rank(exceeds, groups.tensor, groups.context, groups.data)
         # If none fits, the last one takes the least.
         chosen = choices[exceeds.index(False) if False in exceeds else -1]
-        self._prepare(chosen.activations.without(run.activations))
-        is_auto = run.activations.checkpointing == "auto" and not model["is_checkpointed"]
-        if is_auto and chosen.activations.checkpointing is not True:
+        self._prepare(still_to_do(chosen.memory, run.memory))
+        is_auto = run.memory.activation_checkpointing == "auto" and not model["is_checkpointed"]
+        if is_auto and chosen.memory.activation_checkpointing is not True:
             self._num_layers = num_layers
-        options = replace(chosen.options, keep_attention=run.options.keep_attention)
-        if budget is not None and options.offload == "all":
+        offload = chosen.memory.offload
+        if budget is not None and offload == "all":
             # What exceeds the host's memory stays on the device.
-            options = replace(options, offload=budget.host_bytes / 2**30)
-            self._cp.offloaded = Store(replace(budget, is_complete=False))
-            attach(self._cp.offloaded, step)
-        self._run = replace(chosen, options=options)
-        values = chosen.memory_options
-        return "".join(f" {name}={values[name]}" for name in run.undecided)
+            offload = budget.host_bytes / 2**30
+            store = Store(replace(budget, is_complete=False))
+            self._cp.offload_to(store)
+            attach(store, step)
+        keep = run.memory.keep_attention
+        self._run = chosen.with_memory(keep_attention=keep, offload=offload)
+        return "".join(f" {name}={getattr(chosen.memory, name)}" for name in run.undecided)
 
     def _limited(self, shape: ModelShape, setup: Setup, step: Step) -> Setup:
         """Return a setup without offload where host memory is limited: the rest stays here."""
-        is_limited = self._run.options.offload_bytes is not None
+        is_limited = self._run.memory.offload_bytes is not None
         if is_limited and host_bytes(plan_memory(shape, setup), setup) > _host_budget(step):
             return replace(setup, offload="none")
         return setup
@@ -173,20 +173,19 @@ class MemoryCheck:
         if self._num_layers == 0:
             return
         run = self._run
-        keep = "all" if run.options.keep_attention == "auto" else run.options.keep_attention
-        kept = replace(run, options=replace(run.options, keep_attention=keep))
-        first = number = int(run.activations.checkpointing)
+        keep = "all" if run.memory.keep_attention == "auto" else run.memory.keep_attention
+        first = number = int(run.memory.activation_checkpointing)
         while number < self._num_layers:
-            activations = replace(run.activations, checkpointing=number or False)
-            setup = replace(kept, activations=activations).of(model, step)
+            kept = run.with_memory(activation_checkpointing=number or False, keep_attention=keep)
+            setup = kept.of(model, step)
             assert setup is not None  # noqa: S101  its precision is known
             setup = self._limited(model["shape"], setup, step)
             if fits(model["shape"], setup, device=total, host=inf):
                 break
             number += 1
         if number > first:
-            self._run = replace(run, activations=replace(run.activations, checkpointing=number))
-            self._prepare(Activations(number))
+            self._run = run.with_memory(activation_checkpointing=number)
+            self._prepare(Memory(number))
             num_tokens = step.batch_size * step.layout.local_len
             _log(f"memory plan: tokens={num_tokens} activation_checkpointing={number}")
 
@@ -195,9 +194,9 @@ class MemoryCheck:
             self._has_warned = True
             names = ", ".join(f"{name}='auto'" for name in self._run.undecided)
             _warn(
-                f"{names}: the memory of this run cannot be planned, and nothing is switched on. "
-                "Plans are for one Hugging Face model in bf16-mixed or bf16-true, whose batches "
-                "are sharded as a whole. Set the values yourself."
+                f"memory=Memory({names}): the memory of this run cannot be planned, and nothing is "
+                "switched on. Plans are for one Hugging Face model in bf16-mixed or bf16-true, "
+                "whose batches are sharded as a whole. Set the values yourself."
             )
 
 
@@ -260,10 +259,11 @@ def _refusal(plan: MemoryPlan, total: float) -> str:
     parts = ", ".join(f"{name} {x / 1e9:.0f}" for name, x in plan.parts.items() if x >= 5e8)
     return (
         f"This training step needs {plan.peak / 1e9:.0f} GB on each rank by plan ({parts}), and "
-        f"the device has {total / 1e9:.0f} GB. Use activation_checkpointing='auto', offload='auto' "
-        "and tile='auto', which take what fits; parameter_sharding='full', parameter_offload=True, "
-        "more context ranks, shorter sequences, or LoRA. `lightning-cp plan` computes what each "
-        "saves. If the plan is wrong, go on with check_memory=False."
+        f"the device has {total / 1e9:.0f} GB. Use memory=Memory("
+        "activation_checkpointing='auto', offload='auto', tile='auto'), which take what fits; "
+        "parameters='full' or Parameters(offload=True), more context ranks, shorter sequences, or "
+        "LoRA. `lightning-cp plan` computes what each saves. If the plan is wrong, go on with "
+        "memory=Memory(check=False)."
     )
 
 

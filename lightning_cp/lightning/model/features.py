@@ -48,7 +48,7 @@ def check_features(trainer: Trainer) -> None:
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
             "ModelPruning is not supported: it selects weights by comparing all of them, but each "
-            "rank holds a shard (with parameter_sharding='none' it fails as well). Prune the full "
+            "rank holds a shard (with parameters='none' it fails as well). Prune the full "
             "weights after training: `python -m lightning_cp consolidate DIR OUT`, then "
             "torch.nn.utils.prune."
         )
@@ -71,7 +71,8 @@ def check_offload_features(trainer: Trainer) -> None:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} keeps its average on the device, but "
-                "parameter_offload=True keeps parameters in host memory. Remove one of them."
+                "parameters=Parameters(offload=True) keeps parameters in host memory. Remove one "
+                "of them."
             )
 
 

@@ -5,14 +5,12 @@ Lightning's plugin runs steps under autocast. FSDP2 casts weights when it gather
 activations are bfloat16. docs/memory.md compares them.
 """
 
-from typing import get_args
-
 from lightning.pytorch.plugins import MixedPrecision as AutocastPrecision
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
-from lightning_cp.config import MixedPrecision, check_choice
-from lightning_cp.fsdp.sharding import ParameterSharding, is_sharded
+from lightning_cp.config import MixedPrecision
+from lightning_cp.fsdp.sharding import is_sharded
 
 
 class ShardedMixedPrecision(Precision):
@@ -21,29 +19,14 @@ class ShardedMixedPrecision(Precision):
     precision = "bf16-mixed"
 
 
-def check_mixed_precision(name: str, sharding: ParameterSharding) -> None:
-    """Raise for an unknown value of ``mixed_precision``, and for parameters that are not sharded.
-
-    Args:
-        name: the value.
-        sharding: how the strategy shards parameters.
-    """
-    check_choice("mixed_precision", name, get_args(MixedPrecision))
-    if name == "fsdp" and sharding == "none":
-        raise ValueError(
-            "mixed_precision='fsdp' casts weights when FSDP2 gathers them, but "
-            "parameter_sharding='none' replicates them. Use mixed_precision='autocast', or "
-            "parameter_sharding='full' or 'hybrid'."
-        )
-
-
 def resolve_plugin(name: MixedPrecision, plugin: Precision) -> Precision:
     """Return the precision plugin of a run: ours instead of Lightning's autocast, if requested."""
     if name == "autocast" or isinstance(plugin, ShardedMixedPrecision):
         return plugin
     if type(plugin) is not AutocastPrecision or plugin.precision != "bf16-mixed":
         raise ValueError(
-            f"mixed_precision='fsdp' needs Trainer(precision='bf16-mixed'), but the Trainer has "
+            f"parameters=Parameters(mixed_precision='fsdp') needs Trainer(precision="
+            "'bf16-mixed'), but the Trainer has "
             f"{type(plugin).__name__}({plugin.precision!r}). Set that precision, or leave "
             "mixed_precision out."
         )
@@ -54,7 +37,8 @@ def check_not_sharded(name: MixedPrecision, model: nn.Module) -> None:
     """Raise if a user has sharded the model, whose policies are then the user's own."""
     if name == "fsdp" and is_sharded(model):
         raise ValueError(
-            "mixed_precision='fsdp' sets the policy of the modules that the strategy shards, but "
-            "configure_model() has sharded the model. Use Trainer(precision='32-true') and "
-            "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))."
+            "parameters=Parameters(mixed_precision='fsdp') sets the policy of the modules that the "
+            "strategy shards, but configure_model() has sharded the model. Use "
+            "Trainer(precision='32-true') and fully_shard(..., mp_policy="
+            "MixedPrecisionPolicy(torch.bfloat16, torch.float32))."
         )

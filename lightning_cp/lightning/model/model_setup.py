@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placing a model: sharded by its user or by us, or replicated with averaged gradients."""
 
-from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp.comm.mesh import check_size, gather_objects
+from lightning_cp.comm.mesh import gather_objects
 from lightning_cp.comm.transport import Transport
-from lightning_cp.config import MixedPrecision
+from lightning_cp.config import Parameters, Sharding
 from lightning_cp.fsdp.frozen import FrozenWeights
 from lightning_cp.fsdp.gathering import gather_parts, order_gradients
 from lightning_cp.fsdp.replication import average_gradients
 from lightning_cp.fsdp.sharding import (
-    ParameterSharding,
-    Sharding,
     broadcast_replicated,
     check_sharding,
     fill_sharded,
@@ -35,32 +33,10 @@ HYBRID_SHARE: Final = 0.25
 Long sequences need the rest, and hide the all-gathers of ``full`` behind their computation."""
 
 
-def check_shard_size(shard_size: int | Literal["auto"], sharding: ParameterSharding) -> None:
-    """Raise for a size that is no size, or that no copy of the parameters would have."""
-    if shard_size == "auto":
-        return
-    check_size("shard_size", shard_size)
-    if sharding != "hybrid":
-        raise ValueError(
-            f"shard_size={shard_size} is the number of ranks that share a copy of the parameters "
-            f"with parameter_sharding='hybrid', but it is {sharding!r}. Set 'hybrid', or leave "
-            "shard_size out."
-        )
-
-
-def check_parameter_offload(offload: bool, sharding: ParameterSharding) -> None:
-    """Raise if there would be no shards of parameters to offload."""
-    if offload and sharding == "none":
-        raise ValueError(
-            "parameter_offload=True keeps the shards of parameters in host memory, but "
-            "parameter_sharding='none' replicates them. Use parameter_sharding='full' or 'hybrid'."
-        )
-
-
 def choose_sharding(
     model: nn.Module, ranks: DeviceMesh, *, ranks_per_node: int, device_bytes: int | None
 ) -> Sharding:
-    """Return what ``parameter_sharding="auto"`` is, the same on all ranks. Collective.
+    """Return what ``parameters="auto"`` is, the same on all ranks. Collective.
 
     ``hybrid`` on several nodes, if weights, gradients and the moments of AdamW, sharded inside a
     node, take at most `HYBRID_SHARE` of the smallest device. Otherwise ``full``: also on CPUs.
@@ -107,12 +83,10 @@ _OFFLOADED: Final = "_lightning_cp_parameter_offload"
 def place_model(
     model: nn.Module,
     mesh: DeviceMesh,
+    parameters: Parameters,
     *,
     sharding: Sharding,
     tensor: DeviceMesh,
-    shard_modules: Sequence[str] | None,
-    mixed_precision: MixedPrecision,
-    offload: bool,
     device: torch.device,
     to_device: Callable[[], None],
 ) -> Callable[[], None]:
@@ -121,19 +95,18 @@ def place_model(
     Args:
         model: the LightningModule.
         mesh: data x context, one axis or two; see `shard_parameters`.
-        sharding: see `shard_parameters`; a model that is sharded already stays as it is.
+        parameters: of the configuration.
+        sharding: what is done, see `shard_parameters`; a model that is sharded already stays as it
+            is.
         tensor: the ranks that share the weights of each layer.
-        shard_modules: see `shard_parameters`.
-        mixed_precision: whether FSDP2 casts to bfloat16.
-        offload: whether shards of parameters are in host memory.
         device: device of this rank.
         to_device: moves the model to it.
     """
-    check_not_sharded(mixed_precision, model)
-    if offload and is_sharded(model) and _OFFLOADED not in model.__dict__:
+    check_not_sharded(parameters.mixed_precision, model)
+    if parameters.offload and is_sharded(model) and _OFFLOADED not in model.__dict__:
         raise ValueError(
-            "parameter_offload=True is for modules that the strategy shards, but configure_model() "
-            "has sharded the model. Shard nothing there, or leave parameter_offload out."
+            "parameters=Parameters(offload=True) is for modules that the strategy shards, but "
+            "configure_model() has sharded the model. Shard nothing there, or leave offload out."
         )
     if is_sharded(model):
         check_sharding(model, mesh)
@@ -146,12 +119,12 @@ def place_model(
             mesh,
             sharding=sharding,
             tensor=tensor,
-            shard_modules=shard_modules,
-            compute_dtype=torch.bfloat16 if mixed_precision == "fsdp" else None,
-            offload=offload,
+            shard_modules=parameters.shard_modules,
+            compute_dtype=torch.bfloat16 if parameters.mixed_precision == "fsdp" else None,
+            offload=parameters.offload,
             device=device,
         )
-        if offload:
+        if parameters.offload:
             model.__dict__[_OFFLOADED] = True
     prepare_reduction(model)
     gather_parts(model)

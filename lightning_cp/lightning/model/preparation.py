@@ -5,7 +5,7 @@ The strategy has one `Preparation`, and calls its methods in the order in which 
 Knows which options the model is prepared with; nothing about batches and steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.adapters import Handle, enable_models
-from lightning_cp.config import MixedPrecision
-from lightning_cp.fsdp.sharding import ParameterSharding, Sharding, check_parameter_sharding
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.config import Config, Memory, Sharding
+from lightning_cp.lightning.memory.activations import prepare_layers
 from lightning_cp.lightning.memory.memory_choice import RunSetup
 from lightning_cp.lightning.memory.memory_plan import MemoryCheck, device_bytes
 from lightning_cp.lightning.model.features import (
@@ -26,10 +25,7 @@ from lightning_cp.lightning.model.features import (
     check_offload_features,
     disable_inference_mode,
 )
-from lightning_cp.lightning.model.mixed_precision import check_mixed_precision
 from lightning_cp.lightning.model.model_setup import (
-    check_parameter_offload,
-    check_shard_size,
     choose_sharding,
     place_model,
 )
@@ -40,33 +36,15 @@ class Preparation:
     """Enables, shards and places the module of a run; restores it in the end.
 
     Args:
-        activations: what is done to the layers.
-        sharding: of the parameters; ``auto`` is decided by `choose_sharding`.
-        shard_size: with ``hybrid``, the number of ranks that share a copy of them.
-        shard_modules: see `shard_parameters`.
-        offload: whether shards of parameters are in host memory.
-        mixed_precision: how bf16-mixed is carried out.
+        config: of the run. A sharding that is ``auto`` is decided by `choose_sharding`.
     """
 
-    def __init__(
-        self,
-        activations: Activations,
-        *,
-        sharding: ParameterSharding,
-        shard_size: int | Literal["auto"],
-        shard_modules: Sequence[str] | None,
-        offload: bool,
-        mixed_precision: MixedPrecision,
-    ) -> None:
-        check_parameter_sharding(sharding)
-        check_shard_size(shard_size, sharding)
-        check_parameter_offload(offload, sharding)
-        check_mixed_precision(mixed_precision, sharding)
-        self._activations, self._shard_modules = activations, shard_modules
+    def __init__(self, config: Config) -> None:
+        self._config, self.parameters = config, config.parameters
         self._handles: list[Handle] = []
         self._mesh: DeviceMesh | None = None
         self._device: torch.device | None = None
-        self.offload, self.mixed_precision = offload, mixed_precision
+        sharding = self.parameters.sharding
         self.is_auto = sharding == "auto"
         self.sharding: Sharding = "full" if sharding == "auto" else sharding
         self.undos: list[Callable[[], None]] = []
@@ -81,20 +59,19 @@ class Preparation:
         """Raise for what would fail in the middle of a run."""
         check_module(module)
         check_features(trainer)
-        if self.offload:
+        if self.parameters.offload:
             check_offload_features(trainer)
 
     def enable(self, trainer: Trainer, module: nn.Module, *, training: bool) -> None:
         """Enable models of other libraries, and prepare layers and the Trainer's loops."""
         self.undos.append(disable_inference_mode(trainer))
         self._handles += enable_models(module)
-        self.prepare_layers(module, self._activations, training=training)
+        self.prepare_layers(module, self._config.memory, training=training)
 
-    def prepare_layers(
-        self, module: nn.Module, activations: Activations, *, training: bool = True
-    ) -> None:
+    def prepare_layers(self, module: nn.Module, memory: Memory, *, training: bool = True) -> None:
         """Prepare layers; again at the first step, where ``auto`` is decided there."""
-        self.undos += activations.apply(module, self._shard_modules, training=training)
+        names = self.parameters.shard_modules
+        self.undos += prepare_layers(module, memory, names, training=training)
 
     def choose_sharding(
         self, model: nn.Module, ranks: DeviceMesh, ranks_per_node: int, *, device: torch.device
@@ -122,11 +99,9 @@ class Preparation:
         stop = place_model(
             model,
             mesh,
+            self.parameters,
             sharding=self.sharding,
             tensor=tensor,
-            shard_modules=self._shard_modules,
-            mixed_precision=self.mixed_precision,
-            offload=self.offload,
             device=device,
             to_device=to_device,
         )
@@ -140,7 +115,6 @@ class Preparation:
         *,
         world_size: int,
         precision: str,
-        refuse: bool,
     ) -> MemoryCheck:
         """Return what plans the memory of the steps of a placed module.
 
@@ -149,22 +123,12 @@ class Preparation:
             cp: opens steps.
             world_size: all ranks.
             precision: of the Trainer.
-            refuse: whether to raise if a step cannot fit.
         """
         assert self._mesh is not None  # noqa: S101
         assert self._device is not None  # noqa: S101
-        run = RunSetup(
-            cp.options,
-            self._activations,
-            world_size,
-            precision,
-            self.mixed_precision,
-            self.sharding,
-            self._mesh.shape[-1],
-            self.offload,
-        )
+        run = RunSetup(self._config, world_size, precision, self.sharding, self._mesh.shape[-1])
         prepare = partial(self.prepare_layers, module)
-        return MemoryCheck(module, self._device, run, cp=cp, prepare=prepare, refuse=refuse)
+        return MemoryCheck(module, self._device, run, cp=cp, prepare=prepare)
 
     def undo(self) -> None:
         """Restore the module, and what others have added to `undos`."""

@@ -8,7 +8,8 @@ from typing import Final, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp.comm.mesh import Sizes, check_size, gather_objects
+from lightning_cp.comm.mesh import Sizes, gather_objects
+from lightning_cp.config import check_size
 
 MIN_HEARTBEAT_TIMEOUT: Final = timedelta(seconds=5)
 PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
@@ -31,8 +32,8 @@ def check_tensor_parallel_size(size: int | Literal["auto"], sharding: str) -> in
     if size > 1 and sharding == "none":
         raise ValueError(
             f"tensor_parallel_size={size} needs FSDP2, which reduces gradients over data x context "
-            "only, but parameter_sharding='none' replicates parameters. Use 'full', or 'hybrid' "
-            "with shard_size=1."
+            "only, but parameters='none' replicates them. Use 'full', or "
+            "Parameters(sharding='hybrid', shard_size=1)."
         )
     return size
 

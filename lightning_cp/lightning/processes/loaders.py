@@ -48,7 +48,7 @@ def check_num_batches(num_batches: float, mesh: DeviceMesh, *, product: str = ""
             "same number of steps, since they hold shards of the same parameters or reduce "
             "gradients together. Make the number of samples a multiple of data_parallel_size * "
             f"batch_size{product}, or use data_parallel_size=1 (for evaluation also "
-            "parameter_sharding='none')."
+            "parameters='none')."
         )
 
 

@@ -5,6 +5,7 @@ Knows launchers, devices and nodes; nothing about models or batches.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,8 +32,7 @@ from lightning_cp.comm.mesh import (
 )
 from lightning_cp.comm.rendezvous import agent_store
 from lightning_cp.comm.watchdog import Watchdog
-from lightning_cp.config import TENSOR_AXIS, Options
-from lightning_cp.geometry.mask import Mask
+from lightning_cp.config import TENSOR_AXIS, Config
 from lightning_cp.lightning import private
 from lightning_cp.lightning.processes import interruption
 from lightning_cp.lightning.processes.launch import (
@@ -40,7 +40,7 @@ from lightning_cp.lightning.processes.launch import (
     check_precision,
     warn_if_spread,
 )
-from lightning_cp.parallel import ContextParallel
+from lightning_cp.parallel import ContextParallel, groups_of
 from lightning_cp.private.groups import delay_exit_for_gloo
 
 
@@ -51,10 +51,7 @@ class MeshStrategy(ModelParallelStrategy):
         context_parallel_size: number of ranks that share each sequence, see the subclass.
         data_parallel_size: number of groups that receive different batches.
         tensor_parallel_size: number of ranks that share the weights of each layer.
-        options: options of `ContextParallel`.
-        balance: the mask under which work is balanced, see `ContextParallel`.
-        shard_size: number of ranks that hold the shards of one copy of the parameters; None for
-            all of data x context.
+        config: of the run.
         heartbeat_timeout: how long a rank may be silent, see `Watchdog`.
         lightning_options: arguments of Lightning's `ModelParallelStrategy`.
     """
@@ -65,15 +62,14 @@ class MeshStrategy(ModelParallelStrategy):
         data_parallel_size: int | Literal["auto"],
         *,
         tensor_parallel_size: int = 1,
-        options: Options,
-        balance: Mask | None,
-        shard_size: int | Literal["auto"] | None,
+        config: Config,
         heartbeat_timeout: timedelta,
         **lightning_options: Any,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=config.checkpoints.distributed,
             **lightning_options,
         )
         check_heartbeat_timeout(heartbeat_timeout)
@@ -81,8 +77,11 @@ class MeshStrategy(ModelParallelStrategy):
         self._watchdog: Watchdog | None = None
         self._detach_watchdog: Callable[[], None] | None = None
         self._context_parallel_size = context_parallel_size
-        self._options, self._balance = options, balance
-        self._shard_size = shard_size
+        self._config = config
+        # The ranks that hold the shards of one copy; None for all of data x context.
+        self._shard_size: int | Literal["auto"] | None = None
+        if config.parameters.sharding == "hybrid":
+            self._shard_size = config.parameters.shard_size
         self._meshes: Meshes | None = None
         self._shard_mesh: DeviceMesh | None = None
         self._tensor_mesh: DeviceMesh | None = None
@@ -200,25 +199,18 @@ class MeshStrategy(ModelParallelStrategy):
             )
             self._device_mesh = self._meshes.axes
             self._build_shard_mesh()
-            options = self._options
-            self._context_parallel = ContextParallel(
+            config = self._config
+            if sizes.ulysses > 1:
+                attention = replace(config.attention, ulysses_size=sizes.ulysses)
+                config = replace(config, attention=attention)
+            groups = groups_of(
+                config,
                 self._device_mesh[CONTEXT_AXIS],
                 self._device_mesh[DATA_AXIS],
                 tensor=self._device_mesh[TENSOR_AXIS],
-                layout=options.layout,
-                algorithm=options.algorithm,
-                kernel=options.kernel,
-                attention_memory=options.attention_memory,
-                gradient_wire=options.gradient_wire,
-                keep_attention=options.keep_attention,
-                offload=options.offload,
-                offload_after=options.offload_after,
-                ulysses_size=None if sizes.ulysses == 1 else sizes.ulysses,
-                sequence_dims=options.sequence_dims,
-                balance=self._balance,
-                check_batches=options.check_batches,
                 timeout=self._timeout,
             )
+            self._context_parallel = ContextParallel.of(groups, config)
             warn_if_spread(
                 sizes,
                 self._ranks(),

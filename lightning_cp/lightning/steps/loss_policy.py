@@ -7,23 +7,16 @@ user declares it.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_cp.config import check_choice
+from lightning_cp.config import LossName
 from lightning_cp.loss.means import global_mean
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step.leaves import flatten
 from lightning_cp.step.step import IGNORED_LABEL, Opened
-
-LossName = Literal["auto", "local_mean"]
-
-
-def check_loss_name(name: str) -> None:
-    """Raise for a policy that does not exist."""
-    check_choice("loss", name, get_args(LossName))
 
 
 def check_manual_optimization(policy: LossName) -> None:
@@ -32,7 +25,7 @@ def check_manual_optimization(policy: LossName) -> None:
         raise ValueError(
             "loss='local_mean' is verified before the first step, which manual optimization "
             "does not allow: the step would train. Use token_mean() or "
-            "lightning_cp.loss.global_mean(), or verify_steps=False if each loss is the mean "
+            "lightning_cp.loss.global_mean(), or verify=False if each loss is the mean "
             "over this rank's labels that are not -100, without a shift."
         )
 

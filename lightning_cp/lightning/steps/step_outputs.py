@@ -85,18 +85,14 @@ class StepOutputs:
     """Checks the values that leave the steps of a LightningModule, and unshards sequences.
 
     Args:
-        cp: how sequences are sharded.
-        verify: make a trial run on the first batch of each stage.
-        max_len: the length to which sequences are truncated for it.
+        cp: how sequences are sharded, and whether steps are verified.
         lockstep: whether data ranks take part in each other's runs, since they hold shards of the
             same parameters.
     """
 
-    def __init__(
-        self, cp: ContextParallel, *, verify: bool, max_len: int, lockstep: bool = True
-    ) -> None:
+    def __init__(self, cp: ContextParallel, *, lockstep: bool = True) -> None:
         self._cp = cp
-        self._verify = verify
+        max_len = cp.config.verify.max_len
         self.trials = TrialRuns(cp, max_len=max_len, data=[cp.groups.data] if lockstep else [])
         self._evidence: dict[_Key, Evidence] = {}
         self._verified: set[tuple[str, _Padding, object]] = set()
@@ -104,7 +100,7 @@ class StepOutputs:
     @property
     def is_on(self) -> bool:
         """Return whether steps are compared with one device."""
-        return self._verify and self._cp.cp_size > 1
+        return self._cp.config.verify.steps and self._cp.cp_size > 1
 
     @property
     def is_verifying(self) -> bool:
@@ -164,7 +160,7 @@ class StepOutputs:
                 cp.checks.released.add(other.source, other.value, cp.groups.context.device)
         else:
             keys = _keys_to_settle(call.stage, step, others, logs)
-            is_new = self._verify and not all(self._is_settled(key) for key in keys)
+            is_new = self._cp.config.verify.steps and not all(self._is_settled(key) for key in keys)
             differing, is_new = compare_values(
                 [other.value for other in others], cp.groups.context, is_new
             )

@@ -20,7 +20,6 @@ from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.lightning.memory.memory_plan import MemoryCheck
 from lightning_cp.lightning.steps.logs import Sync, recorded_logs
 from lightning_cp.lightning.steps.loss_policy import (
-    LossName,
     count_labels,
     take_loss,
     to_global_loss,
@@ -34,25 +33,13 @@ from lightning_cp.step.leaves import flatten
 from lightning_cp.step.step import Opened
 
 
-def check_verify_max_len(max_len: int) -> None:
-    """Raise if steps would be verified on sequences that are too short."""
-    if max_len < 2:
-        raise ValueError(
-            f"verify_max_len={max_len}: the sequences on which steps are verified have at least 2 "
-            "tokens. Use 2 or more, or verify_steps=False."
-        )
-
-
 class StepRunner:
     """Runs the steps of a module on this rank's tokens.
 
     Args:
         module: the LightningModule.
-        cp: opens steps.
+        cp: opens steps; its configuration has the loss policy, and whether steps are verified.
         precision: the Trainer's precision plugin.
-        loss: the loss policy.
-        verify_steps: make a trial run on the first batch of each stage.
-        verify_max_len: the length to which sequences are truncated for it.
         lockstep: whether all data ranks take the same number of steps. Loaders may have different
             lengths where parameters are not sharded: a step must not wait for data ranks then.
         stock: whether models of other libraries were enabled, so that `verify` disables them.
@@ -65,9 +52,6 @@ class StepRunner:
         *,
         cp: ContextParallel,
         precision: Precision,
-        loss: LossName,
-        verify_steps: bool,
-        verify_max_len: int,
         lockstep: bool,
         stock: bool,
         memory: MemoryCheck | None = None,
@@ -75,14 +59,11 @@ class StepRunner:
         self._module = module
         self._cp = cp
         self._precision = precision
-        self._loss: LossName = loss
-        self._verify_max_len = verify_max_len
+        self._loss = cp.config.loss
         self._lockstep = lockstep
         self._stock = stock
         self.memory = memory
-        self.outputs = StepOutputs(
-            cp, verify=verify_steps, max_len=verify_max_len, lockstep=lockstep
-        )
+        self.outputs = StepOutputs(cp, lockstep=lockstep)
         self.last_step: Opened | None = None
         self._num_labels: Tensor | None = None
         self._num_trained, self._is_due = 0, False
@@ -189,7 +170,7 @@ class StepRunner:
                 f"Some data ranks got `{names[0]}` in this step and others did not, but the layers "
                 "that take it are sharded over all of them, and called by all or by none. Give "
                 "every data rank a batch with media, or every one a batch of text, in each step; "
-                "or replicate the parameters: parameter_sharding='none'."
+                "or replicate the parameters: parameters='none'."
             )
 
     def _is_trial_due(self, step: Opened) -> bool:
@@ -217,7 +198,7 @@ class StepRunner:
         finally:
             reshard(self._module)
         if self._loss == "local_mean":
-            self.verify(batch, self._verify_max_len)
+            self.verify(batch, self._cp.config.verify.max_len)
 
     def _call(
         self, stage: str, step_fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]

@@ -56,7 +56,7 @@ class ModuleCall:
     step_fn: Callable[[Mapping[str, Any]], Any]
     precision: Callable[[], torch.dtype]
     cp: ContextParallel
-    skip: str = "ContextParallelStrategy(verify_steps=False)"
+    skip: str = "ContextParallelStrategy(verify=False)"
     may_draw: bool = field(init=False)
     leaves_out: bool = False
 

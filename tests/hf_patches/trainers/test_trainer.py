@@ -352,7 +352,7 @@ def undone(folder):
         trainer = build(folder)
         before = set(vars(trainer)), set(vars(trainer.accelerator)), set(vars(trainer.model))
         handle = context_parallel(trainer, size=2, layout="contiguous")
-        assert handle.cp.options.layout == "contiguous"
+        assert handle.cp.config.layout == "contiguous"
         assert handle.num_data_ranks == 1
         assert trainer.get_total_train_batch_size(trainer.args) == 8
         handle.undo()

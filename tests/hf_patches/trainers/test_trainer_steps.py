@@ -430,7 +430,7 @@ def run_traced(job, verify_steps):
         callback = Counts()
         trainer.add_callback(callback)
         trainer.model.get_decoder().layers[0].register_forward_hook(count)
-        context_parallel(trainer, size=dist.group.WORLD.size(), verify_steps=verify_steps)
+        context_parallel(trainer, size=dist.group.WORLD.size(), verify=verify_steps)
         trainer.train()
         log = [
             {name: x for name, x in entry.items() if "time" not in name and "second" not in name}

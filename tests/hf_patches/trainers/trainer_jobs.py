@@ -575,7 +575,7 @@ def train(job: Job) -> Run | None:
         trainer = build_trainer(job, job.folder or temporary)
         if job.size:
             named = [trainer.model.backbone] if "own" in job.flags else []
-            handle = context_parallel(trainer, *named, size=job.size, verify_steps=job.is_tried)
+            handle = context_parallel(trainer, *named, size=job.size, verify=job.is_tried)
             if "reads_logits" in job.flags:
                 handle.models[0].logits = "always"
             assert len(handle.models) == (1 if getattr(trainer, "ref_model", None) is None else 2)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_cp.lightning.memory.activations import Activations
+from lightning_cp.config import Memory
+from lightning_cp.lightning.memory.activations import prepare_layers, still_to_do
 from tests.tiny import TinyLM
 
 
@@ -14,16 +15,16 @@ def overrides(model):
     ("options", "in_training", "in_evaluation"),
     [
         ({}, 0, 0),
-        ({"checkpointing": True}, 2, 0),
+        ({"activation_checkpointing": True}, 2, 0),
         ({"tile": 4}, 2, 0),
-        ({"tile": True, "checkpointing": True}, 4, 0),
-        ({"tile": "auto", "checkpointing": "auto"}, 0, 0),
+        ({"tile": True, "activation_checkpointing": True}, 4, 0),
+        ({"tile": "auto", "activation_checkpointing": "auto"}, 0, 0),
     ],
 )
 def test_layers_are_prepared_and_restored(options, in_training, in_evaluation):
     model = TinyLM(num_layers=2)
     for training, count in ((True, in_training), (False, in_evaluation)):
-        undos = Activations(**options).apply(model, None, training=training)
+        undos = prepare_layers(model, Memory(**options), None, training=training)
         assert len(overrides(model)) >= count
         assert bool(overrides(model)) == bool(count)
         for undo in reversed(undos):
@@ -32,7 +33,6 @@ def test_layers_are_prepared_and_restored(options, in_training, in_evaluation):
 
 
 def test_what_is_decided_later_is_added_to_what_was_done():
-    given = Activations("auto", 4, "layers")
-    assert Activations(True, 4, "layers").without(given) == Activations(True, False)
-    given = Activations(True, "auto")
-    assert Activations(True, True).without(given) == Activations(False, True)
+    undecided = Memory("auto", tile=4, compile="layers")
+    assert still_to_do(Memory(True, tile=4, compile="layers"), undecided) == Memory(True)
+    assert still_to_do(Memory(True, tile=True), Memory(True, tile="auto")) == Memory(tile=True)

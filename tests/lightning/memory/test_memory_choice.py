@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import model_shape
 from lightning_cp import ContextParallelStrategy, token_mean
-from lightning_cp.config import Options
+from lightning_cp.config import Memory
 from lightning_cp.lightning.memory import memory_choice, memory_plan
-from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.lightning.memory.memory_choice import HOST_MARGIN, MARGIN, RunSetup
 from lightning_cp.memory import budget, offload, tiles
 from lightning_cp.planner import Setup
@@ -331,14 +330,15 @@ def test_a_run_fits_with_a_margin(given):
 
 def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
     def names(is_checkpointed=False, checkpointing=False, tile=False, num_layers=0, **options):
-        activations = Activations(checkpointing, tile, "layers")
-        run = RunSetup(Options(**options), activations, 8, "bf16-true", "autocast", "full", 8)
+        memory = {"activation_checkpointing": checkpointing, "tile": tile, "compile": "layers"}
+        config = doors.config(**{"keep_attention": "none", **memory, **options})
+        run = RunSetup(config, 8, "bf16-true", "full", 8)
         return [
             (
-                one.activations.checkpointing,
-                one.activations.tile,
-                one.options.keep_attention,
-                one.options.offload,
+                one.memory.activation_checkpointing,
+                one.memory.tile,
+                one.memory.keep_attention,
+                one.memory.offload,
             )
             for one in run.choices(is_checkpointed=is_checkpointed, num_layers=num_layers)
         ]
@@ -376,17 +376,17 @@ def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
 def test_config_files_may_say_auto(name):
     parser = ArgumentParser()
     parser.add_class_arguments(ContextParallelStrategy, "strategy")
-    assert parser.parse_args([f"--strategy.{name}=auto"]).strategy[name] == "auto"
+    assert parser.parse_args([f"--strategy.memory.{name}=auto"]).strategy.memory[name] == "auto"
     values = {
         "tile": {"true": True, "64": 64},
         "activation_checkpointing": {"true": True, "1": 1, "14": 14},
         "offload": {"3": 3.0, "all": "all"},
     }
     for text, value in values.get(name, {}).items():
-        found = parser.parse_args([f"--strategy.{name}={text}"]).strategy[name]
+        found = parser.parse_args([f"--strategy.memory.{name}={text}"]).strategy.memory[name]
         assert (type(found), found) == (type(value), value)
 
 
 def test_a_loop_of_ones_own_has_no_plan():
     assert doors.parallel(None, offload="auto", keep_attention="auto").offloaded is None
-    assert Options(offload="auto").offload_bytes == Options(keep_attention="auto").kept_bytes == 0
+    assert Memory(offload="auto").offload_bytes == Memory(keep_attention="auto").kept_bytes == 0

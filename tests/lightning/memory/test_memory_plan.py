@@ -11,9 +11,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelCallback
-from lightning_cp.config import Options
 from lightning_cp.lightning.memory import memory_plan
-from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.lightning.memory.memory_choice import RunSetup
 from lightning_cp.memory import budget
 from lightning_cp.planner import KNOWN, Setup
@@ -81,7 +79,7 @@ def test_a_plan_is_logged_and_refused_on_all_ranks(ranks):
     assert re.match(r"memory plan: peak_gb=1\.0 device_gb=80\.0 moment=\S+ other_buffers_gb", start)
     for found in (first, second):
         assert "This training step needs 1 GB on each rank by plan" in found["too large"]
-        assert found["too large"].endswith("go on with check_memory=False.")
+        assert found["too large"].endswith("go on with memory=Memory(check=False).")
     for how in ("too large, gone on", "unknown weights"):
         assert len(first[how][1]) == 1, how  # planned, but not refused
     for how in ("auto", "auto, offload"):
@@ -100,8 +98,8 @@ def check_memory(shape, setup, total, *, host=0.0, refuse=False):
     Without a setup, as for a precision that the planner does not know.
     """
     offload = "none" if setup is None else setup.offload
-    options = Options(keep_attention="auto", offload=offload)
-    run = RunSetup(options, Activations(), 8, "bf16-true", "autocast", "full", 8)
+    config = doors.config(keep_attention="auto", offload=offload, check_memory=refuse)
+    run = RunSetup(config, 8, "bf16-true", "full", 8)
     model = {"shape": shape, "is_known": True, "is_checkpointed": False}
     store = SimpleNamespace(budget=SimpleNamespace(host_bytes=host))
     with pytest.MonkeyPatch.context() as patch:
@@ -110,9 +108,7 @@ def check_memory(shape, setup, total, *, host=0.0, refuse=False):
         patch.setattr(memory_plan, "store_of", lambda _: store)
         patch.setattr(RunSetup, "of", lambda *_: setup)
         cp = doors.parallel(None)
-        check = memory_plan.MemoryCheck(
-            None, torch.device("cuda"), run, cp=cp, prepare=None, refuse=refuse
-        )
+        check = memory_plan.MemoryCheck(None, torch.device("cuda"), run, cp=cp, prepare=None)
         with cp.step({"input_ids": torch.ones(1, 8, dtype=torch.int64)}):
             step = active_step.current()
             check.check(step)

@@ -118,9 +118,9 @@ def test_activations_are_bfloat16_and_everything_kept_is_float32(ranks, tmp_path
 
 
 def test_unknown_and_replicated_are_refused():
-    with pytest.raises(ValueError, match="mixed_precision='half' is unknown"):
+    with pytest.raises(ValueError, match="mixed_precision='half'.* is unknown"):
         doors.strategy(mixed_precision="half")
-    with pytest.raises(ValueError, match="parameter_sharding='none' replicates them"):
+    with pytest.raises(ValueError, match="sharding='none' replicates them"):
         doors.strategy(mixed_precision="fsdp", parameter_sharding="none")
 
 

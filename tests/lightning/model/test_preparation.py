@@ -2,21 +2,13 @@
 
 import pytest
 
-from lightning_cp.lightning.memory.activations import Activations
 from lightning_cp.lightning.model import preparation
 from lightning_cp.lightning.model.preparation import Preparation
 from tests import doors
 
 
 def build(**options):
-    defaults = {
-        "sharding": "full",
-        "shard_size": "auto",
-        "shard_modules": None,
-        "offload": False,
-        "mixed_precision": "autocast",
-    }
-    return Preparation(Activations(), **{**defaults, **options})
+    return Preparation(doors.config(**options))
 
 
 class Loops:
@@ -53,7 +45,7 @@ def test_models_are_restored_first_and_then_what_was_changed_last(monkeypatch):
 def test_auto_is_chosen_for_a_run_and_chosen_again_for_the_next(monkeypatch, chosen):
     monkeypatch.setattr(preparation, "device_bytes", lambda device: None)
     monkeypatch.setattr(preparation, "choose_sharding", lambda *args, **options: chosen)
-    prepared = build(sharding="auto")
+    prepared = build(parameter_sharding="auto")
     assert prepared.sharding == "full"
     shard_size = prepared.choose_sharding(None, None, 8, device=None)
     assert (prepared.sharding, shard_size) == (chosen, "auto" if chosen == "hybrid" else None)

@@ -47,7 +47,7 @@ def test_copies_of_shards_train_as_one_process(ranks, name, context):
         check(found, exact)
         _, weights, held, said = found
         assert held < 0.51 * sum(weight.numel() for weight in weights.values())
-        assert "parameter_sharding=hybrid shard_size=2" in said
+        assert "parameters=hybrid shard_size=2" in said
 
 
 def run_loop(num_batches):
@@ -150,7 +150,7 @@ def run_refused(kind):
 
 @pytest.mark.ranks
 def test_what_cannot_be_offloaded_is_refused(ranks):
-    with pytest.raises(ValueError, match="parameter_sharding='none' replicates them. Use param"):
+    with pytest.raises(ValueError, match="sharding='none' replicates them. Use shard"):
         doors.strategy(parameter_offload=True, parameter_sharding="none")
     assert (
         "but configure_model() has sharded the model" in ranks(2).run(run_refused, SharedByUser)[0]
@@ -334,7 +334,7 @@ ENOUGH = int(4 * WEIGHTS / 2 / model_setup.HYBRID_SHARE)
 def test_auto_makes_copies_on_several_nodes_if_a_node_holds_them(ranks, memory, expected):
     exact = run_alone("llama", 1)[0]
     for said, losses in ranks(4).run(run_auto, memory):
-        assert said.endswith(f"parameter_sharding={expected}")
+        assert said.endswith(f"parameters={expected}")
         assert losses == pytest.approx(exact, abs=1e-9)
 
 
@@ -358,9 +358,9 @@ def test_auto_counts_frozen_weights_once(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_size": 4}, "shard_size=4 is the number .* but it is 'full'. Set 'hybrid', or"),
-        (hybrid(0), "shard_size=0: give a whole number of at least 1, or 'auto'"),
-        (hybrid("node"), "shard_size='node': give a whole number"),
+        ({"shard_size": 4}, r"shard_size=4\) is the number .* but it is 'full'. Set 'hybrid', or"),
+        (hybrid(0), r"shard_size=0\): give a whole number of at least 1, or 'auto'"),
+        (hybrid("node"), r"shard_size='node'\): give a whole number"),
     ],
 )
 def test_sizes_without_a_meaning_are_refused(options, message):
