@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_cp.attn.cost import (
+    CallSize,
     Estimate,
     ExchangeChoice,
     ExchangeName,
-    Problem,
     choose_exchange,
     default_memory_budget,
     estimate,
@@ -29,13 +29,13 @@ LENGTHS = tuple(1 << n for n in range(13, 21))
 SIZES = tuple(1 << n for n in range(7))
 
 
-def llama(seq_len: int, cp_size: int) -> Problem:
+def llama(seq_len: int, cp_size: int) -> CallSize:
     """Return the problem of causal attention in an 8B Llama."""
-    return Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128)
+    return CallSize(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128)
 
 
 def chosen(
-    problem: Problem, links: Links, algorithms: tuple[ExchangeName, ...] = ("gather", "ring")
+    problem: CallSize, links: Links, algorithms: tuple[ExchangeName, ...] = ("gather", "ring")
 ) -> tuple[ExchangeChoice, Estimate]:
     """Return the choice of the model, and its estimated cost."""
     budget = default_memory_budget(problem, links=links, algorithms=algorithms)
@@ -44,7 +44,7 @@ def chosen(
     return choice, estimate(choice.algorithm, problem, groups=groups, links=links)
 
 
-def share(problem: Problem, time: float) -> float:
+def share(problem: CallSize, time: float) -> float:
     """Return the share of the ideal: the full sequence on one rank / ranks / time."""
     full = estimate("gather", llama(problem.seq_len, 1)).time
     return full / problem.cp_size / time

@@ -9,7 +9,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hf_patches.enable import Handle, enable
+from hf_patches.enable import enable
 from hf_patches.shard_in_forward import shard_in_forward
 from hf_patches.verify import verify
 from hf_patches.weights.model_shape import model_shape
@@ -17,7 +17,13 @@ from hf_patches.weights.model_shape import model_shape
 if TYPE_CHECKING:
     from hf_patches.trainers import context_parallel
 
-__all__ = ["Handle", "context_parallel", "enable", "model_shape", "shard_in_forward", "verify"]
+__all__ = [
+    "context_parallel",
+    "enable",
+    "model_shape",
+    "shard_in_forward",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -16,7 +16,7 @@ from hf_patches.model.guard import guarded
 from hf_patches.weights.auto import auto_class
 from hf_patches.weights.model_shape import model_shape
 from hf_patches.weights.tensor_parallel import check_loaded, parallelize
-from lightning_cp.adapters import Handle
+from lightning_cp.adapters import AdapterHandle
 from lightning_cp.memory.checkpointing import switched_layers
 from lightning_cp.private.compiler import uncompiled
 
@@ -37,7 +37,7 @@ class HuggingFaceAdapter:
         peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
         return peft or isinstance(module, PreTrainedModel)
 
-    def enable(self, module: nn.Module) -> Handle:
+    def enable(self, module: nn.Module) -> AdapterHandle:
         """Enable a model, unless the user has done so."""
         was_enabled = is_enabled(module)
         handle = enable(module)  # a PEFT model that came after is saved whole, too

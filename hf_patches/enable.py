@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Handle:
+class EnabledModel:
     """An enabled model, until `remove()`.
 
     Args:
@@ -78,7 +78,7 @@ def enable(
     *,
     chunked_loss: ChunkedLoss = "auto",
     allow_unknown: bool = False,
-) -> Handle:
+) -> EnabledModel:
     """Let a Hugging Face model run inside steps.
 
     Works on loaded models and on the meta device, with or without PEFT. Outside of steps the model
@@ -114,7 +114,7 @@ def enable(
     inner = inner_model(model)
     if is_enabled(inner):
         add_saving(model)  # a PEFT model that came after
-        return Handle(inner, model)
+        return EnabledModel(inner, model)
     known = _check_known(inner, allow_unknown=allow_unknown)
     if known is not None and known.media is not None:
         known = _with_decoder(inner, known, allow_unknown=allow_unknown)
@@ -154,7 +154,7 @@ def enable(
         undo.pop_all()
     inner.__dict__[forward.MARK] = enabled
     _log(inner, known, kind)
-    return Handle(inner, model)
+    return EnabledModel(inner, model)
 
 
 def _change_modules(model: PreTrainedModel, known: Architecture | None) -> Iterator[Removable]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_patches.enable import Handle, enable, inner_model, is_enabled
+from hf_patches.enable import EnabledModel, enable, inner_model, is_enabled
 from hf_patches.interface.input_checks import name_arguments, parameters_of
 from hf_patches.model import forward
 from hf_patches.model.forward import ROWS, Enabled, TokenLogpOutput
@@ -50,7 +50,7 @@ _OF_MEDIA: Final = (
 
 
 @dataclass(eq=False)
-class Rows:
+class FullSequences:
     """The state of a model that takes full sequences.
 
     Args:
@@ -65,7 +65,7 @@ class Rows:
     is_alone: bool = False
     is_private: Callable[[], bool] = lambda: False
 
-    def __deepcopy__(self, _: object) -> "Rows":
+    def __deepcopy__(self, _: object) -> "FullSequences":
         return self  # groups cannot be copied; a copy of the model has the same ranks
 
     def step(
@@ -78,7 +78,7 @@ class Rows:
 
 
 @dataclass(eq=False)
-class RowsHandle:
+class ShardedModel:
     """A model that takes full sequences, until `remove()`.
 
     Args:
@@ -87,11 +87,11 @@ class RowsHandle:
     """
 
     model: PreTrainedModel
-    enabled: Handle | None = None
+    enabled: EnabledModel | None = None
 
     def remove(self) -> None:
         """Restore the model; one that was enabled before stays enabled."""
-        rows: Rows | None = self.model.__dict__.pop(ROWS, None)
+        rows: FullSequences | None = self.model.__dict__.pop(ROWS, None)
         if rows is None:
             return
         for name, function in _METHODS.items():
@@ -106,7 +106,7 @@ class RowsHandle:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Run full sequences on each rank by itself, as one device, inside a ``with`` block."""
-        rows: Rows = self.model.__dict__[ROWS]
+        rows: FullSequences = self.model.__dict__[ROWS]
         rows.is_alone = True
         try:
             yield
@@ -120,7 +120,7 @@ class RowsHandle:
     @property
     def logits(self) -> Logits:
         """Return whether an output has logits where labels are given; it can be set."""
-        rows: Rows = self.model.__dict__[ROWS]
+        rows: FullSequences = self.model.__dict__[ROWS]
         return rows.logits
 
     @logits.setter
@@ -131,7 +131,7 @@ class RowsHandle:
 
 def shard_in_forward(
     model: nn.Module, cp: ContextParallel, *, logits: Logits = "auto"
-) -> RowsHandle:
+) -> ShardedModel:
     """Let a model be called with full sequences, and shard them inside of its forward.
 
     Every context rank calls the model with the same arguments, as the stock model is called, and
@@ -171,7 +171,7 @@ def shard_in_forward(
     """
     check_choice("logits", logits, get_args(Logits))
     inner = inner_model(model)
-    rows: Rows | None = inner.__dict__.get(ROWS)
+    rows: FullSequences | None = inner.__dict__.get(ROWS)
     if rows is not None:
         if rows.cp is not cp:
             raise ValueError(
@@ -180,7 +180,7 @@ def shard_in_forward(
                 "another trainer has had: handle = context_parallel(first_trainer, size=...), then "
                 "handle.remove() before the next context_parallel()."
             )
-        return RowsHandle(inner)
+        return ShardedModel(inner)
     if cp.groups.data.size > 1:
         raise ValueError(
             f"shard_in_forward() got a ContextParallel with {cp.groups.data.size} data ranks: its "
@@ -192,8 +192,8 @@ def shard_in_forward(
     for name, function in _METHODS.items():
         if hasattr(inner, name):
             replace_method(inner, name, function)
-    inner.__dict__[ROWS] = Rows(cp, logits)
-    return RowsHandle(inner, None if was_enabled else handle)
+    inner.__dict__[ROWS] = FullSequences(cp, logits)
+    return ShardedModel(inner, None if was_enabled else handle)
 
 
 def takes_full_sequences(model: nn.Module) -> bool:
@@ -231,7 +231,7 @@ _METHODS: Final = {"forward": _forward, "generate": _generate}
 
 
 def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | int | None) -> Any:
-    rows: Rows = model.__dict__[ROWS]
+    rows: FullSequences = model.__dict__[ROWS]
     enabled: Enabled = model.__dict__[forward.MARK]
     labels, keep = arguments.get("labels"), None
     if enabled.head != "sequence" and not takes_num_items(type(model).forward):
@@ -363,7 +363,7 @@ def _run_fused(
 
     The loss is computed from full sequences, on every rank, as the head does it.
     """
-    rows: Rows = model.__dict__[ROWS]
+    rows: FullSequences = model.__dict__[ROWS]
     enabled: Enabled = model.__dict__[forward.MARK]
     if not enabled.patch.previous or "labels" not in arguments:
         raise ValueError(

@@ -25,7 +25,7 @@ NOTES: Final = "lightning_cp"
 """The key under which a checkpoint holds the notes of adapters about models."""
 
 
-class Handle(Protocol):
+class AdapterHandle(Protocol):
     """The changes that an adapter has made to a model."""
 
     def remove(self) -> None:
@@ -38,7 +38,7 @@ class Adapter(Protocol):
     def matches(self, module: nn.Module) -> bool:
         """Return whether a module is one of its models."""
 
-    def enable(self, module: nn.Module) -> Handle:
+    def enable(self, module: nn.Module) -> AdapterHandle:
         """Make a model run inside steps."""
 
     def output_dims(self, output: object) -> Mapping[str, int]:
@@ -104,9 +104,9 @@ def _outermost_models(owner: nn.Module) -> Iterator[tuple[Adapter | None, nn.Mod
     return visit(owner)
 
 
-def enable_models(owner: nn.Module) -> list[Handle]:
+def enable_models(owner: nn.Module) -> list[AdapterHandle]:
     """Let adapters prepare the models inside a module; raise if a model has no adapter."""
-    handles: list[Handle] = []
+    handles: list[AdapterHandle] = []
     for adapter, module in _outermost_models(owner):
         if adapter is not None:
             handles.append(adapter.enable(module))

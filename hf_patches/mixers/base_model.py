@@ -38,7 +38,7 @@ _OF_TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "token_type_i
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class DocumentSamples:
     """The documents of a step as samples of one batch, and how to find this rank's tokens.
 
     Args:
@@ -56,7 +56,7 @@ class Samples:
 
 
 @per_step
-def _build_samples(step: Step) -> Samples:
+def _build_samples(step: Step) -> DocumentSamples:
     tokens, batch_size, seq_len = token_map(step), step.batch_size, step.layout.seq_len
     kept = np.ones((1, seq_len), np.bool_)
     if step.documents is not None:
@@ -71,7 +71,7 @@ def _build_samples(step: Step) -> Samples:
     index, back, mask = (
         to_device(torch.from_numpy(x), device) for x in (rows, owned, is_token.astype(np.int64))
     )
-    return Samples(index, None if is_token.all() else mask, back, is_packed=is_packed)
+    return DocumentSamples(index, None if is_token.all() else mask, back, is_packed=is_packed)
 
 
 class BaseModel(Replacement):
@@ -108,7 +108,7 @@ class BaseModel(Replacement):
         return _of_own_tokens(output, samples, step)
 
 
-def _of_own_tokens(output: Any, samples: Samples, step: Step) -> Any:
+def _of_own_tokens(output: Any, samples: DocumentSamples, step: Step) -> Any:
     """Return an output of this rank's tokens; what is neither per token nor per sample is left out.
 
     Gradients of parameters are those of this rank's tokens: summed over ranks, those of all.

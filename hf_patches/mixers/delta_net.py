@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_patches.mixers.conv import convolve
 from hf_patches.mixers.functions import Functions, replace_functions
-from hf_patches.mixers.rows import RESET, Rows, build_rows
+from hf_patches.mixers.rows import RESET, RangeRows, build_rows
 from lightning_cp.patch import Patch
 from lightning_cp.sequence import initial_states
 
@@ -77,7 +77,7 @@ def _has_kernels() -> bool:
 
 
 def _compute_with_states(
-    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: Rows
+    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: RangeRows
 ) -> Tensor:
     """Return the outputs of rows [N, T, H, value dim], with the states before them."""
     num_rows, _, heads, value_dim = value.shape
@@ -94,7 +94,7 @@ def _compute_with_states(
 
 
 def _compute_alone(
-    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: Rows
+    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, rows: RangeRows
 ) -> Tensor:
     """Return the outputs of rows that no state reaches: less work, but theirs reach others."""
     out, state = kernel(query, key, value)
@@ -104,7 +104,7 @@ def _compute_alone(
     return complete
 
 
-def _initial(decay: Tensor, state: Tensor, rows: Rows) -> Tensor:
+def _initial(decay: Tensor, state: Tensor, rows: RangeRows) -> Tensor:
     pair = (rows.by_range(x) for x in (decay, state))
     return initial_states(*pair, apply=torch.matmul).flatten(0, 1)
 

@@ -119,7 +119,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class DocumentRows:
     """The documents of a step, each as a row of its own, and how to find this rank's tokens.
 
     Args:
@@ -133,7 +133,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class TokenSource:
     """Where the tokens of rows come from: full sequences, or this rank's ranges and their halos.
 
     Indices are those of the flattened source, all samples one after another.
@@ -155,7 +155,7 @@ class Source:
 
 def full_source(
     tokens: TokenMap, *, batch_size: int, seq_len: int, kept: BoolArray | None = None
-) -> Source:
+) -> TokenSource:
     """Return the documents of the full batch: of tokens that are kept, by default the real ones."""
     samples = np.arange(batch_size)[:, None] * seq_len
     first = tokens.first[:, :seq_len] + samples
@@ -164,7 +164,7 @@ def full_source(
     counted, begins, lengths = np.unique(first.ravel()[real], return_index=True, return_counts=True)
     inside = tokens.positions < seq_len
     local = samples + np.where(inside, tokens.positions, 0)
-    return Source(
+    return TokenSource(
         starts=real[begins],
         lengths=lengths,
         counted=counted,
@@ -173,7 +173,7 @@ def full_source(
     )
 
 
-def near_source(tokens: TokenMap, *, batch_size: int, reach: int) -> Source:
+def near_source(tokens: TokenMap, *, batch_size: int, reach: int) -> TokenSource:
     """Return the parts of documents in this rank's ranges, after the tokens that they see."""
     num_extended = sum(reach + held.tokens.size for held in tokens.held)
     samples = np.arange(batch_size)[:, None] * num_extended
@@ -196,7 +196,7 @@ def near_source(tokens: TokenMap, *, batch_size: int, reach: int) -> Source:
     num_real = np.pad(np.cumsum(tokens.is_real, 1), ((0, 0), (1, 0)))
     before: IntArray = num_real[row, start] - num_real[row, earliest]
     starts = sample * num_extended + extended[at] - before
-    return Source(
+    return TokenSource(
         starts=starts,
         lengths=sizes + before,
         counted=starts,
@@ -219,7 +219,7 @@ def _check_holes(tokens: TokenMap) -> None:
 
 
 def pack(
-    source: Source, *, width: int | None = None, multiple: int = 1
+    source: TokenSource, *, width: int | None = None, multiple: int = 1
 ) -> tuple[list[IntArray], list[IntArray], IntArray]:
     """Lay documents out as rows, in groups of similar lengths; find this rank's tokens in them.
 
@@ -232,7 +232,7 @@ def pack(
         multiple: what the length of a row must be a multiple of.
 
     Returns:
-        For each group ``index`` and ``by_count``, then ``back``: see `Group` and `Rows`.
+        For each group ``index`` and ``by_count``, then ``back``: see `Group` and `DocumentRows`.
 
     Example:
         >>> from lightning_cp.geometry.layout import build_layout
@@ -263,7 +263,7 @@ def pack(
 
 
 @per_step
-def rows_of(step: Step, *, reach: int | None, multiple: int) -> Rows:
+def rows_of(step: Step, *, reach: int | None, multiple: int) -> DocumentRows:
     """Return the rows of a step, on the device of its tokens; computed once."""
     tokens, batch_size = token_map(step), step.batch_size
     _check_holes(tokens)
@@ -281,7 +281,7 @@ def rows_of(step: Step, *, reach: int | None, multiple: int) -> Rows:
         by_count = index  # each token has its own position
     device = step.position_ids.device
     pairs = zip(index, by_count, strict=True)
-    return Rows(
+    return DocumentRows(
         tuple(Group(*(to_device(torch.from_numpy(x), device) for x in pair)) for pair in pairs),
         to_device(torch.from_numpy(back), device),
     )
@@ -410,7 +410,7 @@ class RowMixer(Replacement):
         return _masks.find(step, key, build)
 
     def _own_tokens(
-        self, outputs: list[Any], rows: Rows, step: Step, arguments: Mapping[str, Any]
+        self, outputs: list[Any], rows: DocumentRows, step: Step, arguments: Mapping[str, Any]
     ) -> Any:
         """Return this rank's tokens of the outputs, [B, L, ...]; zeros for padding."""
         if not isinstance(outputs[0], tuple):

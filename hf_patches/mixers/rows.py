@@ -25,7 +25,7 @@ RESET = -1e4
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RangeRows:
     """How the tokens of a step are arranged; N rows (ranges times samples) of T places.
 
     Args:
@@ -89,7 +89,7 @@ class Rows:
         return x.masked_fill(self.hidden.view(*self.hidden.shape, *[1] * (x.dim() - 2)), 0)
 
 
-def build_rows(x: Tensor, chunk_size: int) -> Rows:
+def build_rows(x: Tensor, chunk_size: int) -> RangeRows:
     """Return the arrangement of the active step; layers share it.
 
     Args:
@@ -102,7 +102,7 @@ def build_rows(x: Tensor, chunk_size: int) -> Rows:
 
 
 @per_step
-def _arrange(step: Step, chunk_size: int, batch_size: int, device: torch.device) -> Rows:
+def _arrange(step: Step, chunk_size: int, batch_size: int, device: torch.device) -> RangeRows:
     tokens, hidden = token_map(step), None
     if tokens.hidden is not None:
         hidden = to_device(torch.from_numpy(tokens.hidden), device)
@@ -110,13 +110,13 @@ def _arrange(step: Step, chunk_size: int, batch_size: int, device: torch.device)
     enters = any(_enters(tokens, held, sample) for held in tokens.held for sample in samples)
     cuts = [[find_cuts(tokens, held, sample) for sample in samples] for held in tokens.held]
     if not any(len(cut) for by_sample in cuts for cut in by_sample):
-        return Rows(tokens.lengths, max(*tokens.lengths, 1), enters, hidden)
+        return RangeRows(tokens.lengths, max(*tokens.lengths, 1), enters, hidden)
     places = [
         [_place(held, cuts[held.number][sample], chunk_size) for sample in samples]
         for held in tokens.held
     ]
     row_len = max(int(place[-1]) + 1 for by_sample in places for place in by_sample if len(place))
-    return Rows(
+    return RangeRows(
         tokens.lengths,
         row_len,
         enters,

@@ -26,7 +26,7 @@ _USED: Final = (*_FEATURES, "attention_mask")
 
 
 @dataclass
-class Leaf:
+class FeatureTensor:
     """A tensor of features, or a list of one tensor per item, of this rank's items.
 
     Args:
@@ -54,7 +54,7 @@ class UsedOutput:
     """
 
     def __init__(self, output: Any, *, is_dummy: bool = False) -> None:
-        self.leaves: list[Leaf] = []
+        self.leaves: list[FeatureTensor] = []
         self._class = type(output)
         self._is_dummy = is_dummy
         names = [name for name in _USED if output.get(name) is not None]
@@ -85,7 +85,7 @@ class UsedOutput:
     def _add(self, rows: Tensor, counts: list[int] | None) -> _Number:
         if self._is_dummy:
             rows, counts = rows[:0], None if counts is None else []
-        self.leaves.append(Leaf(rows, counts))
+        self.leaves.append(FeatureTensor(rows, counts))
         return _Number(len(self.leaves) - 1)
 
 
@@ -98,7 +98,7 @@ def _fill(value: Any, full: Sequence[Any]) -> Any:
 
 
 def agree_on_counts(
-    leaves: Sequence[Leaf], num_items: Sequence[int], transport: Transport
+    leaves: Sequence[FeatureTensor], num_items: Sequence[int], transport: Transport
 ) -> list[list[IntArray]]:
     """Return, for each leaf and rank, the rows of each item of the rank; one sum for a tensor.
 

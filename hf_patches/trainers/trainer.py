@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_patches.shard_in_forward import RowsHandle, shard_in_forward, takes_full_sequences
+from hf_patches.shard_in_forward import ShardedModel, shard_in_forward, takes_full_sequences
 from hf_patches.trainers.private import (
     FROM_FIRST,
     GENERATE,
@@ -103,7 +103,7 @@ class TrainerHandle:
 
     cp: ContextParallel
     mesh: DeviceMesh | None
-    models: list[RowsHandle] = field(default_factory=list)
+    models: list[ShardedModel] = field(default_factory=list)
     _patches: list[Patch] = field(default_factory=list, repr=False)
 
     @property

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_patches.shard_in_forward import RowsHandle
+from hf_patches.shard_in_forward import ShardedModel
 from hf_patches.trainers.private import logged_metrics
 from lightning_cp.comm.transport import GroupTransport
 from lightning_cp.compare.replay import NotComparableError
 from lightning_cp.compare.restore import user_hooks
-from lightning_cp.compare.trials import Run, TrialRuns, Value, copied, is_in_turn
+from lightning_cp.compare.trials import StepRun, TrialRuns, Value, copied, is_in_turn
 from lightning_cp.compare.verify import (
     Weights,
     has_room,
@@ -44,7 +44,7 @@ from lightning_cp.compare.whose_code import LIBRARIES, is_of_user
 from lightning_cp.data import outputs
 from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
 from lightning_cp.data.media import media_names
-from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.outputs import OutputLeaf
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch
 from lightning_cp.step.leaves import flatten
@@ -72,7 +72,7 @@ _BELOW: Final = sys.stdlib_module_names | {"torch", "accelerate", "torchmetrics"
 
 def verify_steps(
     trainer: Any,
-    models: list[RowsHandle],
+    models: list[ShardedModel],
     cp: ContextParallel,
     data: dist.ProcessGroup,
     replace: Callable[[Any, str, Any], None],
@@ -271,7 +271,7 @@ class _TrainerCall:
 
     stage: str
     trainer: Any
-    models: list[RowsHandle]
+    models: list[ShardedModel]
     cp: ContextParallel
     data: dist.ProcessGroup
     function: Callable[..., Any]
@@ -320,7 +320,7 @@ class _TrainerCall:
                 self.differing.setdefault(path.partition("[")[0], (value, expected))
         return ""
 
-    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
+    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> StepRun:
         """Run the step, collect its values, and undo what it changes.
 
         An error of a run on the ranks says that full sequences raise none.
@@ -336,7 +336,7 @@ class _TrainerCall:
                 f"{self.skip}."
             ) from error
 
-    def _run_once(self, batch: Any, *, alone: bool, seed: int) -> Run:
+    def _run_once(self, batch: Any, *, alone: bool, seed: int) -> StepRun:
         trainer = self.trainer
         model = self.model
         if isinstance(model, DistributedDataParallel):
@@ -369,7 +369,7 @@ class _TrainerCall:
                 self._log()
             values = self._values(result, logs) | self._outside_gradients(reached.trained)
             gradients = take_gradients(model, None if alone else self.cp.groups.context)
-            return Run(values, gradients=gradients, kept=reached.numbers())
+            return StepRun(values, gradients=gradients, kept=reached.numbers())
 
     def _values(self, result: Any, logs: Mapping[str, list[Any]]) -> dict[str, Value]:
         """Return what the step has returned and logged, by name."""
@@ -381,10 +381,10 @@ class _TrainerCall:
         }
         for path, number in _numbers(logged_metrics(self.trainer)):
             values[f"metrics {path}"] = Value(
-                Leaf("", number), f"logged {path}", is_loss=True, floor=_METRIC_FLOOR
+                OutputLeaf("", number), f"logged {path}", is_loss=True, floor=_METRIC_FLOOR
             )
         for path, number in _numbers(logs):
-            values[f"log {path}"] = Value(Leaf("", number), f"logged {path}")
+            values[f"log {path}"] = Value(OutputLeaf("", number), f"logged {path}")
         return values
 
     def _log(self) -> None:
@@ -403,7 +403,7 @@ class _TrainerCall:
         for path, x in sorted(trained.items()):  # ranks may find them in another order
             gradient = number if x.grad is None else x.grad.detach()
             norm = float(gradient.norm())
-            leaf = Leaf("", torch.tensor(norm) if is_low else gradient)
+            leaf = OutputLeaf("", torch.tensor(norm) if is_low else gradient)
             name = f"gradient of `{path}`"
             values[name] = Value(leaf, name, floor=_LOW_GRADIENT * norm if is_low else 0.0)
         return values
@@ -487,7 +487,7 @@ _PEERS: Final = {"src": "group_src", "dst": "group_dst"}
 
 @contextmanager
 def _as_one_device(
-    trainer: Any, models: list[RowsHandle], data: dist.ProcessGroup, *, sees_rank: bool
+    trainer: Any, models: list[ShardedModel], data: dist.ProcessGroup, *, sees_rank: bool
 ) -> Iterator[None]:
     """Let models run on full sequences, on each rank alone; users see the data ranks only.
 

@@ -28,7 +28,13 @@ from hf_patches.weights.weight_files import write_weights
 from lightning_cp.adapters import NOTES
 from lightning_cp.checkpoint import find_folder, is_checkpoint_folder
 from lightning_cp.checkpoint.folder import read_metadata, remove
-from lightning_cp.checkpoint.source import Source, blank, load_pickle, open_folder, open_values
+from lightning_cp.checkpoint.source import (
+    OpenedCheckpoint,
+    blank,
+    load_pickle,
+    open_folder,
+    open_values,
+)
 from lightning_cp.checkpoint.state import plain_name
 
 # Files of a model besides its weights and config; copied unchanged.
@@ -145,7 +151,7 @@ def read_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _open(path: Path) -> Source:
+def _open(path: Path) -> OpenedCheckpoint:
     """Open a checkpoint folder or file, with all that it holds besides weights."""
     path = find_folder(path)
     try:

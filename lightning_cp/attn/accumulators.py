@@ -89,7 +89,7 @@ def sum_into(out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
         out += b
 
 
-class Region(NamedTuple):
+class TensorRegion(NamedTuple):
     """A region of a tensor [B, H, L, D]: some samples and some tokens, all heads."""
 
     batch: Range
@@ -105,7 +105,7 @@ class Region(NamedTuple):
         """Return the number of tokens, over all samples."""
         return self.batch.size * self.tokens.size
 
-    def overlaps(self, other: "Region") -> bool:
+    def overlaps(self, other: "TensorRegion") -> bool:
         """Return whether two regions have tokens in common."""
         return bool(self.batch.meet(other.batch).size and self.tokens.meet(other.tokens).size)
 
@@ -128,13 +128,13 @@ class PartialSums(ABC, Generic[T]):
             accumulator.
     """
 
-    def __init__(self, region: Region, *, expects_more: bool = False) -> None:
+    def __init__(self, region: TensorRegion, *, expects_more: bool = False) -> None:
         self.region = region
         self._expects_more = expects_more
-        self._parts: dict[Region, list[T]] = {}
+        self._parts: dict[TensorRegion, list[T]] = {}
         self._total: T | None = None
 
-    def add(self, region: Region, part: T) -> None:
+    def add(self, region: TensorRegion, part: T) -> None:
         """Add a part."""
         if self._total is None:
             parts = self._parts.setdefault(region, [])
@@ -167,7 +167,7 @@ class PartialSums(ABC, Generic[T]):
                 parts.clear()
         return total
 
-    def _clear_rest(self, target: T, regions: list[Region]) -> None:
+    def _clear_rest(self, target: T, regions: list[TensorRegion]) -> None:
         """Clear a tensor unless disjoint regions to be written cover all of it."""
         if sum(region.size for region in regions) < self.region.size:
             self._clear(target)
@@ -203,15 +203,15 @@ class PartialSums(ABC, Generic[T]):
         """Set a tensor to the sum of no parts."""
 
     @abstractmethod
-    def _write(self, target: T, region: Region, part: T) -> None:
+    def _write(self, target: T, region: TensorRegion, part: T) -> None:
         """Write a part to its region."""
 
     @abstractmethod
-    def _write_both(self, target: T, region: Region, a: T, b: T) -> None:
+    def _write_both(self, target: T, region: TensorRegion, a: T, b: T) -> None:
         """Write the combination of two parts to their region."""
 
     @abstractmethod
-    def _add_to(self, total: T, region: Region, part: T) -> None:
+    def _add_to(self, total: T, region: TensorRegion, part: T) -> None:
         """Add a part to an accumulator."""
 
     @abstractmethod
@@ -229,7 +229,7 @@ class OutputAccumulator(PartialSums[OutputAndLse]):
     """
 
     def __init__(self, q: Tensor, value_dim: int, *, expects_more: bool = False) -> None:
-        region = Region(Range(0, q.shape[0]), Range(0, q.shape[2]))
+        region = TensorRegion(Range(0, q.shape[0]), Range(0, q.shape[2]))
         super().__init__(region, expects_more=expects_more)
         self._like = q
         self._value_dim = value_dim
@@ -241,16 +241,16 @@ class OutputAccumulator(PartialSums[OutputAndLse]):
         target[0].zero_()
         target[1].fill_(NEVER)
 
-    def _write(self, target: OutputAndLse, region: Region, part: OutputAndLse) -> None:
+    def _write(self, target: OutputAndLse, region: TensorRegion, part: OutputAndLse) -> None:
         for to, from_ in zip(target, part, strict=True):
             to[region.indices].copy_(from_)
 
     def _write_both(
-        self, target: OutputAndLse, region: Region, a: OutputAndLse, b: OutputAndLse
+        self, target: OutputAndLse, region: TensorRegion, a: OutputAndLse, b: OutputAndLse
     ) -> None:
         merge_into(target[0][region.indices], target[1][region.indices], a, b)
 
-    def _add_to(self, total: OutputAndLse, region: Region, part: OutputAndLse) -> None:
+    def _add_to(self, total: OutputAndLse, region: TensorRegion, part: OutputAndLse) -> None:
         merge_(total[0][region.indices], total[1][region.indices], *part)
 
     def _finished(self, total: OutputAndLse) -> OutputAndLse:
@@ -297,7 +297,7 @@ class GradAccumulator(PartialSums[Tensor]):
     """
 
     def __init__(self, like: Tensor, *, expects_more: bool = False) -> None:
-        region = Region(Range(0, like.shape[0]), Range(0, like.shape[2]))
+        region = TensorRegion(Range(0, like.shape[0]), Range(0, like.shape[2]))
         super().__init__(region, expects_more=expects_more)
         self._like = like
 
@@ -308,13 +308,13 @@ class GradAccumulator(PartialSums[Tensor]):
     def _clear(self, target: Tensor) -> None:
         target.zero_()
 
-    def _write(self, target: Tensor, region: Region, part: Tensor) -> None:
+    def _write(self, target: Tensor, region: TensorRegion, part: Tensor) -> None:
         sum_into(target[region.indices], part)
 
-    def _write_both(self, target: Tensor, region: Region, a: Tensor, b: Tensor) -> None:
+    def _write_both(self, target: Tensor, region: TensorRegion, a: Tensor, b: Tensor) -> None:
         sum_into(target[region.indices], a, b)
 
-    def _add_to(self, total: Tensor, region: Region, part: Tensor) -> None:
+    def _add_to(self, total: Tensor, region: TensorRegion, part: Tensor) -> None:
         total[region.indices] += part
 
     def _finished(self, total: Tensor) -> Tensor:

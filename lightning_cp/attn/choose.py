@@ -21,9 +21,9 @@ from lightning_cp.attn.blockwise.kernels.base import Kernel, Request, Scores
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.attn.call import AttentionCall, PaddedCall
 from lightning_cp.attn.cost import (
+    CallSize,
     ExchangeChoice,
     ExchangeName,
-    Problem,
     choose_exchange,
     default_memory_budget,
 )
@@ -71,7 +71,7 @@ class CallSpec:
     query_shard: QueryShard
     num_kv_heads: int
     request: Request
-    problem: Problem
+    problem: CallSize
     has_bias: bool
     config: Config
     compiles: bool = True
@@ -143,7 +143,7 @@ def _describe(
         )
     # Attention in a window is quick to compute again, and its result is as large as any other.
     is_cheap = config.memory.keep_attention == "auto" and mask.is_windowed(seq_len)
-    problem = Problem(
+    problem = CallSize(
         seq_len=seq_len,
         cp_size=step.cp_size,
         num_heads=q.shape[1],

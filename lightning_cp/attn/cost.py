@@ -28,7 +28,7 @@ _MIN_GAIN = 0.08
 
 
 @dataclass(frozen=True)
-class Problem:
+class CallSize:
     """One attention call, as all ranks see it.
 
     Args:
@@ -82,7 +82,7 @@ class Problem:
         numbers = self.batch_size * num_tokens * self.num_kv_heads * 2 * self.mean_dim
         return numbers * (self.itemsize if itemsize is None else itemsize)
 
-    def between_groups(self) -> "Problem":
+    def between_groups(self) -> "CallSize":
         """Return the problem between Ulysses groups, after tokens are exchanged for heads."""
         size = self.ulysses_size
         return replace(
@@ -127,7 +127,7 @@ class Estimate(NamedTuple):
 
 
 def kernel_time(
-    problem: Problem, tile: TileShape, num_heads: float, chip: Chip, *, backward: bool
+    problem: CallSize, tile: TileShape, num_heads: float, chip: Chip, *, backward: bool
 ) -> float:
     """Return the time of one kernel call.
 
@@ -154,7 +154,7 @@ def kernel_time(
     return speed.fixed_us / 1e6 + flops / (rate * 1e12 * busy)
 
 
-def gather_tiles(problem: Problem) -> tuple[TileShape, ...]:
+def gather_tiles(problem: CallSize) -> tuple[TileShape, ...]:
     """Return the kernel calls of one head group: those of a rank in the middle, with zigzag."""
     local_len, cp_size = problem.local_len, problem.cp_size
     if problem.kind == "full":
@@ -170,7 +170,7 @@ def gather_tiles(problem: Problem) -> tuple[TileShape, ...]:
     )
 
 
-def ring_tiles(problem: Problem) -> tuple[TileShape, ...]:
+def ring_tiles(problem: CallSize) -> tuple[TileShape, ...]:
     """Return the kernel call of each stage: local keys, then those of every other rank."""
     length, others = problem.local_len, problem.cp_size - 1
     if problem.kind == "full":
@@ -181,7 +181,7 @@ def ring_tiles(problem: Problem) -> tuple[TileShape, ...]:
 
 
 def compute_times(
-    tiles: Sequence[TileShape], problem: Problem, num_groups: int, chip: Chip, *, backward: bool
+    tiles: Sequence[TileShape], problem: CallSize, num_groups: int, chip: Chip, *, backward: bool
 ) -> list[float]:
     """Return the time of each kernel call of one head group, with its share of the merges."""
     heads = problem.num_heads / num_groups
@@ -196,7 +196,7 @@ def compute_times(
 
 
 def estimate_gather(
-    problem: Problem, groups: tuple[int, int], chip: Chip, links: Links, *, stride: int = 1
+    problem: CallSize, groups: tuple[int, int], chip: Chip, links: Links, *, stride: int = 1
 ) -> Estimate:
     """Estimate a gather: all keys of a head group at once, while the next group is sent.
 
@@ -248,7 +248,7 @@ def estimate_gather(
 
 
 def estimate_ring(
-    problem: Problem, groups: tuple[int, int], chip: Chip, links: Links, *, stride: int = 1
+    problem: CallSize, groups: tuple[int, int], chip: Chip, links: Links, *, stride: int = 1
 ) -> Estimate:
     """Estimate a ring: keys of one rank at a time, while the next are sent; arguments as above."""
     passes = []
@@ -282,7 +282,7 @@ def estimate_ring(
     return Estimate(*passes)
 
 
-def _results(problem: Problem, num_groups: int, *, is_merged: bool, backward: bool) -> float:
+def _results(problem: CallSize, num_groups: int, *, is_merged: bool, backward: bool) -> float:
     """Return the bytes of results and of partial results, equal for all algorithms."""
     queries, shard = problem.query_bytes, problem.key_bytes(problem.local_len)
     parts = queries / num_groups * (2 if is_merged else 1)
@@ -290,7 +290,7 @@ def _results(problem: Problem, num_groups: int, *, is_merged: bool, backward: bo
     return 2 * queries + shard + parts if backward else queries + parts
 
 
-def _workspace(problem: Problem, tile: TileShape, num_groups: int) -> float:
+def _workspace(problem: CallSize, tile: TileShape, num_groups: int) -> float:
     """Return the bytes that a kernel allocates in backward.
 
     The gradient of its queries in float32; and, if several query heads share a key head, those of
@@ -304,7 +304,7 @@ def _workspace(problem: Problem, tile: TileShape, num_groups: int) -> float:
 
 def estimate(
     algorithm: ExchangeName,
-    problem: Problem,
+    problem: CallSize,
     *,
     groups: tuple[int, int] = (1, 1),
     chip: Chip = H200,
@@ -363,7 +363,7 @@ class ExchangeChoice:
 
 
 def default_memory_budget(
-    problem: Problem,
+    problem: CallSize,
     *,
     links: Links | None = None,
     algorithms: Sequence[ExchangeName] = ("gather", "ring"),
@@ -402,7 +402,7 @@ def default_memory_budget(
 
 @lru_cache(maxsize=256)
 def choose_exchange(
-    problem: Problem,
+    problem: CallSize,
     *,
     memory_budget: float,
     links: Links | None = None,
@@ -440,7 +440,7 @@ def choose_exchange(
 
 @lru_cache(maxsize=128)
 def _by_groups(
-    name: ExchangeName, problem: Problem, links: Links
+    name: ExchangeName, problem: CallSize, links: Links
 ) -> tuple[tuple[int, Estimate], ...]:
     """Estimate an algorithm with every number of head groups that the heads allow."""
     heads = problem.between_groups().num_kv_heads

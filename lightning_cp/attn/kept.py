@@ -9,7 +9,7 @@ result that is missing is computed: all ranks decide by values that are equal on
 do so together.
 
 A region is held by the graph only: its results are freed when backward has passed it, and when the
-graph is dropped. With offloading, results and the region's inputs share a `Parcel`.
+graph is dropped. With offloading, results and the region's inputs share a `OffloadGroup`.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from lightning_cp.memory.offload import Parcel, Saved, store_of
+from lightning_cp.memory.offload import OffloadGroup, Saved, store_of
 from lightning_cp.step.step import Step
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Result(NamedTuple, Generic[T]):
     rest: T
 
 
-class Region:
+class RecomputedRegion:
     """The results of one checkpointed region, and of the regions inside it.
 
     Args:
@@ -40,17 +40,17 @@ class Region:
         parcel: takes what the outermost region saves, if that may be offloaded.
     """
 
-    def __init__(self, step: Step, parcel: Parcel | None = None) -> None:
+    def __init__(self, step: Step, parcel: OffloadGroup | None = None) -> None:
         self.step = step
         self.parcel = parcel
         self.results: dict[tuple[object, int], Result[object]] = {}
-        self.inner: list[Region] = []
+        self.inner: list[RecomputedRegion] = []
 
 
 class _Pass:
     """One pass through a region: the forward that stores, or a recomputation that reads."""
 
-    def __init__(self, region: Region, *, reads: bool) -> None:
+    def __init__(self, region: RecomputedRegion, *, reads: bool) -> None:
         self.region = region
         self.reads = reads
         self.num_inner = 0
@@ -61,14 +61,14 @@ class _Pass:
         self._counts[call] += 1
         return call, self._counts[call]
 
-    def enter_inner(self) -> tuple[Region, bool]:
+    def enter_inner(self) -> tuple[RecomputedRegion, bool]:
         """Return the next region inside this one, and whether it has its results already."""
         inner = self.region.inner
         if not self.reads:
-            inner.append(Region(self.region.step, self.region.parcel))
+            inner.append(RecomputedRegion(self.region.step, self.region.parcel))
         self.num_inner += 1
         if self.num_inner > len(inner):  # a recomputation that is unlike its forward
-            return Region(self.region.step), False
+            return RecomputedRegion(self.region.step), False
         return inner[self.num_inner - 1], self.reads
 
 
@@ -79,7 +79,9 @@ _current: _Pass | None = None
 class _RegionContext(AbstractContextManager[None]):
     """Makes a pass through a region the current one; may be entered again (`retain_graph`)."""
 
-    def __init__(self, region: Region, *, reads: bool, inputs: Parcel | None = None) -> None:
+    def __init__(
+        self, region: RecomputedRegion, *, reads: bool, inputs: OffloadGroup | None = None
+    ) -> None:
         self.inputs = inputs
         self._region, self._reads = region, reads
         self._previous: list[_Pass | None] = []
@@ -111,8 +113,8 @@ def region_contexts(
         inputs = None  # the region around it recomputes them
     else:
         store = store_of(step)
-        inputs = None if store is None else Parcel(store)
-        region, reads = Region(step, inputs), False
+        inputs = None if store is None else OffloadGroup(store)
+        region, reads = RecomputedRegion(step, inputs), False
     return (
         _RegionContext(region, reads=reads, inputs=inputs),
         _RegionContext(region, reads=True),

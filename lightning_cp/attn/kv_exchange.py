@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import GradAccumulator, Region, sum_into, wire_dtype
-from lightning_cp.attn.plan import Parcel, Run, Stage, split_run
+from lightning_cp.attn.accumulators import GradAccumulator, TensorRegion, sum_into, wire_dtype
+from lightning_cp.attn.plan import Stage, TokenRun, Transfer, split_run
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.config import GradientWire
 from lightning_cp.geometry.layout import Layout
@@ -119,7 +119,7 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _parcel_offsets(runs: Sequence[Run]) -> Iterable[int]:
+def _parcel_offsets(runs: Sequence[TokenRun]) -> Iterable[int]:
     """Return the offset of each run in a parcel."""
     return accumulate((run.size for run in runs[:-1]), initial=0)
 
@@ -177,7 +177,7 @@ def _fetch_into(
         for to, from_ in zip(targets, own.tokens(run.shard, run.shard + run.size), strict=True):
             sum_into(to, from_)
 
-    def records_of(run: Run) -> Tensor:
+    def records_of(run: TokenRun) -> Tensor:
         for local in local_runs:
             if local.shard <= run.shard and run.shard + run.size <= local.shard + local.size:
                 start = local.buffer + run.shard - local.shard
@@ -202,12 +202,12 @@ def _fetch_into(
     return finish
 
 
-def _local_runs(stage: Stage, local: KeyValues) -> tuple[Run, ...]:
+def _local_runs(stage: Stage, local: KeyValues) -> tuple[TokenRun, ...]:
     """Return the runs of this rank's tokens in the key buffer: the shard may be all of it."""
-    return (Run(0, 0, local.num_tokens),) if stage.is_local else stage.own_runs
+    return (TokenRun(0, 0, local.num_tokens),) if stage.is_local else stage.own_runs
 
 
-def _receive_buffer(parcel: Parcel, buffer: Tensor, own: KeyValues) -> Tensor:
+def _receive_buffer(parcel: Transfer, buffer: Tensor, own: KeyValues) -> Tensor:
     """Return where a parcel arrives: in the key buffer if it is one run."""
     if len(parcel.runs) > 1:
         return own.empty_records(parcel.num_tokens)
@@ -430,7 +430,7 @@ def scatter_grads(
         dtype = wire_dtype(dtype, gradient_wire)
 
     def add(part: KeyValues, start: int) -> None:
-        region = Region(Range(0, part.keys.shape[0]), Range(start, start + part.num_tokens))
+        region = TensorRegion(Range(0, part.keys.shape[0]), Range(start, start + part.num_tokens))
         for summed, x in zip(sums, part, strict=True):
             summed.add(region, x)
 
@@ -471,7 +471,7 @@ def scatter_grads(
     return finish
 
 
-def _sendable(x: Tensor, runs: Sequence[Run], dtype: torch.dtype) -> Tensor:
+def _sendable(x: Tensor, runs: Sequence[TokenRun], dtype: torch.dtype) -> Tensor:
     """Return some runs of [B, K, n, D] as one contiguous [m, B, K, D]."""
     selected = _select_runs(x.permute(2, 0, 1, 3), ((run.buffer, run.size) for run in runs))
     return selected.to(dtype).contiguous()
@@ -510,7 +510,7 @@ def _scatter_shards(
 
 def _reduce_to_owners(
     records: Tensor,
-    owners: Iterable[tuple[int, Iterable[Run]]],
+    owners: Iterable[tuple[int, Iterable[TokenRun]]],
     local_len: int,
     transport: Transport,
 ) -> Callable[[], Tensor]:
@@ -550,11 +550,11 @@ def scatter_sequence_grads(
     return grads.view_records(wait())
 
 
-def _sequence_runs(layout: Layout, rank: int) -> Iterable[Run]:
+def _sequence_runs(layout: Layout, rank: int) -> Iterable[TokenRun]:
     """Return where in the sequence each piece of a shard goes; padding is left out."""
     ranges = layout.ranges(rank)
     offsets = accumulate((part.size for part in ranges), initial=0)
     for part, offset in zip(ranges, offsets, strict=False):
         real = part.meet(Range(0, layout.seq_len))
         if real.size:
-            yield Run(offset, real.start, real.size)
+            yield TokenRun(offset, real.start, real.size)

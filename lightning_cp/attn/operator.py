@@ -49,7 +49,7 @@ AnyMask = TypeVar("AnyMask", bound=StepMask)
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _Marked:
     """What a mark stands for. Not the mask that has the mark, which would hold itself."""
 
     step: Step
@@ -59,7 +59,7 @@ class _Held:
 _numbers = itertools.count()
 # Copies of a mark have its number only: those that activation checkpointing and hooks for saved
 # tensors make.
-_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+_held: WeakValueDictionary[int, _Marked] = WeakValueDictionary()
 
 
 @outside_graphs  # a tensor that is made in a graph has no Python attribute
@@ -82,14 +82,14 @@ def mark_mask(mask: AnyMask) -> AnyMask:
     if is_fused and not is_dense(step.bounds(mask), step.layout.seq_len):
         return mask
     plain = Mask(**{field.name: getattr(mask, field.name) for field in fields(Mask)})
-    held, number = _Held(step, plain), next(_numbers)
+    held, number = _Marked(step, plain), next(_numbers)
     reference.mark, _held[number] = torch.tensor(number), held
     reference.mark.held = held  # type: ignore[attr-defined]
     return mask
 
 
-def _find_held(mark: Tensor) -> _Held:
-    held: _Held | None = getattr(mark, "held", None) or _held.get(int(mark))
+def _find_held(mark: Tensor) -> _Marked:
+    held: _Marked | None = getattr(mark, "held", None) or _held.get(int(mark))
     if held is None:
         raise RuntimeError(
             "Compiled attention has lost its step: hooks for saved tensors (save_on_cpu) have "

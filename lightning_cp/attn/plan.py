@@ -25,7 +25,7 @@ from lightning_cp.geometry.ranges import Range, union
 _FEW_RUNS = 4
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens sent together: offsets in the owner's shard and in the key buffer."""
 
     shard: int
@@ -33,7 +33,7 @@ class Run(NamedTuple):
     size: int
 
 
-def split_run(run: Run, edges: Iterable[int]) -> Iterator[Run]:
+def split_run(run: TokenRun, edges: Iterable[int]) -> Iterator[TokenRun]:
     """Split a run at those edges that lie in its part of the shard.
 
     Example:
@@ -42,14 +42,14 @@ def split_run(run: Run, edges: Iterable[int]) -> Iterator[Run]:
     """
     stop = run.shard + run.size
     for start, end in pairwise((run.shard, *(e for e in edges if run.shard < e < stop), stop)):
-        yield Run(start, run.buffer + start - run.shard, end - start)
+        yield TokenRun(start, run.buffer + start - run.shard, end - start)
 
 
-class Parcel(NamedTuple):
+class Transfer(NamedTuple):
     """Runs sent to or received from one peer, in the order of the owner's shard."""
 
     peer: int
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -79,9 +79,9 @@ class Stage:
 
     heads: Range
     collective: bool
-    sends: tuple[Parcel, ...]
-    receives: tuple[Parcel, ...]
-    own_runs: tuple[Run, ...]
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    own_runs: tuple[TokenRun, ...]
     buffer_len: int
     block: Block | None
     has_traffic: bool
@@ -361,11 +361,11 @@ def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(joined)
 
 
-def _runs(wanted: Iterable[Piece], buffer: Iterable[Piece]) -> tuple[Run, ...]:
+def _runs(wanted: Iterable[Piece], buffer: Iterable[Piece]) -> tuple[TokenRun, ...]:
     """Return where in the key buffer each wanted piece of a shard goes."""
     buffer = tuple(buffer)
     return tuple(
-        Run(
+        TokenRun(
             piece.offset,
             place.offset + piece.positions.start - place.positions.start,
             piece.positions.size,
@@ -417,8 +417,8 @@ def _gather_stages(
     """Fetch all keys that the rank needs at once."""
     shards = [_shard(layout, r) for r in range(layout.cp_size)]
     others = [r for r in range(layout.cp_size) if r != rank]
-    sends = [Parcel(r, _runs(_wanted(shards[rank], needs[r]), buffers[r])) for r in others]
-    receives = [Parcel(r, _runs(_wanted(shards[r], needs[rank]), buffers[rank])) for r in others]
+    sends = [Transfer(r, _runs(_wanted(shards[rank], needs[r]), buffers[r])) for r in others]
+    receives = [Transfer(r, _runs(_wanted(shards[r], needs[rank]), buffers[rank])) for r in others]
     own = _wanted(shards[rank], needs[rank])
     is_local = not collective and not any(parcel.runs for parcel in receives)
     stage = Stage(
@@ -515,8 +515,8 @@ def _ring_stages(
             Stage(
                 heads=Range(0, 0),
                 collective=False,
-                sends=(Parcel(target, _runs(leaving, out_buffer)),) if shift and leaving else (),
-                receives=(Parcel(source, _runs(arriving, buffer)),) if shift and arriving else (),
+                sends=(Transfer(target, _runs(leaving, out_buffer)),) if shift and leaving else (),
+                receives=(Transfer(source, _runs(arriving, buffer)),) if shift and arriving else (),
                 own_runs=(),
                 buffer_len=_num_tokens(piece.positions for piece in arriving),
                 block=_build_block(layout, bounds, rank, buffer),

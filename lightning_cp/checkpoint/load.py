@@ -19,7 +19,7 @@ from lightning_cp.checkpoint.source import (
     REST,
     Form,
     Keys,
-    Source,
+    OpenedCheckpoint,
     blank,
     blank_like,
     fill,
@@ -67,7 +67,7 @@ def load_folder(
     """
     folder = find_folder(folder)
 
-    def source(_: Sequence[Names]) -> Source:
+    def source(_: Sequence[Names]) -> OpenedCheckpoint:
         return open_folder(folder, weights_only, share=own_share())
 
     fix = _NOT_STRICT if strict else None
@@ -101,7 +101,7 @@ def load_file(
     """
     file = find_folder(file)
 
-    def source(names: Sequence[Names]) -> Source:
+    def source(names: Sequence[Names]) -> OpenedCheckpoint:
         if file.is_dir():
             read_metadata(file)  # raises
         checkpoint = load_pickle(file, weights_only, own_share())
@@ -133,7 +133,7 @@ def load_weights(
     """
     path = find_folder(source)
 
-    def weights(_: Sequence[Names]) -> Source:
+    def weights(_: Sequence[Names]) -> OpenedCheckpoint:
         if is_checkpoint_folder(path):
             return open_folder(path, weights_only, with_rest=False, share=own_share())
         index = path / "model.safetensors.index.json"
@@ -158,7 +158,7 @@ def load_weights(
 def _load_into(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
-    open_source: Callable[[Sequence[Names]], Source],
+    open_source: Callable[[Sequence[Names]], OpenedCheckpoint],
     path: Path,
     fix: str | None,
     prefix: str = "",
@@ -257,7 +257,11 @@ def _shard_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _check_fit(
-    source: Source, entries: Entries, optimizers: Sequence[Names], prefix: str, fix: str | None
+    source: OpenedCheckpoint,
+    entries: Entries,
+    optimizers: Sequence[Names],
+    prefix: str,
+    fix: str | None,
 ) -> None:
     """Compare a checkpoint with a model and the names of its optimizers' parameters."""
     saved_forms: dict[str, Form] = {}

@@ -33,7 +33,7 @@ Form = tuple[tuple[int, ...], torch.dtype | None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedCheckpoint:
     """An opened checkpoint.
 
     Attributes:
@@ -58,7 +58,7 @@ def open_folder(
     with_rest: bool = True,
     share: Share = ALL,
     map_location: Any = "cpu",
-) -> Source:
+) -> OpenedCheckpoint:
     """Open a folder of shards, after verifying its checksums.
 
     Args:
@@ -98,10 +98,12 @@ def open_folder(
     groups: list[Any] = []
     while (label := f"optimizer_{len(groups)}") in states:
         groups.append(states[label]["param_groups"])
-    return Source(folder, forms, read, groups, rest)
+    return OpenedCheckpoint(folder, forms, read, groups, rest)
 
 
-def open_values(path: Path, checkpoint: Mapping[str, Any], names: Sequence[Names]) -> Source:
+def open_values(
+    path: Path, checkpoint: Mapping[str, Any], names: Sequence[Names]
+) -> OpenedCheckpoint:
     """Open the result of `load_pickle`; ``names`` are those of the optimizers' parameters."""
     rest = dict(checkpoint)
     tensors: dict[Keys, Any] = {
@@ -121,7 +123,7 @@ def _open_tensors(
     tensors: Mapping[Keys, Any],
     groups: Sequence[Any] = (),
     rest: Mapping[str, Any] | None = None,
-) -> Source:
+) -> OpenedCheckpoint:
     """Open full tensors and slices of safetensors."""
 
     def read(targets: Mapping[Keys, Any]) -> dict[Keys, Any]:
@@ -136,10 +138,10 @@ def _open_tensors(
             forms[keys] = tuple(value.shape), value.dtype
         else:
             forms[keys] = (tuple(value.get_shape()), None) if hasattr(value, "get_shape") else None
-    return Source(path, forms, read, groups, rest)
+    return OpenedCheckpoint(path, forms, read, groups, rest)
 
 
-def open_safetensors(source: Path, files: Sequence[Path]) -> Source:
+def open_safetensors(source: Path, files: Sequence[Path]) -> OpenedCheckpoint:
     """Open safetensors files."""
     try:
         from safetensors import safe_open

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_cp.checkpoint.blocks import as_blocks
 from lightning_cp.checkpoint.state import map_tensors
-from lightning_cp.memory.arena import Arena, Block, aligned
+from lightning_cp.memory.arena import Arena, HostBlock, aligned
 from lightning_cp.private.modules import taken_apart
 
 
@@ -34,7 +34,7 @@ class HostStager(AsyncStager):
 
     def __init__(self) -> None:
         self.together: Callable[[Callable[[], Any]], Any] = operator.call
-        self._block: Block | None = None
+        self._block: HostBlock | None = None
 
     @override
     def stage(self, state_dict: Any) -> Any:

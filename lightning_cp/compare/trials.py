@@ -23,7 +23,7 @@ from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.media import media_names
-from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.outputs import OutputLeaf
 from lightning_cp.data.sharding import token_dim, unshard_value
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import active_step
@@ -69,7 +69,7 @@ class Value:
         floor: a difference that is rounding, whatever the value: of sums that nearly cancel.
     """
 
-    leaf: Leaf
+    leaf: OutputLeaf
     source: str
     reduction: str = ""
     is_global: bool = False
@@ -78,7 +78,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRun:
     """A step that has run.
 
     Args:
@@ -118,7 +118,7 @@ class StepCall(Protocol):
     leaves_out: bool
     """Whether values that differ from seed to seed are left out: measurements of one process."""
 
-    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
+    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> StepRun:
         """Run the step on a full batch: sharded, or ``alone``, as one device would.
 
         Random numbers are those of the step that follows, or of another seed.
@@ -256,13 +256,13 @@ class TrialRuns:
 
     def _run_alone(
         self, call: StepCall, part: Any, num_seeds: int
-    ) -> tuple[list[Run], Exception | None]:
+    ) -> tuple[list[StepRun], Exception | None]:
         """Return runs on full sequences, each with a seed of its own; none if a rank raises.
 
         Modules of dropout are switched off; functions are by evaluation mode alone, which hides
         what only training does.
         """
-        runs, problem = list[Run](), None
+        runs, problem = list[StepRun](), None
         try:
             runs = [self._run(call, part, alone=True, seed=seed) for seed in range(num_seeds)]
         except NotRestoredError:
@@ -278,7 +278,7 @@ class TrialRuns:
             return self._run_alone(call, part, 2 if call.leaves_out else 1)
         return runs, None
 
-    def _run(self, call: StepCall, part: Any, *, alone: bool, seed: int = 0) -> Run:
+    def _run(self, call: StepCall, part: Any, *, alone: bool, seed: int = 0) -> StepRun:
         self.is_running = True
         try:
             return call.run(part, alone=alone, seed=seed)
@@ -291,7 +291,7 @@ class TrialRuns:
         finally:
             self.is_running = False
 
-    def _find_kept(self, call: StepCall, part: Any, sharded: Run, full: Run) -> str:
+    def _find_kept(self, call: StepCall, part: Any, sharded: StepRun, full: StepRun) -> str:
         """Return what is wrong with a number that the step has kept; empty if nothing is.
 
         Collective. Numbers that one device would not keep again, or that it does not keep at all,
@@ -299,7 +299,7 @@ class TrialRuns:
         """
         precision = call.precision()
 
-        def differ(run: Run, names: Iterable[str]) -> list[str]:
+        def differ(run: StepRun, names: Iterable[str]) -> list[str]:
             return [
                 name
                 for name in names
@@ -322,7 +322,9 @@ class TrialRuns:
             return message or f"{call.stage}() kept a wrong number on another rank; see its error."
         return ""
 
-    def _compare(self, call: StepCall, part: Any, sharded: Run, full: Run) -> dict[str, Finding]:
+    def _compare(
+        self, call: StepCall, part: Any, sharded: StepRun, full: StepRun
+    ) -> dict[str, Finding]:
         """Classify each value; raise for those that one device would not compute."""
         names, group = list(sharded.values), self._cp.groups.context
         kept = self._find_kept(call, part, sharded, full)  # on all ranks, whatever else is wrong
@@ -351,7 +353,7 @@ class TrialRuns:
             for name, kind in kinds.items()
         }
 
-    def _find_kinds(self, call: StepCall, sharded: Run, full: Run) -> dict[str, Kind]:
+    def _find_kinds(self, call: StepCall, sharded: StepRun, full: StepRun) -> dict[str, Kind]:
         """Return the kind of each value that is right; the same on all ranks."""
         kinds: dict[str, Kind] = {}
         step, precision = sharded.step, call.precision()
@@ -416,7 +418,7 @@ class TrialRuns:
         low, high = gathered.aminmax()
         return bool((high - low <= _ULPS * eps * high.abs()) | gathered.isnan().all())
 
-    def _explain(self, call: StepCall, sharded: Run, full: Run, wrong: list[str]) -> str:
+    def _explain(self, call: StepCall, sharded: StepRun, full: StepRun, wrong: list[str]) -> str:
         value, other = sharded.values[wrong[0]], full.values[wrong[0]]
         step = sharded.step
         mine = outputs.describe(self._combine(value))
@@ -434,7 +436,7 @@ class TrialRuns:
             f"both are right and differ for another reason: {call.skip}."
         )
 
-    def _explain_gradients(self, call: StepCall, sharded: Run, full: Run) -> str:
+    def _explain_gradients(self, call: StepCall, sharded: StepRun, full: StepRun) -> str:
         """Return what is wrong with the gradients; empty if nothing is. Collective."""
         if not full.gradients:
             return ""
@@ -460,7 +462,7 @@ class TrialRuns:
         )
 
 
-def _settled(run: Run, other: Run, precision: torch.dtype) -> set[str]:
+def _settled(run: StepRun, other: StepRun, precision: torch.dtype) -> set[str]:
     """Return the names of values that are the same with two seeds; ``gradients`` if these are."""
     names = {
         name
@@ -473,13 +475,13 @@ def _settled(run: Run, other: Run, precision: torch.dtype) -> set[str]:
     return names | ({"gradients"} if is_low or not difference > 1e-4 * norm else set())
 
 
-def _is_drawn(call: StepCall, run: Run, other: Run) -> bool:
+def _is_drawn(call: StepCall, run: StepRun, other: StepRun) -> bool:
     """Return whether random numbers enter what a step returns, or its gradients."""
     names = {*run.values, *other.values, "gradients"} - _settled(run, other, call.precision())
     return any(not call.leaves_out or name.startswith(("output", "gradients")) for name in names)
 
 
-def _only(run: Run, settled: set[str] | None) -> Run:
+def _only(run: StepRun, settled: set[str] | None) -> StepRun:
     """Return a run without values that differ from seed to seed; all of it if none is left out."""
     if settled is None:
         return run
@@ -511,7 +513,7 @@ def copied(batch: Any) -> Any:
         return batch
 
 
-def returned_leaves(output: Any, *, training: bool) -> Iterator[Leaf]:
+def returned_leaves(output: Any, *, training: bool) -> Iterator[OutputLeaf]:
     """Yield the values that a step returned, without the loss of training (see loss_policy)."""
     for leaf in outputs.leaves(output, output_dims):
         if not (training and leaf.path in ("", "['loss']")):

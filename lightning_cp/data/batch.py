@@ -24,7 +24,7 @@ from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.private.modules import tensor_version
-from lightning_cp.step.leaves import Flat, Leaf, parts_of
+from lightning_cp.step.leaves import BatchLeaf, Flat, parts_of
 from lightning_cp.step.step import IGNORED_LABEL, Opened, Yielded
 
 SEQUENCE_DIMS: Final[Mapping[str, int | None]] = {
@@ -89,7 +89,7 @@ class FullBatch:
     branches: Branches | None = None
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def leaves(self) -> tuple[BatchLeaf, ...]:
         """Return the values."""
         return self.flat.leaves
 
@@ -183,7 +183,7 @@ def read_batch(
     )
 
 
-def _check_labels(leaves: Sequence[Leaf]) -> None:
+def _check_labels(leaves: Sequence[BatchLeaf]) -> None:
     for path, x in ((x.path, x.value) for x in leaves if x.dim is not None and _fill(x) < 0):
         if x.dtype == torch.uint8:
             raise ValueError(
@@ -192,7 +192,7 @@ def _check_labels(leaves: Sequence[Leaf]) -> None:
             )
 
 
-def _rule(leaf: Leaf, dims: SequenceDims) -> _Rule | None:
+def _rule(leaf: BatchLeaf, dims: SequenceDims) -> _Rule | None:
     """Return the rule for a value: the user's, or that of its name.
 
     Its path takes precedence over a container that is kept full, and that over its name.
@@ -217,7 +217,7 @@ def _priority(names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _find_sequences(
-    leaves: Sequence[Leaf], rules: Mapping[str, _Rule], sequence_dims: SequenceDims
+    leaves: Sequence[BatchLeaf], rules: Mapping[str, _Rule], sequence_dims: SequenceDims
 ) -> _Sequences:
     """Find the value that determines the sequence length."""
     priority = _priority(tuple(sequence_dims))
@@ -236,7 +236,7 @@ def _find_sequences(
     return _sequences(_unnamed_anchor(leaves, rules), 1)
 
 
-def _sequences(anchor: Leaf, dim: int) -> _Sequences:
+def _sequences(anchor: BatchLeaf, dim: int) -> _Sequences:
     shape = tuple(anchor.value.shape)
     if shape[dim] < 1:
         raise ValueError(
@@ -246,7 +246,7 @@ def _sequences(anchor: Leaf, dim: int) -> _Sequences:
     return _Sequences(anchor.path, shape[0], shape[dim])
 
 
-def _unnamed_anchor(leaves: Sequence[Leaf], rules: Mapping[str, _Rule]) -> Leaf:
+def _unnamed_anchor(leaves: Sequence[BatchLeaf], rules: Mapping[str, _Rule]) -> BatchLeaf:
     """Find the sequences in tensors that have an index and no name: [batch, tokens, ...]."""
     unnamed = [
         leaf
@@ -278,9 +278,9 @@ def _has_dim(x: Tensor, dim: int) -> bool:
 
 
 def _dim_of(
-    leaf: Leaf,
+    leaf: BatchLeaf,
     rule: _Rule | None,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[BatchLeaf],
     found: _Sequences,
     checked_paths: set[str],
 ) -> int | None:
@@ -340,7 +340,7 @@ def _is_unnamed_sequence(path: str, x: Tensor, found: _Sequences) -> bool:
     )
 
 
-def _fix(leaves: Sequence[Leaf], anchor: str, other: Leaf) -> str:
+def _fix(leaves: Sequence[BatchLeaf], anchor: str, other: BatchLeaf) -> str:
     """Return how to fix two sequence lengths in one batch."""
     parent = next(leaf.parent for leaf in leaves if leaf.path == anchor)
     if parent == other.parent:
@@ -398,7 +398,7 @@ _METADATA: Final = (
 
 
 def _read_metadata(
-    leaves: Sequence[Leaf], found: _Sequences
+    leaves: Sequence[BatchLeaf], found: _Sequences
 ) -> tuple[dict[str, Any], IntArray | None, BoolArray | None]:
     """Return the values that describe the sequences, by role, and their documents and padding.
 
@@ -430,7 +430,7 @@ def _read_metadata(
     return metadata, documents, padding
 
 
-def _add(values: dict[str, Any], leaf: Leaf) -> None:
+def _add(values: dict[str, Any], leaf: BatchLeaf) -> None:
     """Add a value to those of its container; those of one role must be equal."""
     known = values.setdefault(str(leaf.role), leaf.value)
     if known is None or known is leaf.value:
@@ -644,7 +644,7 @@ def count_positions(documents: IntArray | None, seq_len: int) -> IntArray:
     return positions - np.maximum.accumulate(np.where(change, positions, 0), 1)
 
 
-def shard_leaf(leaf: Leaf, *, layout: Layout, rank: int) -> Yielded:
+def shard_leaf(leaf: BatchLeaf, *, layout: Layout, rank: int) -> Yielded:
     """Return a value as a step yields it: this rank's shard, if it has a sequence dim."""
     if leaf.dim is None:
         return Yielded(leaf, leaf.value)
@@ -652,7 +652,7 @@ def shard_leaf(leaf: Leaf, *, layout: Layout, rank: int) -> Yielded:
     return Yielded(leaf, local, tensor_version(local))
 
 
-def _fill(leaf: Leaf) -> int:
+def _fill(leaf: BatchLeaf) -> int:
     return _FILL.get(leaf.role or "", 0)
 
 
@@ -707,7 +707,7 @@ def unpack_documents(full: FullBatch) -> Any:
         for leaf in full.leaves:
             if leaf.dim is not None and leaf.role in _TOKENS:
                 ones = leaf.value.new_ones(full.batch_size, full.seq_len, dtype=torch.int64)
-                mask = _unpacked(Leaf("", ones, dim=1), full.batch_size, intervals)
+                mask = _unpacked(BatchLeaf("", ones, dim=1), full.batch_size, intervals)
                 added[leaf.parent] = {"attention_mask": mask}
     return full.flat.rebuild(unpacked, added=added)
 
@@ -716,7 +716,7 @@ _LENGTHS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 _PACKING: Final = ("document_ids", *_LENGTHS)
 
 
-def _unpacked(leaf: Leaf, batch_size: int, intervals: Sequence[tuple[int, int, int]]) -> Any:
+def _unpacked(leaf: BatchLeaf, batch_size: int, intervals: Sequence[tuple[int, int, int]]) -> Any:
     """Return one value of the batch with a sample for each of ``intervals``."""
     x, dim = leaf.value, leaf.dim
     if dim is None:

@@ -16,7 +16,7 @@ from lightning_cp.comm.collective_errors import any_rank, gather_texts
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import Transport, gather
 from lightning_cp.data.media import MEDIA, media_of
-from lightning_cp.data.outputs import Leaf, checksum, checksums, digest, form
+from lightning_cp.data.outputs import OutputLeaf, checksum, checksums, digest, form
 from lightning_cp.step.leaves import Flat, flatten
 
 T = TypeVar("T")
@@ -241,7 +241,7 @@ def compare_values(
     if context.size == 1:
         return [], flag
     device = context.device
-    forms = digest("\n".join(form(Leaf("", x)) for x in values))
+    forms = digest("\n".join(form(OutputLeaf("", x)) for x in values))
     sums = checksums(values, device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number in sums:

@@ -31,7 +31,7 @@ _LOSS: Final = 4
 _LOW_EQUAL: Final = 0.95
 
 
-class Leaf(NamedTuple):
+class OutputLeaf(NamedTuple):
     """One value of an output.
 
     Args:
@@ -57,7 +57,7 @@ def _no_dims(_: Any) -> Mapping[str, int]:
 
 def leaves(
     output: Any, dims: OutputDims = _no_dims, path: str = "", key: str = "", dim: int | None = None
-) -> Iterator[Leaf]:
+) -> Iterator[OutputLeaf]:
     """Yield the values of an output; a container without tensors is one value.
 
     Example:
@@ -67,7 +67,7 @@ def leaves(
     parts = parts_of(output)
     if parts is None or not any(_has_arrays(part) for part in parts.values()):
         if output is not None:
-            yield Leaf(path, output, key, dim)
+            yield OutputLeaf(path, output, key, dim)
         return
     known = dims(output)
     for name, part in parts.items():
@@ -132,7 +132,7 @@ def describe(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def form(leaf: Leaf) -> str:
+def form(leaf: OutputLeaf) -> str:
     """Return the path, type and shape of a value: ranks compare these first."""
     value = leaf.value
     if isinstance(value, Tensor | np.ndarray):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_cp.comm.transport import Transport, to_device
-from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.outputs import OutputLeaf
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import Range
@@ -98,7 +98,7 @@ def check_local(x: Tensor, dim: int, step: Step) -> None:
         )
 
 
-def token_dim(leaf: Leaf, step: Opened) -> int | None:
+def token_dim(leaf: OutputLeaf, step: Opened) -> int | None:
     """Return the sequence dim of a value that is known to hold tokens; None for others."""
     x = leaf.value
     if not isinstance(x, Tensor | np.ndarray) or not isinstance(step, Step):

@@ -68,7 +68,7 @@ def unique_leaves(parameters: Iterable[Tensor], *, caller: str) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class ChunkedInputs:
     """Inputs of a chunked sum, other than the tensors that autograd tracks.
 
     Args:
@@ -90,13 +90,13 @@ class Problem:
     caller: str
 
 
-def chunked_sum(problem: Problem, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def chunked_sum(problem: ChunkedInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy, and that of each token, without gradient, [B * L]."""
     sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(problem, hidden, *problem.leaves)  # type: ignore[no-untyped-call]
     return sums
 
 
-def chunked_losses(problem: Problem, hidden: Tensor) -> Tensor:
+def chunked_losses(problem: ChunkedInputs, hidden: Tensor) -> Tensor:
     """Return the cross entropy of each token, [B * L]; each may have a gradient of its own."""
     losses: Tensor = _ChunkedLosses.apply(problem, hidden, *problem.leaves)  # type: ignore[no-untyped-call]
     return losses
@@ -117,7 +117,7 @@ class _Results(NamedTuple):
 
 
 def _run_chunks(
-    problem: Problem,
+    problem: ChunkedInputs,
     hidden: Tensor,
     num_chunks: int,
     *,
@@ -169,7 +169,9 @@ class _ChunkedSum(torch.autograd.Function):
     """The summed cross entropy, whose gradients are computed in forward."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, problem: ChunkedInputs, hidden: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor]:
         results = _run_chunks(problem, hidden, _num_chunks(problem, hidden))
         ctx.save_for_backward(results.hidden_grad, *results.leaf_grads)
         ctx.dtypes = [x.dtype for x in (hidden, *problem.leaves)]
@@ -197,7 +199,7 @@ class _ChunkedLosses(torch.autograd.Function):
     """The cross entropy of each token, whose gradients are computed in backward."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, hidden: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, problem: ChunkedInputs, hidden: Tensor, *_: Tensor) -> Tensor:
         num_chunks = _num_chunks(problem, hidden)
         # Dropout and autocast of the head must be the same when it runs again.
         ctx.problem, ctx.num_chunks = problem, num_chunks
@@ -234,7 +236,7 @@ def multiplied(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor.expand_as(x), out=torch.empty_like(x, dtype=dtype))
 
 
-def _num_chunks(problem: Problem, hidden: Tensor) -> int:
+def _num_chunks(problem: ChunkedInputs, hidden: Tensor) -> int:
     length = problem.chunk_len
     if length is None:
         first = hidden.detach().flatten(0, 1)[None, :1]
@@ -246,7 +248,7 @@ def _num_chunks(problem: Problem, hidden: Tensor) -> int:
 
 
 @contextmanager
-def _private_graph(problem: Problem) -> Iterator[None]:
+def _private_graph(problem: ChunkedInputs) -> Iterator[None]:
     """Record the head's graph, if the caller has gradients enabled, without the caller's hooks."""
     # Tensors saved for a chunk live for a moment only. The saved-tensor hooks of activation
     # checkpointing and offloading, which hold tensors until backward, must not see them.
@@ -254,7 +256,7 @@ def _private_graph(problem: Problem) -> Iterator[None]:
         yield
 
 
-def _logits(problem: Problem, chunk: Tensor) -> Tensor:
+def _logits(problem: ChunkedInputs, chunk: Tensor) -> Tensor:
     logits = problem.head(chunk)
     if logits.dim() != 3 or logits.shape[:-1] != chunk.shape[:-1]:
         raise ValueError(

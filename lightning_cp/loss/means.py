@@ -26,7 +26,7 @@ from lightning_cp.data.consistency import find_differing
 from lightning_cp.data.sharding import full_tokens, own_tokens, shift_labels
 from lightning_cp.loss.chunked_loss import (
     MAX_CHUNK_LOGITS,
-    Problem,
+    ChunkedInputs,
     auto_chunk_len,
     chunked_sum,
     cross_entropy,
@@ -140,7 +140,7 @@ def build_problem(
     step: Step | None,
     *,
     caller: str,
-) -> Problem:
+) -> ChunkedInputs:
     """Check the arguments of a loss in chunks, and collect them."""
     if chunk_len is not None and chunk_len < 1:
         raise ValueError(
@@ -149,7 +149,7 @@ def build_problem(
         )
     # The same number of chunks on all context ranks: a head may run collectives for each chunk.
     num_tokens = hidden.shape[0] * (hidden.shape[1] if step is None else step.layout.local_len)
-    return Problem(
+    return ChunkedInputs(
         head=head,
         targets=targets.flatten(),
         leaves=unique_leaves(parameters, caller=caller),

@@ -69,7 +69,7 @@ class _Chunk:
         self._free = merged
 
 
-class Block:
+class HostBlock:
     """A piece of host memory, uint8; valid until it is given back, also without its arena."""
 
     def __init__(self, chunk: _Chunk, start: int, num_bytes: int) -> None:
@@ -116,7 +116,7 @@ class Arena:
         """Return the host memory that the arena holds, used or not."""
         return sum(chunk.num_bytes for chunk in self._chunks)
 
-    def take(self, num_bytes: int, *, pinned: bool) -> Block | None:
+    def take(self, num_bytes: int, *, pinned: bool) -> HostBlock | None:
         """Return a block; None if the limit leaves no room for it."""
         num_bytes = aligned(num_bytes)
         block = self._find(num_bytes, pinned)
@@ -125,7 +125,7 @@ class Arena:
         self.used_bytes += 0 if block is None else num_bytes
         return block
 
-    def give(self, block: Block) -> None:
+    def give(self, block: HostBlock) -> None:
         """Take a block back; copies that use it must have been ordered before its next use."""
         self.used_bytes -= block.num_bytes
         block.give()
@@ -134,10 +134,10 @@ class Arena:
         """Return chunks to the system of which no block is taken."""
         self._chunks = [chunk for chunk in self._chunks if not chunk.is_free]
 
-    def _find(self, num_bytes: int, pinned: bool) -> Block | None:
+    def _find(self, num_bytes: int, pinned: bool) -> HostBlock | None:
         for chunk in self._chunks:
             if chunk.is_pinned == pinned and (start := chunk.take(num_bytes)) is not None:
-                return Block(chunk, start, num_bytes)
+                return HostBlock(chunk, start, num_bytes)
         return None
 
     def _grow(self, num_bytes: int, pinned: bool) -> bool:

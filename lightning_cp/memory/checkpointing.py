@@ -13,7 +13,7 @@ from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.patch import Patch, replace_method
 
 
-class Handle:
+class CheckpointedLayers:
     """The checkpointed blocks of a model, until `remove()`."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def checkpoint_layers(
     *,
     num_layers: int | None = None,
     shard_modules: Sequence[str] | None = None,
-) -> Handle:
+) -> CheckpointedLayers:
     """Recompute the layers of a model in backward, instead of keeping their activations.
 
     Models of transformers checkpoint their layers themselves; of others, the blocks are
@@ -93,7 +93,7 @@ def checkpoint_layers(
         1
         >>> handle.remove()
     """
-    handle = Handle()
+    handle = CheckpointedLayers()
     own = [m for m in model.modules() if _checkpoints_itself(m)]
     blocks = _blocks_outside(model, own, shard_modules)
     if num_layers is not None:

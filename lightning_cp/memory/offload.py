@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that a checkpointed region saves for backward, moved to host memory and back in time.
 
-A `Parcel` holds what one region saves: its inputs, and attention results. When the second region
-after it begins, it is copied to the host on a side stream, and when the third begins, its device
+An `OffloadGroup` holds what one region saves: its inputs, and attention results. When the second
+region after it begins, it is copied to the host on a side stream, and when the third begins, its device
 memory is freed: so the last two regions, whose backward comes at once, are never moved. When
 backward reaches a region, the one before it is copied back.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_cp.memory.arena import Arena, Block, aligned
+from lightning_cp.memory.arena import Arena, HostBlock, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.private.modes import plain_functions, without_dispatch_modes
 from lightning_cp.private.modules import tensor_version
@@ -106,7 +106,7 @@ def _unseen() -> Iterator[None]:
 
 
 class Saved:
-    """A tensor that was saved for backward, on its device; see `Parcel.save`.
+    """A tensor that was saved for backward, on its device; see `OffloadGroup.save`.
 
     Args:
         x: the tensor; its graph is not kept.
@@ -147,7 +147,7 @@ class _Moved(Saved):
         parcel: what its region saves.
     """
 
-    def __init__(self, x: Tensor, parcel: "Parcel") -> None:
+    def __init__(self, x: Tensor, parcel: "OffloadGroup") -> None:
         super().__init__(x)
         self.stays = False
         self.num_bytes = aligned(x.nbytes)
@@ -155,7 +155,7 @@ class _Moved(Saved):
         self._parcel, self._store = parcel, parcel.store
         self._lanes = lanes_of(x.device)
         self._shape, self._stride, self._dtype = x.shape, x.stride(), x.dtype
-        self._block: Block | None = None
+        self._block: HostBlock | None = None
         self._sent: Mark = None
         self._arrived: Mark = None
         self._is_copy = False  # whether the tensor on the device came from the host
@@ -223,13 +223,13 @@ class _Moved(Saved):
 class _Returned(NamedTuple):
     """What a tensor that died had: a block, the end of the last copy from it, resident bytes."""
 
-    block: Block | None
+    block: HostBlock | None
     arrived: Mark
     lanes: _Lanes
     resident: int
 
 
-class Parcel:
+class OffloadGroup:
     """What one region saves for backward.
 
     Args:
@@ -238,7 +238,7 @@ class Parcel:
 
     def __init__(self, store: "Store") -> None:
         self.store = store
-        self.previous: weakref.ref[Parcel] | None = None
+        self.previous: weakref.ref[OffloadGroup] | None = None
         self._moved: list[weakref.ref[_Moved]] = []
         self._ready: Mark = None
 
@@ -313,7 +313,7 @@ class Store:
         self.arena = Arena(budget.host_bytes)
         self.returned: deque[_Returned] = deque()
         self._resident_bytes = 0
-        self._recent: deque[weakref.ref[Parcel]] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[weakref.ref[OffloadGroup]] = deque(maxlen=_NUM_RECENT)
 
     @property
     def used_bytes(self) -> int:
@@ -321,14 +321,14 @@ class Store:
         self._collect()
         return self.arena.used_bytes
 
-    def recent(self) -> Iterator[Parcel]:
+    def recent(self) -> Iterator[OffloadGroup]:
         """Yield the newest parcels that are alive, oldest first."""
         for ref in tuple(self._recent):
             parcel = ref()
             if parcel is not None:
                 yield parcel
 
-    def begin(self, parcel: Parcel) -> None:
+    def begin(self, parcel: OffloadGroup) -> None:
         """Note that a region begins to save tensors, and move those of earlier ones."""
         self._collect()
         recent = [ref() for ref in self._recent]
@@ -350,7 +350,7 @@ class Store:
         self._resident_bytes += total
         return []
 
-    def take(self, x: Tensor) -> Block | None:
+    def take(self, x: Tensor) -> HostBlock | None:
         """Return host memory for a tensor; None if the budget leaves no room."""
         block = self.arena.take(x.nbytes, pinned=x.device.type == "cuda")
         if block is None and self.budget.is_complete:

@@ -76,7 +76,7 @@ class ModuleReport:
     reason: str = ""
 
 
-class Handle:
+class TiledModules:
     """The tiled modules of a model, until `remove()`."""
 
     def __init__(self, tiled: list["_Tiled"], left_alone: list[ModuleReport]) -> None:
@@ -111,7 +111,7 @@ def tile_modules(
     *,
     modules: Sequence[str] | None = None,
     tile_tokens: TileTokens = "auto",
-) -> Handle:
+) -> TiledModules:
     """Compute token-wise modules of a model in tiles of tokens.
 
     A module is tiled if it is named, and a probe shows that it computes each token by itself; the
@@ -167,7 +167,7 @@ def tile_modules(
         else:
             tiled[name] = _Tiled(module, name, tile_tokens)
             tiled[name].install(_outer(name, tiled))
-    handle = Handle(list(tiled.values()), left_alone)
+    handle = TiledModules(list(tiled.values()), left_alone)
     _logger.info("modules in tiles of %s tokens:\n%s", tile_tokens, handle)
     return handle
 

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import torch
 
 from lightning_cp.attn.cost import (
+    CallSize,
     ExchangeName,
-    Problem,
     choose_exchange,
     default_memory_budget,
     estimate,
@@ -95,9 +95,9 @@ def document_lengths(seq_len: int, documents: tuple[int, ...]) -> tuple[int, ...
     raise AssertionError("cycle() does not end")
 
 
-def problem_of(layer: LayerShape, setup: Setup) -> Problem:
+def problem_of(layer: LayerShape, setup: Setup) -> CallSize:
     """Return the attention call of a layer, for the cost model."""
-    return Problem(
+    return CallSize(
         seq_len=setup.seq_len,
         cp_size=setup.context_size,
         num_heads=layer.num_heads,
@@ -141,7 +141,7 @@ def attention_cost(layer: LayerShape, setup: Setup, links: Links) -> AttentionCo
     )
 
 
-def wire_bytes(problem: Problem, algorithm: ExchangeName) -> Passes:
+def wire_bytes(problem: CallSize, algorithm: ExchangeName) -> Passes:
     """Return the bytes that a rank receives in each pass, as `attn.cost` counts them.
 
     Backward fetches the keys again and returns their gradients: a gather sums them in

@@ -41,7 +41,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What a run takes, and what would fit.
 
     Args:
@@ -90,7 +90,7 @@ def plan_run(
     host_memory: float = 2000.0,
     links: Links | None = None,
     **options: object,
-) -> Plan:
+) -> RunPlan:
     """Plan a training run: no GPU and no weights are needed.
 
     Args:
@@ -111,7 +111,7 @@ def plan_run(
     model = find_shape(model)
     capacity = Capacity.of_gb(gpu_memory, host_memory)
     setup = Setup(seq_len=seq_len, num_gpus=num_gpus, **options)  # type: ignore[arg-type]
-    return Plan(
+    return RunPlan(
         model,
         setup,
         capacity,

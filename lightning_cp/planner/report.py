@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from lightning_cp.planner.memory import HOST_USABLE, USABLE
-from lightning_cp.planner.plan import Plan
+from lightning_cp.planner.plan import RunPlan
 from lightning_cp.planner.setup import GPUS_PER_HOST
 
 
@@ -48,13 +48,13 @@ def format_tokens(number: int) -> str:
     return f"{number:,}"
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: RunPlan) -> str:
     """Return the report of a plan, as plain text."""
     sections = (_head(plan), _memory(plan), _time(plan), _limits(plan))
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: RunPlan) -> list[str]:
     setup, model = plan.setup, plan.model
     groups = setup.data_size
     how = f"LoRA of rank {setup.lora_rank}" if setup.lora_rank else "all weights"
@@ -77,7 +77,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:{names}}  {value:>{values}}" for name, value in rows]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: RunPlan) -> list[str]:
     memory, capacity = plan.memory, plan.capacity
     rows = [("memory of a rank", "GB")]
     rows += [(f"  {name}", f"{value / 1e9:.1f}") for name, value in memory.parts.items()]
@@ -89,7 +89,7 @@ def _memory(plan: Plan) -> list[str]:
     return [*_table(rows), f"{host}, of {HOST_USABLE * capacity.host / 1e9:.0f} usable"]
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: RunPlan) -> list[str]:
     time, setup = plan.time, plan.setup
     rows = [("time of a step on H200s", "s")]
     rows += [(f"  {name}", f"{value:.3f}") for name, value in time.seconds.items() if value]
@@ -102,7 +102,7 @@ def _time(plan: Plan) -> list[str]:
     ]
 
 
-def _limits(plan: Plan) -> list[str]:
+def _limits(plan: RunPlan) -> list[str]:
     num_layers = len(plan.model.layers)
     fewest = f"{plan.fewest} of" if plan.fewest is not None else "it does not fit with all"
     return [

@@ -16,7 +16,7 @@ BARE: Final = "batch"
 """The path of a batch that is one tensor."""
 
 
-class Leaf(NamedTuple):
+class BatchLeaf(NamedTuple):
     """One value of a batch: a tensor, or anything without tensors inside.
 
     Args:
@@ -53,10 +53,10 @@ class Flat:
     """
 
     batch: Any = None
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[BatchLeaf, ...] = ()
 
     @property
-    def tensors(self) -> list[Leaf]:
+    def tensors(self) -> list[BatchLeaf]:
         """Return the values that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf.value, Tensor)]
 
@@ -96,8 +96,8 @@ def flatten(batch: Any) -> Flat:
         ['text.input_ids', 'pair.0', 'pair.1', 'sizes']
     """
     if isinstance(batch, Tensor):
-        return Flat(batch, (Leaf(BARE, batch),))
-    leaves = tuple(_walk(batch, Leaf("", None)))
+        return Flat(batch, (BatchLeaf(BARE, batch),))
+    leaves = tuple(_walk(batch, BatchLeaf("", None)))
     paths = Counter(leaf.path for leaf in leaves)
     for path, count in paths.items():
         if count > 1:
@@ -152,16 +152,16 @@ def _name_of(x: Any, key: Any) -> tuple[str, bool]:
     return str(key), not isinstance(x, list | tuple)
 
 
-def _walk(x: Any, above: Leaf) -> Iterator[Leaf]:
+def _walk(x: Any, above: BatchLeaf) -> Iterator[BatchLeaf]:
     for key, value in (parts_of(x) or {}).items():
         name, is_name = _name_of(x, key)
         path = f"{above.path}.{name}" if above.path else name
         names = (*above.names, name) if is_name else above.names
         if not isinstance(value, Tensor) and holds_tensors(value):
-            yield from _walk(value, Leaf(path, None, names, (*above.above, path)))
+            yield from _walk(value, BatchLeaf(path, None, names, (*above.above, path)))
         else:
             role = names[-1] if names else None
-            yield Leaf(path, value, names, above.above, not is_name, role)
+            yield BatchLeaf(path, value, names, above.above, not is_name, role)
 
 
 def _rebuilt(

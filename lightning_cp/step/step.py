@@ -22,7 +22,7 @@ from lightning_cp.geometry.branches import Branches
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, Mask
 from lightning_cp.geometry.ranges import BoolArray, IntArray
-from lightning_cp.step.leaves import Leaf
+from lightning_cp.step.leaves import BatchLeaf
 
 IGNORED_LABEL: Final = -100
 """The label of a token that no loss counts."""
@@ -83,7 +83,7 @@ class Yielded(NamedTuple):
         version: of a shard when it was yielded; later ones were changed in place.
     """
 
-    leaf: Leaf
+    leaf: BatchLeaf
     local: Any
     version: int | None = None
 

@@ -26,7 +26,7 @@ from lightning_cp.geometry.layout import layout_of_shards
 from lightning_cp.parallel import ContextParallel, run_step
 from lightning_cp.private import functions, modules
 from lightning_cp.step import active_step
-from lightning_cp.step.leaves import Flat, Leaf
+from lightning_cp.step.leaves import BatchLeaf, Flat
 from lightning_cp.step.step import Opened, Step, Yielded
 
 _ALGORITHMS: Final[dict[str, AlgorithmName]] = {"allgather": "gather", "alltoall": "ring"}
@@ -91,7 +91,7 @@ def context_parallel(
 
     step = cp.checks.checked(named, build, training=training, values=values)
     shards = dict(zip(named, step.yielded, strict=True))
-    step.yielded[:] = [Yielded(Leaf(name, x), x) for name, x in named.items()]
+    step.yielded[:] = [Yielded(BatchLeaf(name, x), x) for name, x in named.items()]
     with _swapped(shards, freed) as tables, run_step(step):
         yield cp
         if values and tables:

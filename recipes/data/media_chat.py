@@ -25,7 +25,7 @@ from recipes.data.loader import Batch, SampleLoader, find_data_rank
 from recipes.data.media import KINDS, Conversation, read_conversation
 from recipes.data.module import Split
 from recipes.data.packing import COLUMNS, IGNORED_LABEL, Document
-from recipes.data.sources import PICTURES, Source, find_source
+from recipes.data.sources import PICTURES, DataSource, find_source
 from recipes.processors import load_processor
 
 LongConversations = Literal["refuse", "skip"]
@@ -126,10 +126,10 @@ class MediaChatData(ChatData):
         }
 
     @cached_property
-    def _sources(self) -> dict[Split, Source]:
+    def _sources(self) -> dict[Split, DataSource]:
         if self.source is not None:
             return super()._sources
-        generated, val = Source("generated pictures", PICTURES), self.options.val_source
+        generated, val = DataSource("generated pictures", PICTURES), self.options.val_source
         return {"train": generated, "val": generated if val is None else find_source(val)}
 
     # ---------------------------------------------------------------- tokens

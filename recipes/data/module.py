@@ -28,7 +28,7 @@ from recipes.data.loader import (
     plan_training,
 )
 from recipes.data.packing import COLUMNS, Document, LongDocuments, Sample, pack
-from recipes.data.sources import Source, check_column, find_source
+from recipes.data.sources import DataSource, check_column, find_source
 from recipes.tokens import load_tokenizer
 
 Split = Literal["train", "val"]
@@ -265,7 +265,7 @@ class PackedData(SampleData):
         return load_tokenizer(self.options.tokenizer)
 
     @cached_property
-    def _sources(self) -> dict[Split, Source]:
+    def _sources(self) -> dict[Split, DataSource]:
         # Not in __init__(): jsonargparse would hide the message of a missing file in its own.
         train = find_source(
             self.source, config_name=self.options.config_name, split=self.options.split

@@ -27,7 +27,7 @@ _CORPUS_BYTES: Final = 16_384
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The location of records; nothing is read yet.
 
     Args:
@@ -131,20 +131,20 @@ def _keep_encoded(records: Any) -> Any:
 
 def find_source(
     name: str | None, *, config_name: str | None = None, split: str = "train"
-) -> Source:
+) -> DataSource:
     """Return a source: None, a file, a folder of files of one format, or a name on the hub."""
     if name is None:
-        return Source("Python's standard library", "text", _corpus_files())
+        return DataSource("Python's standard library", "text", _corpus_files())
     path = Path(name).expanduser()
     if path.is_file():
-        return Source(name, _builder(path), (path.resolve(),))
+        return DataSource(name, _builder(path), (path.resolve(),))
     if path.is_dir() and any((path / file).is_file() for file in _SAVED):
         files = sorted(f.resolve() for f in path.rglob("*") if f.suffix in (".arrow", ".json"))
-        return Source(name, "saved", tuple(files), None, split)
+        return DataSource(name, "saved", tuple(files), None, split)
     if path.is_dir():
         return _find_folder(name, path)
     check_source(name)
-    return Source(name, "hub", (), config_name, split)
+    return DataSource(name, "hub", (), config_name, split)
 
 
 def _builder(path: Path) -> str:
@@ -156,7 +156,7 @@ def _builder(path: Path) -> str:
     return BUILDERS[suffix_of(path)]
 
 
-def _find_folder(name: str, path: Path) -> Source:
+def _find_folder(name: str, path: Path) -> DataSource:
     files = sorted(f.resolve() for f in path.rglob("*") if f.is_file() and suffix_of(f) in BUILDERS)
     builders = sorted({BUILDERS[suffix_of(f)] for f in files})
     if not files:
@@ -166,7 +166,7 @@ def _find_folder(name: str, path: Path) -> Source:
             f"source={name!r}: the folder holds files of several formats ({', '.join(builders)}). "
             "Keep one format in it, or name the file."
         )
-    return Source(name, builders[0], tuple(files))
+    return DataSource(name, builders[0], tuple(files))
 
 
 def _corpus_files() -> tuple[Path, ...]:

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.accumulators import GradAccumulator, OutputAccumulator, Region
+from lightning_cp.attn.accumulators import GradAccumulator, OutputAccumulator, TensorRegion
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Kernel, Request, Scores
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
@@ -217,8 +217,8 @@ def backward_block(
     return dq, dk, dv
 
 
-def _place(batch: slice, tokens: slice, like: Tensor) -> Region:
-    return Region(Range(*batch.indices(like.shape[0])[:2]), Range(tokens.start, tokens.stop))
+def _place(batch: slice, tokens: slice, like: Tensor) -> TensorRegion:
+    return TensorRegion(Range(*batch.indices(like.shape[0])[:2]), Range(tokens.start, tokens.stop))
 
 
 def attend_rank(transport: Transport, case: Case) -> dict[str, Tensor]:

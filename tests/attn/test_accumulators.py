@@ -7,7 +7,7 @@ from lightning_cp.attn.accumulators import (
     NEVER,
     GradAccumulator,
     OutputAccumulator,
-    Region,
+    TensorRegion,
     add_sinks_,
     merge_,
     sink_gradient,
@@ -100,7 +100,7 @@ def test_a_row_that_sees_only_its_sink_is_zero():
 
 
 def place(start, stop):
-    return Region(Range(0, 1), Range(start, stop))
+    return TensorRegion(Range(0, 1), Range(start, stop))
 
 
 @pytest.mark.parametrize("expects_more", [False, True])

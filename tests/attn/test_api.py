@@ -17,7 +17,7 @@ from lightning_cp.attn.blockwise.kernels.base import Request, Scores
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.call import Bias
 from lightning_cp.attn.choose import CallSpec, choose_head_groups
-from lightning_cp.attn.cost import Problem
+from lightning_cp.attn.cost import CallSize
 from lightning_cp.attn.flex.api import FlexArguments, attend_in_step
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Groups
@@ -384,7 +384,7 @@ def choose_groups(algorithm, seq_len, cp_size, *, budget=None, inside=1):
         QueryShard(layout, 0),
         8,
         Request(torch.device("cuda"), torch.bfloat16, Scores(1.0), head_dim=128),
-        Problem(seq_len, cp_size, 32, 8, head_dim=128, value_dim=128, ulysses_size=inside),
+        CallSize(seq_len, cp_size, 32, 8, head_dim=128, value_dim=128, ulysses_size=inside),
         has_bias=False,
         config=doors.config(
             algorithm=algorithm,

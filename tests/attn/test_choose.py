@@ -11,7 +11,7 @@ from lightning_cp.attn.blockwise.kernels.base import Request, Scores
 from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.choose import CallSpec, choose_kernel, is_dense, prefers_flex
-from lightning_cp.attn.cost import Problem
+from lightning_cp.attn.cost import CallSize
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
@@ -45,7 +45,7 @@ def compiler(monkeypatch):
 
 def build_spec(mask, request=GPU, *, seq_len=8192, cp_size=8, rank=0, dims=(128, 128), **others):
     layout = build_layout("zigzag", seq_len=seq_len, cp_size=cp_size)
-    problem = Problem(seq_len, cp_size, 2, 2, head_dim=dims[0], value_dim=dims[1])
+    problem = CallSize(seq_len, cp_size, 2, 2, head_dim=dims[0], value_dim=dims[1])
     bounds = mask.bounds(seq_len, padded_len=layout.padded_len)
     settings = {"has_bias": False, "config": doors.config(algorithm="gather")} | others
     return CallSpec(bounds, QueryShard(layout, rank), 2, request, problem, **settings)

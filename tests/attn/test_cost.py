@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cp.attn.cost import (
-    Problem,
+    CallSize,
     TileShape,
     choose_exchange,
     compute_times,
@@ -19,7 +19,7 @@ GiB = 2**30
 
 
 def problem(seq_len, cp_size, **others):
-    return Problem(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128, **others)
+    return CallSize(seq_len, cp_size, num_heads=32, num_kv_heads=8, head_dim=128, **others)
 
 
 # queries, keys, heads, kind, milliseconds forward and backward: cuDNN on an H200

@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.forwards, self.regions = 0, []
-        build = kept.Region.__init__
+        build = kept.RecomputedRegion.__init__
 
         def counted(compute):
             def forward(*args, **kwargs):
@@ -45,7 +45,7 @@ class Watch:
         # Kernels run once for each tile: this is the call.
         monkeypatch.setattr(function, "compute_forward", counted(function.compute_forward))
         monkeypatch.setattr(from_mask, "attend_plain", counted(from_mask.attend_plain))
-        monkeypatch.setattr(kept.Region, "__init__", init)
+        monkeypatch.setattr(kept.RecomputedRegion, "__init__", init)
 
     def alive(self):
         return sum(region() is not None for region in self.regions)

@@ -12,7 +12,7 @@ from lightning_cp import Mask, attention, token_mean
 from lightning_cp.memory import offload
 from lightning_cp.memory.arena import Arena, aligned
 from lightning_cp.memory.budget import Budget
-from lightning_cp.memory.offload import Parcel, Store
+from lightning_cp.memory.offload import OffloadGroup, Store
 from tests import doors
 from tests.tiny import TinyLM
 
@@ -166,7 +166,7 @@ def test_copies_wait_for_the_tensor_and_its_memory_is_not_reused_too_early(monke
                 if slow == "out":
                     with torch.cuda.stream(lanes.out.stream):
                         slow_kernel()
-                saved.append(Parcel(store).save(x))
+                saved.append(OffloadGroup(store).save(x))
                 del x
                 torch.full((2**20,), float("nan"), device="cuda")  # takes memory that was freed
             for i in reversed(range(8)):
@@ -190,7 +190,8 @@ def test_what_is_dropped_while_it_is_copied_harms_nobody(monkeypatch):
     lanes = offload.lanes_of(torch.device("cuda", torch.cuda.current_device()))
     for repeat in range(50):
         saved = [
-            Parcel(store).save(torch.full((2**20,), float(i), device="cuda")) for i in range(6)
+            OffloadGroup(store).save(torch.full((2**20,), float(i), device="cuda"))
+            for i in range(6)
         ]
         with torch.cuda.stream(lanes.back.stream):
             slow_kernel()

@@ -22,9 +22,9 @@ from lightning_cp.config import Memory
 from lightning_cp.memory import arena as arenas
 from lightning_cp.memory import budget as budgets
 from lightning_cp.memory import offload
-from lightning_cp.memory.arena import Arena, Block, aligned
+from lightning_cp.memory.arena import Arena, HostBlock, aligned
 from lightning_cp.memory.budget import Budget
-from lightning_cp.memory.offload import Parcel, Saved, Store
+from lightning_cp.memory.offload import OffloadGroup, Saved, Store
 from tests import doors
 from tests.attn.test_kept import attention_of, identical, in_pairs, make_batch
 from tests.hf_patches import test_lightning as lightning_job
@@ -52,7 +52,7 @@ class Copies:
 
     def __init__(self, patch):
         self.sent, self.copied, self.items = 0, 0, []
-        take, save, memory = Arena.take, Parcel.save, Block.memory.fget
+        take, save, memory = Arena.take, OffloadGroup.save, HostBlock.memory.fget
 
         def take_one(arena, num_bytes, *, pinned):
             block = take(arena, num_bytes, pinned=pinned)
@@ -70,8 +70,8 @@ class Copies:
             return item
 
         patch.setattr(Arena, "take", take_one)
-        patch.setattr(Block, "memory", property(copy))
-        patch.setattr(Parcel, "save", save_one)
+        patch.setattr(HostBlock, "memory", property(copy))
+        patch.setattr(OffloadGroup, "save", save_one)
 
     @property
     def fetched(self):
@@ -205,7 +205,7 @@ def test_the_bytes_on_the_host_are_those_of_the_regions_that_left():
 
 def test_the_region_before_is_fetched_while_one_runs(monkeypatch):
     events = []
-    fetch, save = Parcel.fetch, Parcel.save
+    fetch, save = OffloadGroup.fetch, OffloadGroup.save
 
     def fetch_one(parcel):
         events.append(("fetch", parcel))
@@ -226,8 +226,8 @@ def test_the_region_before_is_fetched_while_one_runs(monkeypatch):
             item.get = get_one
         return item
 
-    monkeypatch.setattr(Parcel, "fetch", fetch_one)
-    monkeypatch.setattr(Parcel, "save", save_one)
+    monkeypatch.setattr(OffloadGroup, "fetch", fetch_one)
+    monkeypatch.setattr(OffloadGroup, "save", save_one)
     run(offload="all")
     got = [parcel for kind, parcel in events if kind == "got"]
     assert not [kind for kind, _ in events if kind == "got late"]
@@ -544,7 +544,7 @@ def make_parcels(num, host_bytes=2**20, **options):
     """Save a tensor per region; return the store, the tensors, what was saved, and storages."""
     store = Store(Budget(host_bytes, **options))
     tensors = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(num)]
-    parcels = [Parcel(store) for _ in tensors]
+    parcels = [OffloadGroup(store) for _ in tensors]
     saved, storages = [], []
     for parcel, x in zip(parcels, tensors, strict=True):
         saved.append(parcel.save(x := x * 1))
@@ -589,9 +589,9 @@ def test_what_was_fetched_and_not_used_is_freed(monkeypatch):
 )
 def test_a_moved_tensor_has_its_values_and_strides(x, monkeypatch):
     store, copies = Store(Budget(2**20)), Copies(monkeypatch)
-    saved = Parcel(store).save(x)
+    saved = OffloadGroup(store).save(x)
     assert type(saved) is not Saved
-    others = [Parcel(store).save(torch.randn(8)) for _ in range(3)]
+    others = [OffloadGroup(store).save(torch.randn(8)) for _ in range(3)]
     assert copies.fetched == 0
     found = saved.get()
     assert copies.fetched == 1  # it was gone
@@ -616,7 +616,7 @@ def test_a_moved_tensor_has_its_values_and_strides(x, monkeypatch):
 )
 def test_other_tensors_stay(x):
     store = Store(Budget(2**20))
-    saved = Parcel(store).save(x)
+    saved = OffloadGroup(store).save(x)
     assert type(saved) is Saved
     assert saved.get().shape == x.shape
 

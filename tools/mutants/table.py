@@ -1177,7 +1177,7 @@ HF = (
     ),
     Mutant(
         "implementation-stays-ours",
-        "hf_patches.enable:Handle.remove",
+        "hf_patches.enable:EnabledModel.remove",
         "_implement(self.model, {key: STOCK.get(name, name) for key, name in names.items()})",
         "pass",
         ("tests/hf_patches/test_enable.py::test_undo_leaves_no_trace",),
@@ -1252,7 +1252,7 @@ HF = (
     ),
     Mutant(
         "generate-stays-ours",
-        "hf_patches.shard_in_forward:RowsHandle.remove",
+        "hf_patches.shard_in_forward:ShardedModel.remove",
         "for name, function in _METHODS.items():",
         "for name, function in [*_METHODS.items()][:1]:",
         (f"{_WHOLE_ROWS}::test_undo_restores_the_model",),
@@ -1502,7 +1502,7 @@ RECIPES = (
     ),
     Mutant(
         "stale-source",
-        "recipes.data.sources:Source.fingerprint",
+        "recipes.data.sources:DataSource.fingerprint",
         "(str(f), f.stat().st_size, f.stat().st_mtime_ns)",
         "(str(f), f.stat().st_size)",
         (f"{_DATA}::test_rows_are_packed_once",),

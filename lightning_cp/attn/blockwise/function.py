@@ -21,8 +21,8 @@ from lightning_cp.attn.accumulators import (
     GradAccumulator,
     OutputAccumulator,
     PartialSums,
-    Region,
     T,
+    TensorRegion,
     add_sinks_,
     empty_output,
     has_strides,
@@ -403,11 +403,11 @@ def _heads_of(x: T, heads: slice) -> T:
     return x[:, heads]
 
 
-def _region(batch: slice, q_slice: slice, block: Block, q: Tensor) -> Region:
+def _region(batch: slice, q_slice: slice, block: Block, q: Tensor) -> TensorRegion:
     """Return the region of a tile's queries among those of the rank."""
     start = block.q_slice.start
     tokens = Range(start + q_slice.start, start + q_slice.stop)
-    return Region(Range(*batch.indices(q.shape[0])[:2]), tokens)
+    return TensorRegion(Range(*batch.indices(q.shape[0])[:2]), tokens)
 
 
 def _select(x: Tensor, heads: slice, tokens: slice | None = None) -> Tensor:

@@ -30,7 +30,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Held:
+class _SavedTensor:
     """A tensor that autograd has saved: its place, or itself."""
 
     def __init__(self, x: Tensor) -> None:
@@ -45,11 +45,11 @@ class _Inputs:
     def __init__(self) -> None:
         self.tensors: tuple[Tensor | None, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
-        self.held: list[_Held] = []
+        self.held: list[_SavedTensor] = []
 
-    def pack(self, x: Tensor) -> _Held:
+    def pack(self, x: Tensor) -> _SavedTensor:
         """Note the place of a tensor in the inputs, or hold a tensor that is not a part of them."""
-        held = _Held(x)
+        held = _SavedTensor(x)
         for number, given in enumerate(self.tensors):
             if given is not None and _is_part(x, given):
                 held.x = _place(number, x, given)
@@ -57,7 +57,7 @@ class _Inputs:
         self.held.append(held)
         return held
 
-    def unpack(self, held: _Held) -> Tensor:
+    def unpack(self, held: _SavedTensor) -> Tensor:
         if isinstance(held.x, Saved):
             return held.x.get()
         if isinstance(held.x, Tensor):

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp.adapters import Handle, enable_models
+from lightning_cp.adapters import AdapterHandle, enable_models
 from lightning_cp.config import Config, Memory, Sharding
 from lightning_cp.lightning.memory.activations import prepare_layers
 from lightning_cp.lightning.memory.memory_choice import RunSetup
@@ -41,7 +41,7 @@ class Preparation:
 
     def __init__(self, config: Config) -> None:
         self._config, self.parameters = config, config.parameters
-        self._handles: list[Handle] = []
+        self._handles: list[AdapterHandle] = []
         self._mesh: DeviceMesh | None = None
         self._device: torch.device | None = None
         sharding = self.parameters.sharding

@@ -17,12 +17,12 @@ from torchmetrics import Metric
 
 from lightning_cp.comm.transport import GroupTransport, Transport
 from lightning_cp.compare.restore import user_hooks
-from lightning_cp.compare.trials import Run, Value, copied, returned_leaves
+from lightning_cp.compare.trials import StepRun, Value, copied, returned_leaves
 from lightning_cp.compare.verify import Weights, take_gradients, without_trace
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
 from lightning_cp.data.media import media_names
-from lightning_cp.data.outputs import Leaf
+from lightning_cp.data.outputs import OutputLeaf
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.lightning.steps.logs import Logged, loss_of, recorded_logs
 from lightning_cp.lightning.steps.loss_policy import take_loss
@@ -81,7 +81,7 @@ class ModuleCall:
             f"sequences.{more} {CURE} If both are right and differ for another reason: {self.skip}."
         )
 
-    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> Run:
+    def run(self, batch: Any, *, alone: bool, seed: int = 0) -> StepRun:
         """Run the step, collect its values, and undo what it changes."""
         module = self.module
         prepared = without_trace(
@@ -108,8 +108,10 @@ class ModuleCall:
             gradients = take_gradients(module, context) if is_compared else {}
             values = self._values(output, logs, step)
             for name, metric_value in _metric_values(metrics, step.groups.context).items():
-                values[f"metric {name}"] = Value(Leaf("", metric_value), f"updated self.{name}")
-            return Run(values, step, gradients, reached.numbers(module))
+                values[f"metric {name}"] = Value(
+                    OutputLeaf("", metric_value), f"updated self.{name}"
+                )
+            return StepRun(values, step, gradients, reached.numbers(module))
 
     def _values(self, output: Any, logs: list[Logged], step: Opened) -> dict[str, Value]:
         """Return what the step has returned, logged and computed as a loss, by name."""
@@ -120,16 +122,16 @@ class ModuleCall:
             name = f"output{leaf.path}"
             values[name] = Value(leaf, f"returned {name}", is_global=is_loss)
         for log in logs:
-            leaf, source = Leaf("", log.value), f"logged {log.name!r}"
+            leaf, source = OutputLeaf("", log.value), f"logged {log.name!r}"
             values[f"log {log.name}"] = Value(leaf, source, log.reduction, log.is_global)
         # A loss that training returns may not be logged.
         for index, mark in enumerate(step.losses):
             is_global = not mark.is_replicated
             source = "computed a loss" if is_global else "gave sample_mean() losses of mean"
-            values[f"loss {index}"] = Value(Leaf("", mark.value), source, is_global=is_global)
+            values[f"loss {index}"] = Value(OutputLeaf("", mark.value), source, is_global=is_global)
         loss = self._loss(output, step)
         if loss is not None:
-            leaf = Leaf("", loss.detach())
+            leaf = OutputLeaf("", loss.detach())
             values["returned loss"] = Value(leaf, "returned a loss", is_loss=True)
         return values
 
@@ -201,7 +203,7 @@ def _without_loggers(module: nn.Module) -> Iterator[None]:
         trainer.loggers = loggers
 
 
-def _check_comparable(leaf: Leaf, stage: str) -> None:
+def _check_comparable(leaf: OutputLeaf, stage: str) -> None:
     try:
         outputs.checksum(leaf.value, torch.device("cpu"))
     except TypeError as error:
