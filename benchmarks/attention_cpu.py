@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp import ContextParallel, Mask, attention
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 
 RANKS, REPEATS = 2, 7
 HEADS, KV_HEADS, DIM = 8, 2, 64

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_cp.attn.hardware import Links
+from lightning_cp.planner.format_plan import format_tokens, parse_tokens
 from lightning_cp.planner.memory import MemoryPlan, plan_memory
-from lightning_cp.planner.plan import Capacity
-from lightning_cp.planner.report import format_tokens, parse_tokens
+from lightning_cp.planner.plan_run import Capacity
 from lightning_cp.planner.setup import GPUS_PER_HOST, Setup
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 from lightning_cp.planner.time import TENSOR, TimePlan, plan_time
-from recipes.plan import read_model
+from recipes.plan_command import read_model
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = tuple(1 << n for n in range(3, 11))

@@ -17,7 +17,7 @@ from hf_patches.weights.auto import auto_class
 from hf_patches.weights.model_shape import model_shape
 from hf_patches.weights.tensor_parallel import check_loaded, parallelize
 from lightning_cp.adapters import AdapterHandle
-from lightning_cp.memory.checkpointing import switched_layers
+from lightning_cp.memory.activation_checkpointing import switched_layers
 from lightning_cp.private.compiler import uncompiled
 
 

@@ -26,7 +26,7 @@ from hf_patches.model.forward import ROWS, Enabled, TokenLogpOutput
 from hf_patches.model.left_out import leave_out
 from hf_patches.model.moe_loss import balance_loss
 from lightning_cp.config import SequenceDims, check_choice
-from lightning_cp.data.sharding import full_tokens, shift_labels
+from lightning_cp.data.shard import full_tokens, shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import patches_of, replace_method
 from lightning_cp.private.fsdp2 import map_tensors

@@ -11,7 +11,7 @@ from lightning_cp.lightning.registry import register
 
 if TYPE_CHECKING:
     from lightning_cp.attn.api import attention
-    from lightning_cp.attn.flex.api import flex_attention
+    from lightning_cp.attn.flex.flex_attention import flex_attention
     from lightning_cp.compare.verify import verify
     from lightning_cp.config import Attention, Checkpoints, Memory, Parameters, Verify
     from lightning_cp.geometry.mask import Mask
@@ -65,7 +65,7 @@ _MODULES = {
     "attention": "lightning_cp.attn.api",
     "context_parallel": "lightning_cp.torch_api.prototype",
     "context_parallel_unshard": "lightning_cp.torch_api.prototype",
-    "flex_attention": "lightning_cp.attn.flex.api",
+    "flex_attention": "lightning_cp.attn.flex.flex_attention",
     "sample_mean": "lightning_cp.loss.means",
     "sequence_logp": "lightning_cp.loss.logp",
     "set_rotate_method": "lightning_cp.torch_api.prototype",

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp import adapters, routing
 from lightning_cp.attn.flex.kernel import MaskMod
 from lightning_cp.attn.flex.mods import SequenceMask, SequenceMaskCache
-from lightning_cp.attn.kept import kept_limit, region_contexts, saving_inputs
+from lightning_cp.attn.keep_attention import kept_limit, region_contexts, saving_inputs
 from lightning_cp.attn.triton_ops import can_start
 from lightning_cp.comm.mesh import Groups, build_groups, lone_groups
 from lightning_cp.config import (
@@ -32,7 +32,7 @@ from lightning_cp.config import (
 )
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import BatchChecks, find_differing
-from lightning_cp.data.sharding import (
+from lightning_cp.data.shard import (
     check_local,
     full_tokens,
     own_tokens,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp.attn.accumulators import NEVER
 from lightning_cp.attn.api import attend
-from lightning_cp.data.sharding import full_tokens, own_tokens
+from lightning_cp.data.shard import full_tokens, own_tokens
 from lightning_cp.fsdp.scalars import call_unsharded
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.private.compiler import (
@@ -56,7 +56,7 @@ def _to_flex_attention(
     return_aux: Any = None,
 ) -> Any:
     """Call our flex_attention; this code runs with the globals of torch's module."""
-    from lightning_cp.attn.flex.api import flex_attention
+    from lightning_cp.attn.flex.flex_attention import flex_attention
 
     return flex_attention(
         query,

@@ -48,7 +48,7 @@ from lightning_cp.renamed import (
     explain_removed,
     update_options,
 )
-from recipes.data.module import SampleData
+from recipes.data.packed_data import SampleData
 from recipes.files import data_class
 from recipes.module import CausalLMModule
 

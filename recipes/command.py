@@ -54,7 +54,7 @@ def _run_lightning_cp(args: Sequence[str], prog: str) -> int:
 
 
 def _run_plan(args: Sequence[str], prog: str) -> int:
-    from recipes.plan import main
+    from recipes.plan_command import main
 
     return main(args, prog=prog)
 

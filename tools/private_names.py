@@ -55,7 +55,7 @@ EXCEPTIONS = {
         "_load_from_checkpoint": "shows that Lightning's module is imported whole",
     },
     "lightning_cp/lightning/steps/trial_run.py": {"_computed": METRIC, "_to_sync": METRIC},
-    "lightning_cp/memory/checkpointing.py": {
+    "lightning_cp/memory/activation_checkpointing.py": {
         "_gradient_checkpointing_func": CONVENTION,
         "_require_grads_hooks": CONVENTION,
     },

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_patches.interface.names import is_ours
 from hf_patches.private import attention_name, has_own_loss
 from lightning_cp.comm.collective_errors import any_rank
-from lightning_cp.data.sharding import own_tokens
+from lightning_cp.data.shard import own_tokens
 from lightning_cp.private.compiler import constant_in_graphs
 from lightning_cp.step.step import IGNORED_LABEL, PerStep, Step
 

@@ -18,7 +18,7 @@ from hf_patches.interface.input_checks import name_arguments, note_filled, param
 from hf_patches.interface.names import active
 from lightning_cp.comm.transport import gather
 from lightning_cp.data.batch import count_positions
-from lightning_cp.data.sharding import full_tokens, own_tokens
+from lightning_cp.data.shard import full_tokens, own_tokens
 from lightning_cp.step import active_step
 from lightning_cp.step.guards import check_recompute
 from lightning_cp.step.step import Step, StepMask, per_step

@@ -10,11 +10,11 @@ from typing import Final
 
 from transformers import PreTrainedModel
 
-from hf_patches.mixers import base_model, block_indexer, keys, replicated
-from hf_patches.mixers.conv import replace_convolutions
+from hf_patches.mixers import base_model, block_indexer, eager_attention, replicated
 from hf_patches.mixers.delta_net import replace_delta_nets, replace_kimi_delta_attention
 from hf_patches.mixers.lightning_attention import replace_lightning_attention
 from hf_patches.mixers.mamba2 import replace_mamba2
+from hf_patches.mixers.short_conv import replace_convolutions
 from lightning_cp.patch import Patch
 
 Install = Callable[[PreTrainedModel], Iterable[Patch]]
@@ -27,7 +27,7 @@ INSTALLERS: Final[Mapping[str, Install]] = {
     "lightning-attention": replace_lightning_attention,
     "mamba-2": replace_mamba2,
     "block-indexer": block_indexer.install,
-    "keys": keys.install,
+    "keys": eager_attention.install,
     "halo": replicated.install,
     "replicated": replicated.install,
     "replicated-model": base_model.install,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_patches.interface.input_checks import name_arguments, parameters_of
 from hf_patches.interface.names import step_of
-from hf_patches.mixers.common import Replacement
+from hf_patches.mixers.replacement import Replacement
 from hf_patches.mixers.replicated import (
     check_arguments,
     check_dropout,
@@ -30,7 +30,7 @@ from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
-from lightning_cp.sequence.ranges import token_map
+from lightning_cp.sequence.token_map import token_map
 from lightning_cp.step import active_step
 from lightning_cp.step.step import Step, per_step
 

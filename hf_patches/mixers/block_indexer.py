@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_patches.interface.names import find_in_modules
-from hf_patches.mixers.common import (
+from hf_patches.mixers.gathered_keys import (
     GatheredKeys,
-    Replacement,
     additive_mask,
-    kind_of,
     local_positions,
     visible_keys,
 )
+from hf_patches.mixers.replacement import Replacement, kind_of
 from lightning_cp.data.batch import count_positions
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.patch import Patch

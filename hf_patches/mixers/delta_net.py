@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from hf_patches.mixers.conv import convolve
-from hf_patches.mixers.functions import Functions, replace_functions
+from hf_patches.mixers.layer_functions import Functions, replace_functions
 from hf_patches.mixers.rows import RESET, RangeRows, build_rows
+from hf_patches.mixers.short_conv import convolve
 from lightning_cp.patch import Patch
 from lightning_cp.sequence import initial_states
 

@@ -13,9 +13,9 @@ from torch.nn.functional import sigmoid
 from transformers import PreTrainedModel
 
 from hf_patches.interface.names import step_of
-from hf_patches.mixers.common import Replacement
-from hf_patches.mixers.functions import check_own_forward, unknown_layer
+from hf_patches.mixers.layer_functions import check_own_forward, unknown_layer
 from hf_patches.mixers.mamba2 import chunk_scan
+from hf_patches.mixers.replacement import Replacement
 from hf_patches.mixers.rows import build_rows
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs

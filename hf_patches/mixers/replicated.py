@@ -21,14 +21,14 @@ from transformers.masking_utils import create_causal_mask, sliding_window_overla
 
 from hf_patches.interface.input_checks import name_arguments
 from hf_patches.interface.names import step_of
-from hf_patches.mixers.common import Replacement, kind_of
+from hf_patches.mixers.replacement import Replacement, kind_of
 from lightning_cp.comm.transport import to_device
-from lightning_cp.data.sharding import full_tokens
+from lightning_cp.data.shard import full_tokens
 from lightning_cp.geometry.ranges import BoolArray, IntArray
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.sequence.halo import build_halo_plan, extend
-from lightning_cp.sequence.ranges import TokenMap, token_map
+from lightning_cp.sequence.token_map import TokenMap, token_map
 from lightning_cp.step import active_step
 from lightning_cp.step.step import PerStep, Step, StepMask, per_step
 
@@ -236,7 +236,7 @@ def pack(
 
     Example:
         >>> from lightning_cp.geometry.layout import build_layout
-        >>> from lightning_cp.sequence.ranges import build_token_map
+        >>> from lightning_cp.sequence.token_map import build_token_map
         >>> layout = build_layout("contiguous", seq_len=5, cp_size=2)
         >>> documents = np.array([[0, 0, 1, 1, 1]])
         >>> tokens = build_token_map(layout, 1, documents=documents, padding=None)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from hf_patches.interface.names import active
 from lightning_cp.comm.transport import to_device
 from lightning_cp.geometry.ranges import IntArray
-from lightning_cp.sequence.ranges import HeldRange, TokenMap, token_map
+from lightning_cp.sequence.token_map import HeldRange, TokenMap, token_map
 from lightning_cp.step.step import Step, per_step
 
 RESET = -1e4

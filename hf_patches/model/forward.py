@@ -30,9 +30,9 @@ from hf_patches.interface.input_checks import (
 )
 from hf_patches.interface.names import active
 from hf_patches.model.moe_loss import balance_loss
-from hf_patches.multimodal.call import around_decoder
+from hf_patches.multimodal.media_call import around_decoder
 from hf_patches.multimodal.table import Media
-from lightning_cp.data.sharding import full_tokens, own_tokens, unshard
+from lightning_cp.data.shard import full_tokens, own_tokens, unshard
 from lightning_cp.fsdp.sharding import on_tensor_ranks
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.loss.logp import Head, token_logp

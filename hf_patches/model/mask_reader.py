@@ -29,7 +29,7 @@ from hf_patches.private import (
     replace_mask_arguments,
 )
 from lightning_cp.attn.operator import mark_mask
-from lightning_cp.data.sharding import full_tokens
+from lightning_cp.data.shard import full_tokens
 from lightning_cp.step.step import Step, StepMask, StepReference
 
 _LIBRARY: Final = "transformers.masking_utils."

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_patches.interface.names import find_in_modules
-from lightning_cp.data.sharding import own_tokens
+from lightning_cp.data.shard import own_tokens
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.step.precision import accumulation_dtype
 from lightning_cp.step.step import Step

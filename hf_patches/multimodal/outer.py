@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_cp.data.batch import SEQUENCE_DIMS, count_positions
-from lightning_cp.data.sharding import full_tokens
+from lightning_cp.data.shard import full_tokens
 from lightning_cp.private.modules import tensor_version
 from lightning_cp.step import active_step
 from lightning_cp.step.step import Step

@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput
 from hf_patches.interface.input_checks import name_arguments, note_filled, parameters_of
 from hf_patches.interface.names import active
 from hf_patches.multimodal.outer import hand_over_routers, merged_ids, on_full_sequences
-from lightning_cp.data.sharding import own_tokens, shard
+from lightning_cp.data.shard import own_tokens, shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.step import active_step

@@ -60,7 +60,7 @@ from lightning_cp.config import (
     Verify,
     refuse_fields,
 )
-from lightning_cp.data.sharding import shift_labels
+from lightning_cp.data.shard import shift_labels
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch, replace_method, require
 from lightning_cp.renamed import refuse_arguments

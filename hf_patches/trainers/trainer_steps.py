@@ -43,7 +43,7 @@ from lightning_cp.compare.verify import (
 from lightning_cp.compare.whose_code import LIBRARIES, is_of_user
 from lightning_cp.data import outputs
 from lightning_cp.data.batch import SEQUENCE_DIMS, pad_samples
-from lightning_cp.data.media import media_names
+from lightning_cp.data.media_names import media_names
 from lightning_cp.data.outputs import OutputLeaf
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch

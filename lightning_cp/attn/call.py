@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.tiles import PlacedTile
-from lightning_cp.data.sharding import pad_end
+from lightning_cp.attn.mask_blocks import PlacedTile
+from lightning_cp.data.shard import pad_end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

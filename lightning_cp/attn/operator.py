@@ -30,7 +30,7 @@ from lightning_cp.attn.blockwise.kernels.base import BackwardInputs, Request, Sc
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.attn.call import PaddedCall, with_unit_stride
 from lightning_cp.attn.choose import is_dense
-from lightning_cp.data.sharding import pad_end
+from lightning_cp.data.shard import pad_end
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.private.compiler import (
     constant_in_graphs,

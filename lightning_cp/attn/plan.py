@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.attn.tiles import Block, Piece
+from lightning_cp.attn.mask_blocks import Block, Piece
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import Range, union

@@ -22,9 +22,9 @@ from lightning_cp.compare.verify import MIXING, distances, relative, truncate_ba
 from lightning_cp.data import batch as batches
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
-from lightning_cp.data.media import media_names
+from lightning_cp.data.media_names import media_names
 from lightning_cp.data.outputs import OutputLeaf
-from lightning_cp.data.sharding import token_dim, unshard_value
+from lightning_cp.data.shard import token_dim, unshard_value
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.step import active_step
 from lightning_cp.step.step import Opened, Step

@@ -19,7 +19,7 @@ from lightning_cp.comm.collective_errors import any_rank, raise_on_all
 from lightning_cp.comm.transport import Transport
 from lightning_cp.compare.restore import Reached, restored_state
 from lightning_cp.data import batch as batches
-from lightning_cp.data.media import media_names
+from lightning_cp.data.media_names import media_names
 from lightning_cp.fsdp.replication import set_averaging
 from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel

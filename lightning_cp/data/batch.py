@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_cp.comm.transport import to_device
 from lightning_cp.config import SequenceDims
-from lightning_cp.data.media import MEDIA
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.media_names import MEDIA
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.branches import SHARED, Branches, read_branches
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import NO_DOCUMENT, check_runs

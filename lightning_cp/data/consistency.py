@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_cp.comm.collective_errors import any_rank, gather_texts
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import Transport, gather
-from lightning_cp.data.media import MEDIA, media_of
+from lightning_cp.data.media_names import MEDIA, media_of
 from lightning_cp.data.outputs import OutputLeaf, checksum, checksums, digest, form
 from lightning_cp.step.leaves import Flat, flatten
 

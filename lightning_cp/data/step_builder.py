@@ -13,7 +13,7 @@ from lightning_cp.data.batch import (
     shard_leaf,
     unpack_documents,
 )
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask

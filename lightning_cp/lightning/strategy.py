@@ -41,13 +41,13 @@ from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.replication import average_new
 from lightning_cp.fsdp.sharding import drop_unused_gradients, reshard
 from lightning_cp.lightning.checkpoints.checkpoint_strategy import CheckpointStrategy
-from lightning_cp.lightning.checkpoints.checkpointing import check_links
+from lightning_cp.lightning.checkpoints.trainer_state import check_links
 from lightning_cp.lightning.model import averaging
-from lightning_cp.lightning.model.features import check_hooks, check_optimizers
 from lightning_cp.lightning.model.mixed_precision import resolve_plugin
 from lightning_cp.lightning.model.model_setup import share_random_state, use_offloaded
 from lightning_cp.lightning.model.optimizers import hooks_read_scalars
 from lightning_cp.lightning.model.preparation import Preparation
+from lightning_cp.lightning.model.unsupported import check_hooks, check_optimizers
 from lightning_cp.lightning.private import move_states
 from lightning_cp.lightning.processes import loaders
 from lightning_cp.lightning.processes.launch import check_tensor_parallel_size

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transport import to_device
-from lightning_cp.data.sharding import full_tokens
+from lightning_cp.data.shard import full_tokens
 from lightning_cp.geometry.mask import NO_DOCUMENT
 from lightning_cp.geometry.ranges import IntArray
 from lightning_cp.loss.chunked_loss import chunked_losses, cross_entropy

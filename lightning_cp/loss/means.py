@@ -23,7 +23,7 @@ from lightning_cp.comm.collective_errors import any_rank
 from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import find_differing
-from lightning_cp.data.sharding import full_tokens, own_tokens, shift_labels
+from lightning_cp.data.shard import full_tokens, own_tokens, shift_labels
 from lightning_cp.loss.chunked_loss import (
     MAX_CHUNK_LOGITS,
     ChunkedInputs,

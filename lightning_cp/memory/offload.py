@@ -2,8 +2,8 @@
 """Tensors that a checkpointed region saves for backward, moved to host memory and back in time.
 
 An `OffloadGroup` holds what one region saves: its inputs, and attention results. When the second
-region after it begins, it is copied to the host on a side stream, and when the third begins, its device
-memory is freed: so the last two regions, whose backward comes at once, are never moved. When
+region after it begins, it is copied to the host on a side stream, and when the third begins, its
+device memory is freed: so the last two regions, whose backward comes at once, are never moved. When
 backward reaches a region, the one before it is copied back.
 
 Device memory is taken and freed on the stream that computes, which waits for the copies: nothing is

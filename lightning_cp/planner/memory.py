@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from lightning_cp.attn.hardware import Links
-from lightning_cp.planner.attention import attention_cost
+from lightning_cp.planner.attention_cost import attention_cost
 from lightning_cp.planner.setup import GPUS_PER_HOST, Precision, Setup
 from lightning_cp.planner.shapes import LayerShape, ModelShape
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from lightning_cp.attn.hardware import H200, Links
-from lightning_cp.planner.attention import Passes, attention_cost
+from lightning_cp.planner.attention_cost import Passes, attention_cost
 from lightning_cp.planner.memory import EXPERT_SAVED, FROZEN, STATES, StateBytes, token_bytes
 from lightning_cp.planner.setup import Setup
 from lightning_cp.planner.shapes import LayerShape, ModelShape

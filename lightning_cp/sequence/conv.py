@@ -17,7 +17,7 @@ from lightning_cp.comm.transport import to_device
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import plain_functions
 from lightning_cp.sequence.halo import build_halo_plan, extend, per_token
-from lightning_cp.sequence.ranges import active_map, token_map
+from lightning_cp.sequence.token_map import active_map, token_map
 from lightning_cp.step.precision import accumulation_dtype
 from lightning_cp.step.step import Step, per_step
 

@@ -20,7 +20,7 @@ from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.geometry.ranges import Range
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import plain_functions
-from lightning_cp.sequence.ranges import HeldRange, TokenMap, active_map, token_map
+from lightning_cp.sequence.token_map import HeldRange, TokenMap, active_map, token_map
 from lightning_cp.step.guards import backward_of_step
 from lightning_cp.step.step import Step, per_step
 

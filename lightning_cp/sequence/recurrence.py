@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_cp.comm.transport import Transport, to_device
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import plain_functions
-from lightning_cp.sequence.ranges import HeldRange, TokenMap, check_batch, token_map
+from lightning_cp.sequence.token_map import HeldRange, TokenMap, check_batch, token_map
 from lightning_cp.step.guards import backward_of_step, step_of_call
 from lightning_cp.step.precision import autocast_off
 from lightning_cp.step.step import PerStep, Step, per_step

@@ -20,7 +20,7 @@ from lightning_cp.comm.mesh import group_of, neighbours
 from lightning_cp.comm.transport import gather
 from lightning_cp.config import AlgorithmName, LayoutName, check_choice
 from lightning_cp.data.batch import FullBatch, unnamed_batch
-from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.data.shard import shard, unshard
 from lightning_cp.data.step_builder import build_step, check_not_sharded
 from lightning_cp.geometry.layout import layout_of_shards
 from lightning_cp.parallel import ContextParallel, run_step

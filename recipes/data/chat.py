@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from recipes.data.module import PackedData, PackingOptions
+from recipes.data.packed_data import PackedData, PackingOptions
 from recipes.data.packing import IGNORED_LABEL, Document, LongDocuments, document
 
 Message = dict[str, Any]

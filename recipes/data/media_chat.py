@@ -23,7 +23,7 @@ from recipes.data.chat import (
 )
 from recipes.data.loader import Batch, SampleLoader, find_data_rank
 from recipes.data.media import KINDS, Conversation, read_conversation
-from recipes.data.module import Split
+from recipes.data.packed_data import Split
 from recipes.data.packing import COLUMNS, IGNORED_LABEL, Document
 from recipes.data.sources import PICTURES, DataSource, find_source
 from recipes.processors import load_processor

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_cp import ContextParallel
 from recipes.data.loader import NO_SAMPLE, Batch
-from recipes.data.module import SampleData
+from recipes.data.packed_data import SampleData
 from recipes.data.packing import IGNORED_LABEL, Document, document, pack
 from recipes.report import table
 from recipes.tokens import load_tokenizer

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from recipes.data.module import PackedData, PackingOptions
+from recipes.data.packed_data import PackedData, PackingOptions
 from recipes.data.packing import Document, document
 
 

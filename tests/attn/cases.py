@@ -15,12 +15,12 @@ from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel
 from lightning_cp.attn.blockwise.kernels.flash import FlashKernel
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.call import AlibiSlopes, Bias, ScoreBias
+from lightning_cp.attn.mask_blocks import Block
 from lightning_cp.attn.plan import build_plan
-from lightning_cp.attn.tiles import Block
 from lightning_cp.attn.ulysses import UlyssesCall, build_swap
 from lightning_cp.comm.transport import LoneTransport, Transport
 from lightning_cp.config import GradientWire
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range

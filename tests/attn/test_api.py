@@ -18,11 +18,11 @@ from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.call import Bias
 from lightning_cp.attn.choose import CallSpec, choose_head_groups
 from lightning_cp.attn.cost import CallSize
-from lightning_cp.attn.flex.api import FlexArguments, attend_in_step
+from lightning_cp.attn.flex.flex_attention import FlexArguments, attend_in_step
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.data.sharding import shard, unshard
+from lightning_cp.data.shard import shard, unshard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.step import active_step
 from lightning_cp.step.step import Step, StepMask, StepReference

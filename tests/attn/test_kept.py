@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_patches import enable
 from lightning_cp import Mask, attention, token_mean
-from lightning_cp.attn import kept
+from lightning_cp.attn import keep_attention
 from lightning_cp.attn.blockwise import function
 from lightning_cp.attn.flex import from_mask
 from lightning_cp.step import active_step
@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.forwards, self.regions = 0, []
-        build = kept.RecomputedRegion.__init__
+        build = keep_attention.RecomputedRegion.__init__
 
         def counted(compute):
             def forward(*args, **kwargs):
@@ -45,7 +45,7 @@ class Watch:
         # Kernels run once for each tile: this is the call.
         monkeypatch.setattr(function, "compute_forward", counted(function.compute_forward))
         monkeypatch.setattr(from_mask, "attend_plain", counted(from_mask.attend_plain))
-        monkeypatch.setattr(kept.RecomputedRegion, "__init__", init)
+        monkeypatch.setattr(keep_attention.RecomputedRegion, "__init__", init)
 
     def alive(self):
         return sum(region() is not None for region in self.regions)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cp.data.sharding import shard, shift_labels, unshard
+from lightning_cp.data.shard import shard, shift_labels, unshard
 from lightning_cp.geometry.layout import build_layout
 from tests import doors
 from tests.ranks import run_threads

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import Layout, build_layout, layout_of_shards
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range

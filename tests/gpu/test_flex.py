@@ -18,7 +18,7 @@ from lightning_cp.attn import api as attention_module
 from lightning_cp.attn import choose
 from lightning_cp.attn.flex import from_mask
 from lightning_cp.attn.flex.from_mask import FlexCall
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.step import active_step
 from tests import doors, torch_names
 from tests.attn import cases

@@ -18,7 +18,7 @@ from lightning_cp.attn.blockwise.kernels.cudnn import CudnnKernel, backward_op
 from lightning_cp.attn.blockwise.kernels.dense import DenseKernel
 from lightning_cp.attn.blockwise.kernels.select import select_kernel
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.step import active_step
 from tests.attn import cases
 from tests.attn.cases import (

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp import token_mean
 from lightning_cp.memory import checkpoint_layers
-from lightning_cp.memory.checkpointing import switched_layers
+from lightning_cp.memory.activation_checkpointing import switched_layers
 from lightning_cp.private.autograd import checkpoint_contexts
 from lightning_cp.private.modules import module_hooks
 from tests import doors

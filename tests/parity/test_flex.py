@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
 from lightning_cp import Mask, attention
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.step import active_step
 from tests import doors
 from tests.attn import cases

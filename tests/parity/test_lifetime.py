@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import Mask, attention, token_mean
 from lightning_cp.attn.blockwise.function import BlockwiseCall
 from lightning_cp.attn.plan import Plan
-from lightning_cp.data.sharding import shard, shift_labels
+from lightning_cp.data.shard import shard, shift_labels
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.loss import means as loss_module

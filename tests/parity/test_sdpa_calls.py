@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.step import active_step
 from tests import doors
 from tests.oracle import errors

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_cp.planner import KNOWN, Setup, plan_run
+from lightning_cp.planner.format_plan import format_plan, parse_tokens
 from lightning_cp.planner.memory import plan_memory
-from lightning_cp.planner.plan import Capacity, fewest_checkpointed, longest_sequence
-from lightning_cp.planner.report import format_plan, parse_tokens
+from lightning_cp.planner.plan_run import Capacity, fewest_checkpointed, longest_sequence
 from recipes.command import main
 from tests.parity.zoo import build_config
 

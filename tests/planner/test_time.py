@@ -15,7 +15,7 @@ from lightning_cp.attn.plan import build_plan
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.planner import KNOWN, Setup
-from lightning_cp.planner.attention import (
+from lightning_cp.planner.attention_cost import (
     attention_cost,
     document_lengths,
     problem_of,

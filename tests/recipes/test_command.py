@@ -20,7 +20,7 @@ TARGETS = {
     "validate": "recipes.cli.main",
     "test": "recipes.cli.main",
     "predict": "recipes.cli.main",
-    "plan": "recipes.plan.main",
+    "plan": "recipes.plan_command.main",
     "verify": "hf_patches.__main__.main",
     "export": "hf_patches.__main__.main",
     "consolidate": "lightning_cp.__main__.main",

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes.data import ChatData, PasskeyData, TextData
 from recipes.data.loader import SampleLoader, plan_evaluation, plan_training
-from recipes.data.module import SampleData
+from recipes.data.packed_data import SampleData
 from recipes.data.packing import OPEN_SAMPLES, document, pack
 from recipes.data.sources import find_source
 from recipes.tokens import byte_tokenizer, load_tokenizer

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lightning_cp.comm.mesh import Groups
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.geometry.mask import Mask
-from lightning_cp.sequence import ranges, recurrence
+from lightning_cp.sequence import recurrence, token_map
 from lightning_cp.step import active_step
 from lightning_cp.step.guards import check_recompute
 from lightning_cp.step.step import Step
@@ -152,7 +152,7 @@ class Threads:
 
     def __init__(self, monkeypatch):
         self._local = threading.local()
-        for module in (ranges, recurrence):
+        for module in (token_map, recurrence):
             monkeypatch.setattr(module, "step_of_call", self.step_of_call)
 
     def current_step(self):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cp.sequence import halo
-from lightning_cp.sequence.ranges import held_ranges
+from lightning_cp.sequence.token_map import held_ranges
 from tests import doors
 from tests.ranks import run_threads
 from tests.sequence.cases import LAYOUTS, Case, cases

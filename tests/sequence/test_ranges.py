@@ -4,7 +4,7 @@ from hypothesis import given
 
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.sequence import document_starts, split_ranges
-from lightning_cp.sequence.ranges import build_token_map, held_ranges
+from lightning_cp.sequence.token_map import build_token_map, held_ranges
 from tests import doors
 from tests.sequence.cases import Case, cases
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.sequence import document_starts, initial_states, split_ranges
-from lightning_cp.sequence.ranges import build_token_map, held_ranges
+from lightning_cp.sequence.token_map import build_token_map, held_ranges
 from tests import doors
 from tests.ranks import run_threads
 from tests.sequence.cases import LAYOUTS, Case, cases, recur

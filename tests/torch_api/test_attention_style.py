@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lightning_cp import ContextParallelAttention, Mask, attention
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import build_layout
 from tests import doors
 from tests.oracle import errors

@@ -177,7 +177,7 @@ GEOMETRY = (
 DATA = (
     Mutant(
         "label-of-next-document",
-        "lightning_cp.data.sharding:shift_labels",
+        "lightning_cp.data.shard:shift_labels",
         "documents[:, :-1] == documents[:, 1:]",
         "documents[:, :-1] <= documents[:, 1:]",
         (f"{_SHARDING}::test_labels_are_those_of_the_next_token_of_the_document",),
@@ -185,7 +185,7 @@ DATA = (
     ),
     Mutant(
         "tokens-of-no-document-predict",
-        "lightning_cp.data.sharding:shift_labels",
+        "lightning_cp.data.shard:shift_labels",
         " & (documents[:, :-1] != NO_DOCUMENT)",
         "",
         (f"{_SHARDING}::test_labels_are_those_of_the_next_token_of_the_document",),
@@ -201,7 +201,7 @@ DATA = (
     ),
     Mutant(
         "unshard-own-gradient",
-        "lightning_cp.data.sharding:_Unshard.backward",
+        "lightning_cp.data.shard:_Unshard.backward",
         "transport.reduce_scatter(local, shards)()",
         "local.copy_(shards[transport.rank])",
         (_SHARDING,),
@@ -209,7 +209,7 @@ DATA = (
     ),
     Mutant(
         "unshard-sums-in-half",
-        "lightning_cp.data.sharding:_Unshard.backward",
+        "lightning_cp.data.shard:_Unshard.backward",
         "dtype = accumulation_dtype(grad.dtype)",
         "dtype = grad.dtype",
         (_SHARDING,),
@@ -437,7 +437,7 @@ ATTENTION = (
     ),
     Mutant(
         "own-piece-too-long",
-        "lightning_cp.attn.tiles:Block._combinations",
+        "lightning_cp.attn.mask_blocks:Block._combinations",
         "keys.positions.start <= query.positions.start < keys.positions.stop",
         "keys.positions.start <= query.positions.start <= keys.positions.stop",
         (
@@ -607,7 +607,7 @@ ATTENTION = (
     ),
     Mutant(
         "kept-call-of-another",
-        "lightning_cp.attn.kept:_Pass.next_key",
+        "lightning_cp.attn.keep_attention:_Pass.next_key",
         "return call, self._counts[call]",
         "return call, 1",
         ("tests/attn/test_kept.py::test_two_calls_in_a_region_are_told_apart",),
@@ -1118,12 +1118,12 @@ LIGHTNING = (
 PLANNER = (
     Mutant(
         "pairs-of-the-window",
-        "lightning_cp.planner.attention:visible_pairs",
+        "lightning_cp.planner.attention_cost:visible_pairs",
         "width * (width - 1) // 2",
         "width * (width + 1) // 2",
         (
             "tests/planner/test_time.py::test_visible_pairs_are_those_of_the_mask",
-            "lightning_cp/planner/attention.py",
+            "lightning_cp/planner/attention_cost.py",
         ),
         "a causal sequence has too few pairs",
     ),
@@ -1394,7 +1394,7 @@ HF = (
     ),
     Mutant(
         "dense-mask-shows-padding",
-        "hf_patches.mixers.common:_table",
+        "hf_patches.mixers.gathered_keys:_table",
         "& real[:, None]",
         "",
         ("tests/hf_patches/mixers/test_keys.py::test_dense_masks_hide_padding_between_tokens",),
@@ -1486,7 +1486,7 @@ RECIPES = (
     ),
     Mutant(
         "validation-trained",
-        "recipes.data.module:PackedData._chosen",
+        "recipes.data.packed_data:PackedData._chosen",
         "else set(range(num_documents)).difference(held_out)",
         "else set(range(num_documents))",
         (f"{_DATA}::test_validation_documents_are_not_trained_on",),
@@ -1494,7 +1494,7 @@ RECIPES = (
     ),
     Mutant(
         "stale-samples",
-        "recipes.data.module:PackedData._fingerprint",
+        "recipes.data.packed_data:PackedData._fingerprint",
         '"seq_len": self.seq_len,',
         "",
         (f"{_DATA}::test_rows_are_packed_once",),

@@ -42,10 +42,10 @@ from lightning_cp.attn.call import (
     ScoreBias,
     with_unit_stride,
 )
-from lightning_cp.attn.kept import Slot
+from lightning_cp.attn.keep_attention import Slot
 from lightning_cp.attn.kv_exchange import KeyValues, KVGradBuffer, KVShard, fetch, scatter_grads
+from lightning_cp.attn.mask_blocks import Block
 from lightning_cp.attn.plan import Plan, Stage
-from lightning_cp.attn.tiles import Block
 from lightning_cp.comm.transport import Transport, nothing
 from lightning_cp.config import GradientWire
 from lightning_cp.geometry.ranges import Range

@@ -19,7 +19,7 @@ from lightning_cp.attn.call import AlibiSlopes, ScoreBias
 from lightning_cp.attn.flex.kernel import FlexFunctions, MaskMod, ScoreMod
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import to_device
-from lightning_cp.data.sharding import pad_end
+from lightning_cp.data.shard import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range

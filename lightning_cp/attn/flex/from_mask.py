@@ -28,13 +28,13 @@ from lightning_cp.attn.flex.block_mask import (
     mask_functions,
     round_up,
 )
-from lightning_cp.attn.flex.kept import attend_once
+from lightning_cp.attn.flex.keep_flex import attend_once
 from lightning_cp.attn.flex.kernel import FlexFunctions, attend_compiled, attend_plain
 from lightning_cp.attn.flex.remote_kv import KVRoute, PendingKV, fetch_kv, gather_kv
 from lightning_cp.attn.plan import QueryShard, Stage, build_plan, key_buffer_len
 from lightning_cp.comm.transport import Transport
 from lightning_cp.config import GradientWire
-from lightning_cp.data.sharding import pad_end
+from lightning_cp.data.shard import pad_end
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.ranges import IntArray, Range

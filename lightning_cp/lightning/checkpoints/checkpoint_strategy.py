@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_cp import checkpoint as checkpoints
 from lightning_cp.adapters import describe_models
-from lightning_cp.lightning.checkpoints import checkpointing
+from lightning_cp.lightning.checkpoints import trainer_state
 from lightning_cp.lightning.processes.mesh_strategy import MeshStrategy
 
 
@@ -60,20 +60,20 @@ class CheckpointStrategy(MeshStrategy):
 
         In the background, this returns once training may change all tensors.
         """
-        checkpointing.check_storage_options(storage_options, type(self).__name__)
+        trainer_state.check_storage_options(storage_options, type(self).__name__)
         path = Path(self.broadcast(filepath))
         checkpoint |= describe_models(self._module())
         if self._is_async():
-            checkpointing.save_folder(checkpoint, path, self._saver.save)
+            trainer_state.save_folder(checkpoint, path, self._saver.save)
             if not self._is_set_up:  # nothing else would wait, in on_fit_end() or later
                 self._saver.close()
             elif path.name.startswith("hpc_ckpt_"):  # SLURM requeues after that of Lightning
                 self._saver.wait()
         elif self._save_distributed_checkpoint:
-            checkpointing.save_folder(checkpoint, path)
+            trainer_state.save_folder(checkpoint, path)
         else:
             save = partial(Strategy.save_checkpoint, self)
-            checkpointing.save_file(checkpoint, path, save, is_global_zero=self.is_global_zero)
+            trainer_state.save_file(checkpoint, path, save, is_global_zero=self.is_global_zero)
 
     @override
     def load_checkpoint(
@@ -82,7 +82,7 @@ class CheckpointStrategy(MeshStrategy):
         """Load into the sharded model and its optimizers, saved by any number of ranks."""
         self._saver.wait()
         path = Path(self.broadcast(checkpoint_path))
-        return checkpointing.load(self._trainer(), path, weights_only=weights_only)
+        return trainer_state.load(self._trainer(), path, weights_only=weights_only)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

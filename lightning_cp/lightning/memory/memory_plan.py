@@ -26,8 +26,8 @@ from lightning_cp.lightning.memory.memory_choice import (
     fits,
     host_bytes,
 )
+from lightning_cp.memory.activation_checkpointing import switched_layers
 from lightning_cp.memory.budget import resolve_budget
-from lightning_cp.memory.checkpointing import switched_layers
 from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.planner import Setup

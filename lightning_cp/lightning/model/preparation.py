@@ -19,15 +19,15 @@ from lightning_cp.config import Config, Memory, Sharding
 from lightning_cp.lightning.memory.activations import prepare_layers
 from lightning_cp.lightning.memory.memory_choice import RunSetup
 from lightning_cp.lightning.memory.memory_plan import MemoryCheck, device_bytes
-from lightning_cp.lightning.model.features import (
+from lightning_cp.lightning.model.model_setup import (
+    choose_sharding,
+    place_model,
+)
+from lightning_cp.lightning.model.unsupported import (
     check_features,
     check_module,
     check_offload_features,
     disable_inference_mode,
-)
-from lightning_cp.lightning.model.model_setup import (
-    choose_sharding,
-    place_model,
 )
 from lightning_cp.parallel import ContextParallel
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from lightning_cp.compare.trials import Finding, Kind, TrialRuns, returned_leaves
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE, compare_values, find_differing
-from lightning_cp.data.sharding import token_dim, unshard_value
+from lightning_cp.data.shard import token_dim, unshard_value
 from lightning_cp.lightning.steps.logs import Logged, loss_of
 from lightning_cp.lightning.steps.trial_run import ModuleCall
 from lightning_cp.parallel import ContextParallel

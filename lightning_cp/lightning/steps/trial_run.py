@@ -21,7 +21,7 @@ from lightning_cp.compare.trials import StepRun, Value, copied, returned_leaves
 from lightning_cp.compare.verify import Weights, take_gradients, without_trace
 from lightning_cp.data import outputs
 from lightning_cp.data.consistency import CURE
-from lightning_cp.data.media import media_names
+from lightning_cp.data.media_names import media_names
 from lightning_cp.data.outputs import OutputLeaf
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.lightning.steps.logs import Logged, loss_of, recorded_logs

@@ -16,7 +16,7 @@ from lightning_cp.attn.blockwise.kernels import base, dense
 from lightning_cp.attn.blockwise.kernels.cpu import CpuKernel
 from lightning_cp.attn.plan import Plan
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import Layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_cp.attn.flex.api import flex_attend
+from lightning_cp.attn.flex.flex_attention import flex_attend
 from lightning_cp.attn.flex.mods import SequenceMask, build_functions
 from lightning_cp.attn.flex.remote_kv import KVRoute
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import Transport
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from tests.attn.cases import documents
 from tests.oracle import Inputs, make_inputs, put_back

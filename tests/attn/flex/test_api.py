@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_cp
 from lightning_cp import Mask, attention, routing
-from lightning_cp.attn.flex import api, kernel
-from lightning_cp.attn.flex import api as flex_api
+from lightning_cp.attn.flex import flex_attention as flex_api
+from lightning_cp.attn.flex import kernel
 from lightning_cp.private import functions, modes
 from tests import doors, torch_names
 from tests.attn.flex.cases import (
@@ -46,7 +46,7 @@ def batch():
 def routed(monkeypatch):
     """Count the calls that attend inside a step."""
     calls = []
-    attend = api.attend_in_step  # all that differs from a call that is not routed
+    attend = flex_api.attend_in_step  # all that differs from a call that is not routed
 
     def counted(*args):
         calls.append(args)

@@ -19,7 +19,7 @@ from lightning_cp.attn.flex.from_mask import build_flex_call, longest_key_buffer
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.attn.ulysses import UlyssesCall, build_swap
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.data.sharding import pad_end, shard
+from lightning_cp.data.shard import pad_end, shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.geometry.ranges import Range

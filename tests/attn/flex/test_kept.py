@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cp.attn.flex.kept import KeptGraph
+from lightning_cp.attn.flex.keep_flex import KeptGraph
 from lightning_cp.attn.flex.kernel import FlexFunctions, attend_plain
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from lightning_cp import Mask
 from lightning_cp.attn.blockwise.kernels.base import Scores
-from lightning_cp.attn.flex import api as flex_api
+from lightning_cp.attn.flex import flex_attention as flex_api
 from lightning_cp.attn.flex import kernel as kernel
 from lightning_cp.attn.flex.block_mask import mask_functions
 from lightning_cp.attn.flex.mods import (
@@ -23,7 +23,7 @@ from lightning_cp.attn.flex.mods import (
     sequence_mask_of,
 )
 from lightning_cp.attn.plan import QueryShard
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.private.compiler import exact_backend
 from tests import doors, torch_names

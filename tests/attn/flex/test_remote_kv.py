@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_cp.attn import kv_exchange
 from lightning_cp.attn.flex import kernel as kernel
 from lightning_cp.attn.flex import mods, remote_kv
-from lightning_cp.attn.flex.api import flex_attend
+from lightning_cp.attn.flex.flex_attention import flex_attend
 from lightning_cp.attn.flex.kernel import FlexFunctions
 from lightning_cp.attn.flex.mods import SequenceMask
 from lightning_cp.attn.flex.remote_kv import KVRoute, gather_kv
 from lightning_cp.attn.plan import QueryShard
 from lightning_cp.comm.transport import LoneTransport
-from lightning_cp.data.sharding import shard
+from lightning_cp.data.shard import shard
 from lightning_cp.geometry.layout import Layout, build_layout
 from lightning_cp.geometry.ranges import Range
 from tests.attn.flex.cases import (

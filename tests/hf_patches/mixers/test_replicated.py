@@ -13,7 +13,7 @@ from hf_patches import enable
 from hf_patches.mixers import replicated
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.patch import patches_of
-from lightning_cp.sequence.ranges import build_token_map
+from lightning_cp.sequence.token_map import build_token_map
 from tests.parity import zoo
 from tests.parity.hf import Double, Job, build_batch, build_cp, compare, errors
 from tests.parity.test_hf import check, spread

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from hf_patches.mixers import rows
 from hf_patches.mixers.delta_net import delta_rule
 from hf_patches.mixers.mamba2 import chunk_scan
-from lightning_cp.sequence.ranges import build_token_map
+from lightning_cp.sequence.token_map import build_token_map
 from tests.parity.hf import Double
 from tests.ranks import run_threads
 from tests.sequence.cases import Case, Threads, cases

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_cp.attn.call import ScoreBias
-from lightning_cp.attn.tiles import Block, PlacedTile
+from lightning_cp.attn.mask_blocks import Block, PlacedTile
 from lightning_cp.geometry.bounds import Bounds
 from lightning_cp.geometry.ranges import IntArray, Range
 

@@ -20,7 +20,7 @@ from lightning_cp.attn.blockwise.kernels.base import (
     split_tile,
 )
 from lightning_cp.attn.call import AlibiSlopes, ScoreBias
-from lightning_cp.attn.tiles import Block, PlacedTile
+from lightning_cp.attn.mask_blocks import Block, PlacedTile
 from lightning_cp.step.precision import accumulation_dtype
 
 forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -25,7 +25,7 @@ from lightning_cp.attn.blockwise.kernels.base import (
 )
 from lightning_cp.attn.blockwise.kernels.reference import ReferenceKernel
 from lightning_cp.attn.call import ScoreBias
-from lightning_cp.attn.tiles import Block, PlacedTile
+from lightning_cp.attn.mask_blocks import Block, PlacedTile
 
 _reference = ReferenceKernel()
 

@@ -17,7 +17,7 @@ from lightning_cp.attn.blockwise.kernels.base import (
     split_tile,
 )
 from lightning_cp.attn.call import ScoreBias, split_query_heads
-from lightning_cp.attn.tiles import Block, PlacedTile
+from lightning_cp.attn.mask_blocks import Block, PlacedTile
 from lightning_cp.step.precision import accumulation_dtype
 
 

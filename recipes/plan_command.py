@@ -9,8 +9,8 @@ from typing import Final, get_args
 
 from lightning_cp.comm.error_report import Parser, Removed, report_error
 from lightning_cp.config import Attention, Sharding
-from lightning_cp.planner.plan import plan_run
-from lightning_cp.planner.report import format_plan, parse_tokens
+from lightning_cp.planner.format_plan import format_plan, parse_tokens
+from lightning_cp.planner.plan_run import plan_run
 from lightning_cp.planner.setup import Checkpointing, Offload, Precision
 from lightning_cp.planner.shapes import KNOWN, ModelShape
 

@@ -42,7 +42,7 @@ from lightning_cp.attn.ulysses import (
     to_heads,
     to_tokens,
 )
-from lightning_cp.data.sharding import pad_end
+from lightning_cp.data.shard import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import without_modes

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_patches.interface.names import step_of
-from hf_patches.mixers.common import Replacement
+from hf_patches.mixers.replacement import Replacement
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.functions import copy_function

@@ -20,16 +20,13 @@ from transformers import PreTrainedModel
 from hf_patches.interface.input_checks import check_dense_mask, name_arguments, parameters_of
 from hf_patches.interface.names import find_in_modules, step_of
 from hf_patches.interface.positions import count_real
-from hf_patches.mixers.common import (
+from hf_patches.mixers.gathered_keys import (
     GatheredKeys,
-    Replacement,
     additive_mask,
-    kind_of,
-    name_stock,
     real_tokens,
-    stock_implementation,
     visible_keys,
 )
+from hf_patches.mixers.replacement import Replacement, kind_of, name_stock, stock_implementation
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.routing import Unsharded

@@ -15,7 +15,7 @@ from hf_patches.interface.input_checks import parameters_of
 from hf_patches.interface.names import active
 from hf_patches.multimodal import outer
 from hf_patches.multimodal.table import Media
-from lightning_cp.data.media import MEDIA
+from lightning_cp.data.media_names import MEDIA
 from lightning_cp.step.step import Step
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from hf_patches.mixers.functions import Functions, replace_functions
+from hf_patches.mixers.layer_functions import Functions, replace_functions
 from lightning_cp.patch import Patch
 from lightning_cp.sequence import causal_conv1d
 

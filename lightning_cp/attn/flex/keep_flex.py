@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lightning_cp.attn.kept import Slot
+from lightning_cp.attn.keep_attention import Slot
 from lightning_cp.memory.offload import Saved
 from lightning_cp.step.guards import backward_of_step
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from lightning_cp.planner.memory import HOST_USABLE, USABLE
-from lightning_cp.planner.plan import RunPlan
+from lightning_cp.planner.plan_run import RunPlan
 from lightning_cp.planner.setup import GPUS_PER_HOST
 
 
