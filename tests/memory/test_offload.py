@@ -26,7 +26,7 @@ from lightning_cp.memory.arena import Arena, HostBlock, aligned
 from lightning_cp.memory.budget import Budget
 from lightning_cp.memory.offload import OffloadGroup, Saved, Store
 from tests import doors
-from tests.attn.test_kept import attention_of, identical, in_pairs, make_batch
+from tests.attn.test_keep_attention import attention_of, identical, in_pairs, make_batch
 from tests.hf_patches import test_lightning as lightning_job
 from tests.parity import zoo
 from tests.parity.hf import Job, build_batch

@@ -53,7 +53,7 @@ _GRID = f"{_FUNCTION}::test_out_and_gradients_are_those_of_one_device"
 _KERNELS = "tests/attn/blockwise/test_kernels.py"
 _MASK = "tests/geometry/test_mask.py"
 _BATCH = "tests/data/test_batch.py"
-_SHARDING = "tests/data/test_sharding.py"
+_SHARDING = "tests/data/test_shard.py"
 _LIFETIME = "tests/parity/test_lifetime.py"
 _DATA = "tests/recipes/test_data.py"
 _CHECKPOINT = "tests/checkpoint/test_checkpoint.py"
@@ -610,7 +610,7 @@ ATTENTION = (
         "lightning_cp.attn.keep_attention:_Pass.next_key",
         "return call, self._counts[call]",
         "return call, 1",
-        ("tests/attn/test_kept.py::test_two_calls_in_a_region_are_told_apart",),
+        ("tests/attn/test_keep_attention.py::test_two_calls_in_a_region_are_told_apart",),
         "equal calls of a checkpointed region share one result",
     ),
     Mutant(
@@ -618,7 +618,9 @@ ATTENTION = (
         "lightning_cp.memory.offload:Saved.is_unchanged",
         "return tensor_version(self._probe) == self._version",
         "return True",
-        ("tests/attn/test_kept.py::test_an_output_that_was_changed_in_place_is_computed_again",),
+        (
+            "tests/attn/test_keep_attention.py::test_an_output_that_was_changed_in_place_is_computed_again",
+        ),
         "a kept output that was changed in place is used",
     ),
     Mutant(
@@ -895,7 +897,7 @@ MEMORY = (
         "lightning_cp.patch:Patch._put_back",
         "            setattr(self.owner, self.name, *self.previous)",
         "            delattr(self.owner, self.name)",
-        ("tests/memory/test_checkpoint_layers.py",),
+        ("tests/memory/test_activation_checkpointing.py",),
         "a forward that a user had put on a block is gone after undo",
     ),
 )
@@ -1389,7 +1391,9 @@ HF = (
         "hf_patches.mixers.block_indexer:_BuildMask.call",
         "keep = keep & (attention_mask",
         "keep = (attention_mask",
-        ("tests/hf_patches/mixers/test_keys.py::test_each_mechanism_is_exact_in_double_precision",),
+        (
+            "tests/hf_patches/mixers/test_eager_attention.py::test_each_mechanism_is_exact_in_double_precision",
+        ),
         "queries see blocks that they have not chosen",
     ),
     Mutant(
@@ -1397,7 +1401,9 @@ HF = (
         "hf_patches.mixers.gathered_keys:_table",
         "& real[:, None]",
         "",
-        ("tests/hf_patches/mixers/test_keys.py::test_dense_masks_hide_padding_between_tokens",),
+        (
+            "tests/hf_patches/mixers/test_eager_attention.py::test_dense_masks_hide_padding_between_tokens",
+        ),
         "dense masks show padding between tokens",
     ),
     Mutant(

@@ -15,7 +15,7 @@ from lightning_cp.memory.activation_checkpointing import switched_layers
 from lightning_cp.private.autograd import checkpoint_contexts
 from lightning_cp.private.modules import module_hooks
 from tests import doors
-from tests.attn.test_kept import make_batch
+from tests.attn.test_keep_attention import make_batch
 from tests.parity import zoo
 from tests.tiny import TinyLM
 
