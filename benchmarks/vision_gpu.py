@@ -149,9 +149,9 @@ def time_tower(sizes: Sizes, device: torch.device, records: Records) -> None:
 
     def shared() -> None:
         with cp.step(batch):
-            active_step.declare_full(1)
+            active_step.declare_full_sequences(1)
             call()
-            active_step.declare_full(-1)
+            active_step.declare_full_sequences(-1)
 
     rank = timed(shared, device, repeats=5), peak_memory(shared, device)
     handle.undo()

@@ -13,6 +13,7 @@ from hf_patches.enable import enable
 from hf_patches.shard_in_forward import shard_in_forward
 from hf_patches.verify import verify
 from hf_patches.weights.model_shape import model_shape
+from lightning_cp.renamed import missing
 
 if TYPE_CHECKING:
     from hf_patches.trainers import context_parallel
@@ -30,6 +31,4 @@ def __getattr__(name: str) -> object:
     """Import what only trainers need, which brings transformers' Trainer."""
     if name == "context_parallel":
         return import_module("hf_patches.trainers").context_parallel
-    if name == "whole_rows":
-        raise AttributeError("hf_patches.whole_rows is now shard_in_forward(model, cp).")
-    raise AttributeError(f"module 'hf_patches' has no attribute {name!r}")
+    raise missing("hf_patches", name)

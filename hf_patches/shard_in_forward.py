@@ -73,7 +73,7 @@ class FullSequences:
     ) -> AbstractContextManager[Any]:
         """Open the step of a call, with the sequence dims of its batch."""
         if self.is_alone:
-            return self.cp.alone(batch, routed=True, sequence_dims=dims)
+            return self.cp.reference(batch, routed=True, sequence_dims=dims)
         return self.cp.step(batch, sequence_dims=dims)
 
 
@@ -104,7 +104,7 @@ class ShardedModel:
     undo = remove
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def reference(self) -> Iterator[None]:
         """Run full sequences on each rank by itself, as one device, inside a ``with`` block."""
         rows: FullSequences = self.model.__dict__[ROWS]
         rows.is_alone = True

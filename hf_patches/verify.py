@@ -166,7 +166,7 @@ def _exact(model: nn.Module, cp: ContextParallel, batch: dict[str, Any]) -> Grad
     }
     device = next(wide_model.parameters()).device.type
     with torch.autocast(device, enabled=False):
-        reference = cp.alone(wide_batch, training=True, stock=True)
+        reference = cp.reference(wide_batch, training=True, stock=True)
         return gradients(wide_model, partial(_loss, wide_model), reference)
 
 

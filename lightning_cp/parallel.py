@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -48,8 +48,8 @@ from lightning_cp.memory.budget import resolve_budget
 from lightning_cp.memory.offload import Store, attach, store_of
 from lightning_cp.patch import Patch
 from lightning_cp.private.autograd import Nested, checkpoint_contexts
-from lightning_cp.renamed import refuse_arguments
-from lightning_cp.routing import Unsharded
+from lightning_cp.renamed import missing, refuse_arguments
+from lightning_cp.routing import Exempt
 from lightning_cp.step import active_step, guards
 from lightning_cp.step.leaves import Flat, flatten
 from lightning_cp.step.step import BatchOfParts, Opened, Step, StepMask, StepReference
@@ -70,8 +70,8 @@ class reenter(active_step.activate):
 class _reenter_regions(reenter):
     """The same for a step that keeps or offloads: regions inside the region know of it."""
 
-    def __init__(self, step: Step, *, num_unsharded: int) -> None:
-        super().__init__(step, num_unsharded=num_unsharded)
+    def __init__(self, step: Step, *, num_exempt: int) -> None:
+        super().__init__(step, num_exempt=num_exempt)
         self._contexts: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -97,11 +97,11 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
         raise RuntimeError(
             "cp.recompute() was called outside a step. Call it inside `with cp.step(batch):`."
         )
-    num_unsharded = active_step.num_unsharded()
+    num_exempt = active_step.num_exempt()
     if not isinstance(step, Step) or (kept_limit(step) == 0 and store_of(step) is None):
-        return nullcontext(), reenter(step, num_unsharded=num_unsharded)
+        return nullcontext(), reenter(step, num_exempt=num_exempt)
     forward, recompute = region_contexts(step)
-    return forward, Nested(_reenter_regions(step, num_unsharded=num_unsharded), recompute)
+    return forward, Nested(_reenter_regions(step, num_exempt=num_exempt), recompute)
 
 
 @contextmanager
@@ -341,7 +341,7 @@ class ContextParallel:
             )
 
     @contextmanager
-    def alone(
+    def reference(
         self,
         batch: Any,
         *,
@@ -590,16 +590,21 @@ class ContextParallel:
         """
         return active_step.paused()
 
-    def unsharded(self, *modules: nn.Module) -> Unsharded:
+    def exempt(self, *modules: nn.Module) -> Exempt:
         """Leave attention calls unchanged: their keys are replicated, or are not the sequence.
 
-        ``with cp.unsharded():`` for the calls inside it; ``cp.unsharded(module)`` for all calls of
+        ``with cp.exempt():`` for the calls inside it; ``cp.exempt(module)`` for all calls of
         a module, until ``remove()`` of the returned object. For cross-attention to keys that every
         rank holds, and for modules that attend over something other than the sequence.
         """
-        return Unsharded(modules)
+        return Exempt(modules)
 
     recompute = staticmethod(_recompute)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(type(self).__name__, name)
 
     def _active(self, what: str) -> Step:
         step = active_step.current()

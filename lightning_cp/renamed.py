@@ -42,6 +42,13 @@ ARGUMENTS: Final[dict[str, str]] = {
 """Former arguments of the strategy, `ContextParallel` and `hf_patches.context_parallel`, and the
 groups and fields that they are now: ``{"kernel": "attention.kernel"}``."""
 
+METHODS: Final[dict[str, str]] = {
+    "alone": "reference(batch)",
+    "unsharded": "exempt(*modules)",
+    "whole_rows": "shard_in_forward(model, cp)",
+}
+"""Former methods of `ContextParallel` and functions of `hf_patches`, and the present ones."""
+
 _PREFERENCES: Final = (
     "Use DPOTrainer, KTOTrainer, RewardTrainer or GRPOTrainer of TRL, and "
     "hf_patches.context_parallel(trainer, size=...): docs/from-trainer.md. For ORPO and "
@@ -85,6 +92,18 @@ def explain_removed(name: str) -> str | None:
         if name == former or name.startswith(f"{former}."):
             return f"{name} is gone. {instead}"
     return None
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """Return the error for an attribute that is not there; of a former one, say what it is now.
+
+    Example:
+        >>> missing("ContextParallel", "alone")
+        AttributeError('ContextParallel.alone is now reference(batch).')
+    """
+    if name in METHODS:
+        return AttributeError(f"{owner}.{name} is now {METHODS[name]}.")
+    return AttributeError(f"{owner!r} has no attribute {name!r}")
 
 
 def explain_argument(name: str) -> str | None:

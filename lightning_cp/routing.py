@@ -100,7 +100,7 @@ class _Dispatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if kind == "other":
             return call_unsharded(func, args, kwargs)
-        if active_step.num_unsharded() > 0 or active_step.opened() is None:
+        if active_step.num_exempt() > 0 or active_step.opened() is None:
             return func(*args, **kwargs)
         if kind == "sdpa":
             return _attend(*args, **kwargs)
@@ -114,7 +114,7 @@ class _Dispatch(TorchFunctionMode):
         raise RuntimeError(
             f"{func.__name__}() was called inside a step: it would see only this rank's tokens. "
             "Call F.scaled_dot_product_attention or lightning_cp.attention, or declare the module "
-            "with cp.unsharded(module) if its keys are not sharded."
+            "with cp.exempt(module) if its keys are not sharded."
         )
 
 
@@ -193,7 +193,7 @@ def _check_mixing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             f"{name}() was called inside a step on a tensor of shape {tuple(x.shape)}: it mixes "
             f"tokens, but sees only the {local_len} of this rank. {instead}; if it does not run "
             "along the sequence, or on tokens with their halo, declare it with "
-            "cp.unsharded(module)."
+            "cp.exempt(module)."
         )
 
 
@@ -352,14 +352,14 @@ def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
 
 
 def _enter_unsharded(*_: object) -> None:
-    active_step.declare_unsharded(1)
+    active_step.declare_exempt(1)
 
 
 def _leave_unsharded(*_: object) -> None:
-    active_step.declare_unsharded(-1)
+    active_step.declare_exempt(-1)
 
 
-class Unsharded:
+class Exempt:
     """A declaration that attention calls are not routed, because their keys are not sharded.
 
     As a context, it applies to the calls inside; for modules, to all calls until ``remove()``.
@@ -385,7 +385,7 @@ class Unsharded:
 
     undo = remove
 
-    def __enter__(self) -> "Unsharded":
+    def __enter__(self) -> "Exempt":
         _enter_unsharded()
         return self
 

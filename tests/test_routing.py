@@ -114,7 +114,7 @@ REFUSED = {
     "a kernel of torch": (
         # The operator itself: a kernel that has no public function.
         lambda x: cpu.forward_op.overloadpacket(heads(), heads(), heads()),
-        r"_scaled_dot_product_flash_attention_for_cpu.*was called inside a step.*cp.unsharded",
+        r"_scaled_dot_product_flash_attention_for_cpu.*was called inside a step.*cp.exempt",
     ),
     "an operator of flex attention": (flex, r"flex_attention\(\) was called inside a step"),
     "dropout": (
@@ -129,7 +129,7 @@ REFUSED = {
     ),
     "other keys": (
         lambda x: imported(heads(), heads(2, 4, 9, DIM), heads(2, 4, 9, DIM)),
-        r"6 queries and 9 keys inside a step whose ranks hold 6 tokens.*cp.unsharded\(module\)",
+        r"6 queries and 9 keys inside a step whose ranks hold 6 tokens.*cp.exempt\(module\)",
     ),
     "other queries": (
         lambda x: imported(heads(2, 4, 1, DIM), heads(), heads()),
@@ -236,13 +236,13 @@ def test_documents_of_the_batch_do_not_enter_by_themselves(cp, batch):
 def test_declared_calls_are_left_alone(cp, batch, routed):
     module = nn.MultiheadAttention(DIM, 2, batch_first=True)
     memory = torch.randn(2, 11, DIM)
-    declared = cp.unsharded(module)
+    declared = cp.exempt(module)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(module)))
     with cp.step(batch) as local:
         x = local["inputs_embeds"]
         module(x, memory, memory)
         twin(x, memory, memory)
-        with cp.unsharded():
+        with cp.exempt():
             imported(heads(), heads(2, 4, 9, DIM), heads(2, 4, 9, DIM))
         assert routed == []
         with pytest.raises(AssertionError, match="does not match value shape"):
@@ -257,11 +257,11 @@ def test_declared_calls_are_left_alone(cp, batch, routed):
 
 def test_a_declaration_that_sticks_ends_with_its_step(cp, batch, routed):
     module = nn.Linear(DIM, DIM)
-    cp.unsharded(module)
+    cp.exempt(module)
     module.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt), cp.step(batch) as local:
         module(local["inputs_embeds"])
-    assert active_step.num_unsharded() == 0
+    assert active_step.num_exempt() == 0
     with cp.step(batch):
         imported(heads(), heads(), heads())
     assert len(routed) == 1
@@ -272,7 +272,7 @@ def interrupt(*_):
 
 
 def test_a_step_inside_a_declaration_is_routed(cp, batch, routed):
-    with cp.unsharded(), cp.step(batch):
+    with cp.exempt(), cp.step(batch):
         imported(heads(), heads(), heads())
     assert len(routed) == 1
 

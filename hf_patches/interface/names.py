@@ -41,7 +41,7 @@ def active() -> Step | None:
     They do so in parts of a multimodal model that run on full sequences: its towers, for one.
     """
     step = active_step.current()
-    return None if step is None or step.is_stock or active_step.is_full() else step
+    return None if step is None or step.is_stock or active_step.sees_full_sequences() else step
 
 
 def step_of(mask: object = None) -> Step | None:

@@ -29,7 +29,7 @@ from hf_patches.mixers.gathered_keys import (
 from hf_patches.mixers.replacement import Replacement, kind_of, name_stock, stock_implementation
 from lightning_cp.patch import Patch
 from lightning_cp.private.compiler import outside_graphs
-from lightning_cp.routing import Unsharded
+from lightning_cp.routing import Exempt
 from lightning_cp.step.step import Step, StepMask, StepReference, per_step
 
 _WRITTEN: Final = {
@@ -118,7 +118,7 @@ class _Attention(Replacement):
         names = parameters_of(type(self.module).forward)
         cache = "layer_past" if "layer_past" in names else "past_key_values"
         arguments[cache] = GatheredKeys(step)
-        with Unsharded():  # its keys are complete
+        with Exempt():  # its keys are complete
             return self.stock(**arguments)
 
     def _mask(self, mask: object, step: Step, hidden: Tensor) -> Tensor:

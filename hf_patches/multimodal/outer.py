@@ -56,7 +56,11 @@ def on_full_sequences() -> Step | None:
     Known by what activation checkpointing restores: also when a part of a model runs again.
     """
     step = active_step.current()
-    return step if step is not None and not step.is_stock and active_step.is_full() else None
+    return (
+        step
+        if step is not None and not step.is_stock and active_step.sees_full_sequences()
+        else None
+    )
 
 
 def merged_ids() -> Tensor | None:
@@ -110,11 +114,11 @@ def counted_positions(step: Step) -> Tensor:
 def _running(outer: _Outer) -> Iterator[None]:
     global _current
     former, _current = _current, outer
-    active_step.declare_full(1)
+    active_step.declare_full_sequences(1)
     try:
         yield
     finally:
-        active_step.declare_full(-1)
+        active_step.declare_full_sequences(-1)
         _current = former
 
 

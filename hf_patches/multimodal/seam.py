@@ -107,7 +107,7 @@ def _enter(
     if not is_layer:
         _prepare(module, local, step)
     entered = module.__dict__.setdefault(_ENTERED, [])
-    entered.append((active_step.exchange_unsharded(0), step))
+    entered.append((active_step.exchange_exempt(0), step))
     # A layer takes its hidden states by position: gradient checkpointing saves only those.
     if is_layer and args:
         first = parameters_of(type(module).forward)[0]
@@ -135,7 +135,7 @@ def _leave(module: nn.Module, _: object, output: Any = None) -> Any:
     number, step = entered.pop()
     if not entered:
         del module.__dict__[_ENTERED]
-    active_step.exchange_unsharded(number)
+    active_step.exchange_exempt(number)
     _prepared.put(step, None)
     if not isinstance(output, ModelOutput) or output.get("router_logits") is None:
         return None
@@ -220,8 +220,10 @@ class AttendsToMedia:
 
     def __init__(self, module: nn.Module) -> None:
         self._handles = (
-            module.register_forward_pre_hook(lambda *_: active_step.declare_full(1)),
-            module.register_forward_hook(lambda *_: active_step.declare_full(-1), always_call=True),
+            module.register_forward_pre_hook(lambda *_: active_step.declare_full_sequences(1)),
+            module.register_forward_hook(
+                lambda *_: active_step.declare_full_sequences(-1), always_call=True
+            ),
         )
 
     def remove(self) -> None:

@@ -516,7 +516,7 @@ def _as_one_device(
     environment = {"WORLD_SIZE": size} | ({"RANK": data.rank()} if sees_rank else {})
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(model.alone())
+            stack.enter_context(model.reference())
         for owner, name, stock, own in seen:
             stack.enter_context(Patch(owner, name, _seen_as(stock, own)))
         stack.enter_context(

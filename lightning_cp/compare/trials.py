@@ -163,7 +163,7 @@ class TrialRuns:
         Returns:
             For each part that the step accepts, the finding for each value by name.
         """
-        with active_step.outside():
+        with active_step.paused():
             parts = self._cp.checks.checked(
                 batch, lambda _: self._trial_batches(batch, step), training=False, values=True
             )

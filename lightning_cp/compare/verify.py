@@ -261,7 +261,7 @@ def compare(
                     "ContextParallelCallback, max_len of verify()."
                 )
             raise
-        alone = cp.alone(part, training=True, stock=stock)
+        alone = cp.reference(part, training=True, stock=stock)
         full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)
         truth = _on_all_ranks(lambda: exact(part), model, cp) if exact is not None else None
     groups = cp.groups.context, cp.groups.data

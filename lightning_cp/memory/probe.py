@@ -210,7 +210,7 @@ def _undisturbed(module: nn.Module) -> Iterator[Callable[[], bool]]:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
         with (
-            active_step.outside(),
+            active_step.paused(),
             without_modes(),
             without_dispatch_modes(),
             autocast_off(device.type),

@@ -166,7 +166,7 @@ def halo(x: Tensor, left: int, *, dim: int = 1) -> tuple[Tensor, ...]:
     first token of the range, and where they are padding. Documents that start inside a range are
     not marked: see `document_starts`. Differentiable: gradients are sent back to the ranks that
     hold the tokens. Every rank must call it, and use the result, in the same order. A ``conv1d`` of
-    your own over a range and its halo is called inside ``with cp.unsharded():``, since a step
+    your own over a range and its halo is called inside ``with cp.exempt():``, since a step
     refuses others.
 
     Args:

@@ -41,7 +41,7 @@ def is_paused() -> bool:
 
 
 # Number of enclosing declarations that leave attention calls unchanged; each step starts at 0.
-_num_unsharded = 0
+_num_exempt = 0
 
 
 class activate:
@@ -52,67 +52,62 @@ class activate:
 
     Args:
         step: the step, `PAUSED`, or None for none.
-        num_unsharded: the initial number of declarations of unsharded attention.
+        num_exempt: the initial number of declarations of exempt attention.
     """
 
-    def __init__(self, step: Opened | _Paused | None, *, num_unsharded: int = 0) -> None:
-        self._state: tuple[Opened | _Paused | None, int] = step, num_unsharded
+    def __init__(self, step: Opened | _Paused | None, *, num_exempt: int = 0) -> None:
+        self._state: tuple[Opened | _Paused | None, int] = step, num_exempt
         self._previous: list[tuple[Opened | _Paused | None, int]] = []
 
     def __enter__(self) -> None:
-        global _current, _num_unsharded, _ever_active
-        self._previous.append((_current, _num_unsharded))
-        _current, _num_unsharded = self._state
+        global _current, _num_exempt, _ever_active
+        self._previous.append((_current, _num_exempt))
+        _current, _num_exempt = self._state
         _ever_active = _ever_active or isinstance(_current, Opened)
 
     def __exit__(self, *_: object) -> None:
-        global _current, _num_unsharded
-        _current, _num_unsharded = self._previous.pop()
+        global _current, _num_exempt
+        _current, _num_exempt = self._previous.pop()
 
 
-def declare_unsharded(change: int) -> None:
+def declare_exempt(change: int) -> None:
     """Enter (1) or leave (-1) a declaration that leaves attention calls unchanged."""
-    global _num_unsharded
-    _num_unsharded += change
+    global _num_exempt
+    _num_exempt += change
 
 
-def num_unsharded() -> int:
-    """Return the number of enclosing declarations of unsharded attention."""
-    return _num_unsharded
+def num_exempt() -> int:
+    """Return the number of enclosing declarations of exempt attention."""
+    return _num_exempt
 
 
 _FULL: Final = 1 << 16
 
 
-def declare_full(change: int) -> None:
+def declare_full_sequences(change: int) -> None:
     """Enter (1) or leave (-1) a part of a model that runs on full sequences inside a step.
 
-    Its attention is unsharded too. Unlike other declarations, this one says that no tensor there is
+    Its attention is exempt too. Unlike other declarations, this one says that no tensor there is
     a shard; one number holds both, which activation checkpointing restores.
     """
-    declare_unsharded(change * _FULL)
+    declare_exempt(change * _FULL)
 
 
-def is_full() -> bool:
+def sees_full_sequences() -> bool:
     """Return whether a model runs on full sequences here."""
-    return _num_unsharded >= _FULL
+    return _num_exempt >= _FULL
 
 
-def exchange_unsharded(number: int) -> int:
-    """Set the number of declarations of unsharded attention; return the former one."""
-    global _num_unsharded
-    former, _num_unsharded = _num_unsharded, number
+def exchange_exempt(number: int) -> int:
+    """Set the number of declarations of exempt attention; return the former one."""
+    global _num_exempt
+    former, _num_exempt = _num_exempt, number
     return former
 
 
 def paused() -> activate:
     """Switch context parallelism off: full sequences, on this rank only."""
-    return activate(PAUSED, num_unsharded=_num_unsharded)
-
-
-def outside() -> activate:
-    """Suspend the active step, as if none had been opened."""
-    return activate(None)
+    return activate(PAUSED, num_exempt=_num_exempt)
 
 
 def was_ever_active() -> bool:

@@ -88,13 +88,13 @@ def check_lengths(name: str, query: Tensor, key: Tensor, step: Step) -> None:
     if query.shape[-2] == local_len:
         raise ValueError(
             f"{name}() got {tokens} inside a step {held}. If the keys are the same on every rank "
-            "(cross-attention), declare it: `with cp.unsharded():` around the call, or "
-            "cp.unsharded(module) once."
+            "(cross-attention), declare it: `with cp.exempt():` around the call, or "
+            "cp.exempt(module) once."
         )
     raise ValueError(
         f"{name}() got {tokens} inside a step {held}. Give the model what cp.step(...) yields. "
         "Use `with cp.paused():` for full sequences (generate(), a second model), and "
-        "cp.unsharded(module) for a module that attends over something other than the sequence."
+        "cp.exempt(module) for a module that attends over something other than the sequence."
     )
 
 

@@ -137,7 +137,7 @@ def _call(
     styled: _Styled, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call a module in a step, unless one is open or attention is declared unsharded."""
-    if active_step.is_paused() or active_step.num_unsharded() > 0:
+    if active_step.is_paused() or active_step.num_exempt() > 0:
         return forward(*args, **kwargs)
     is_in_step = active_step.opened() is not None
     if not in_backward():

@@ -66,7 +66,7 @@ def context_parallel(
 
     Yields:
         The `ContextParallel` of the mesh, for what torch has no name for: ``cp.position_ids()``,
-        ``cp.unsharded(module)``, ``cp.paused()``.
+        ``cp.exempt(module)``, ``cp.paused()``.
 
     Example:
         >>> x = torch.arange(6.0).view(1, 6)

@@ -189,6 +189,6 @@ def test_batches_with_branches_that_cannot_be_read_are_refused():
         pass
     with (
         pytest.raises(ValueError, match="cannot be compared with a stock model"),
-        cp.alone(inputs, stock=True),
+        cp.reference(inputs, stock=True),
     ):
         pass

@@ -314,7 +314,7 @@ def test_low_precision_earns_its_own_tolerance(cp):
 
 def test_a_mixture_in_low_precision_is_told_why_it_may_differ(cp):
     model, batch = given(Job("mixtral", dtype=torch.bfloat16))
-    with mock.patch.object(cp, "step", cp.alone):
+    with mock.patch.object(cp, "step", cp.reference):
         report = hf_patches.verify(model, batch, cp=cp, tolerance=-1.0, check=False)
         with pytest.raises(RuntimeError, match="changes the results of this model: loss="):
             hf_patches.verify(model, batch, cp=cp, tolerance=-1.0)

@@ -124,7 +124,7 @@ def train(batch, layout, recompute, num_steps):
         loss = global_mean((hidden.pow(2).sum(-1) * real).sum(), real.sum())
         return loss, torch.autograd.grad(loss, weights)
 
-    with cp.alone(batch) as full:
+    with cp.reference(batch) as full:
         exact = run(full)
     for _ in range(num_steps):
         with cp.step(batch) as local:

@@ -46,7 +46,7 @@ from lightning_cp.data.shard import pad_end
 from lightning_cp.geometry.layout import build_layout
 from lightning_cp.private.compiler import outside_graphs
 from lightning_cp.private.modes import without_modes
-from lightning_cp.step.active_step import num_unsharded
+from lightning_cp.step.active_step import num_exempt
 from lightning_cp.step.guards import check_lengths, check_recomputable, step_of_call
 from lightning_cp.step.precision import accumulation_dtype, as_autocast
 from lightning_cp.step.step import Step, per_step
@@ -137,7 +137,7 @@ def flex_attention(
     q, k, v = as_autocast(query, key, value)
     check_qkv("flex_attention", q, k, v)
     _check_heads(q, k, enable_gqa=enable_gqa)
-    step = step_of_call() if num_unsharded() == 0 else None
+    step = step_of_call() if num_exempt() == 0 else None
     with without_modes():
         if step is None:
             output = _attend_unsharded(q, k, v, arguments)

@@ -144,7 +144,7 @@ class ModuleCall:
             module.zero_grad(set_to_none=True)
         batch = copied(batch)
         opened = (
-            cp.alone(batch, training=False, routed=True)
+            cp.reference(batch, training=False, routed=True)
             if alone
             else cp.step(batch, training=False)
         )

@@ -92,7 +92,7 @@ def test_outside_a_step_paused_and_declared_nothing_is_routed(name, cp, batch, r
     CALLERS[name]()
     with cp.step(batch), cp.paused():
         CALLERS[name]()
-    with cp.step(batch), cp.unsharded():
+    with cp.step(batch), cp.exempt():
         CALLERS[name]()
     assert routed == []
 
@@ -100,11 +100,11 @@ def test_outside_a_step_paused_and_declared_nothing_is_routed(name, cp, batch, r
 def test_torchs_function_is_itself_again_after_a_step(cp, batch):
     with cp.step(batch):
         assert flex_attention.__code__ is not CODE
-        with cp.step(batch), cp.alone(batch):
+        with cp.step(batch), cp.reference(batch):
             assert flex_attention.__code__ is not CODE
         assert flex_attention.__code__ is not CODE
     assert flex_attention.__code__ is CODE
-    with cp.alone(batch):
+    with cp.reference(batch):
         assert flex_attention.__code__ is not CODE
     with pytest.raises(KeyError), cp.step(batch):
         raise KeyError
@@ -211,7 +211,7 @@ def test_a_script_trains_on_a_laptop(where, score, cp):
     if where == "nowhere":
         out, lse = lightning_cp.flex_attention(q, k, v, **kwargs)
     elif where == "alone":
-        with cp.alone(rows):
+        with cp.reference(rows):
             out, lse = flex_attention(q, k, v, **kwargs)
     else:
         with cp.step(rows):
@@ -219,7 +219,7 @@ def test_a_script_trains_on_a_laptop(where, score, cp):
                 with cp.paused():
                     out, lse = flex_attention(q, k, v, **kwargs)
             elif where == "unsharded":
-                with cp.unsharded():
+                with cp.exempt():
                     out, lse = flex_attention(q, k, v, **kwargs)
             else:
                 kwargs["block_mask"] = cp.block_mask(mask_mod)
@@ -284,7 +284,7 @@ def whole_mask(rows=None, length=LENGTH):
 REFUSED = {
     "other keys": (
         lambda cp: flex_attention(heads(), heads(2, 4, 9, 8), heads(2, 4, 9, 8)),
-        r"flex_attention\(\) got 6 queries and 9 keys inside a step.*cp.unsharded\(module\)",
+        r"flex_attention\(\) got 6 queries and 9 keys inside a step.*cp.exempt\(module\)",
     ),
     "other queries": (
         lambda cp: flex_attention(heads(2, 4, 1, 8), heads(), heads()),

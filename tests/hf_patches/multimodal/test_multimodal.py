@@ -42,7 +42,7 @@ def test_outside_of_steps_it_is_the_stock_model():
 def full_logits(model, batch, change=lambda local: None, declare=False):
     """Return the logits of a step on all ranks of a pool, as full sequences."""
     cp = hf.build_cp()
-    with cp.step(batch) as local, cp.unsharded() if declare else nullcontext():
+    with cp.step(batch) as local, cp.exempt() if declare else nullcontext():
         change(local)
         logits = model(**local).logits
         return cp.unshard(logits, 1).detach()
@@ -109,7 +109,7 @@ def test_an_interrupted_call_leaves_nothing(cp):
         run(model, cp, batch)
     handle.remove()
     assert torch.equal(model(**stock).loss, expected)
-    assert active_step.num_unsharded() == 0
+    assert active_step.num_exempt() == 0
 
 
 def rows_with_media(name):
