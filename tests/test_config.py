@@ -27,7 +27,8 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 def test_every_former_argument_is_a_field_of_a_group():
     names = [f"{group.__name__.lower()}.{one.name}" for group in GROUPS for one in fields(group)]
-    assert sorted(ARGUMENTS.values()) == sorted(names)
+    assert set(ARGUMENTS.values()) <= set(names)
+    assert len(set(ARGUMENTS.values())) == len(ARGUMENTS)
 
 
 def test_the_changelog_has_the_table_of_former_arguments():

@@ -6,24 +6,33 @@ in which Lightning calls the hooks is in docs/lightning.md; hooks stand in that 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.adapters import check_loaded_models
-from lightning_cp.comm.mesh import ContextSize
+from lightning_cp.comm.error_report import quote_uncaught_errors
+from lightning_cp.comm.mesh import CONTEXT_AXIS, DATA_AXIS, ContextSize
+from lightning_cp.comm.rendezvous import agent_store
 from lightning_cp.comm.watchdog import HEARTBEAT_TIMEOUT
 from lightning_cp.compare.verify import Report
 from lightning_cp.config import (
+    TENSOR_AXIS,
     AlgorithmName,
     Attention,
     Checkpoints,
@@ -40,30 +49,32 @@ from lightning_cp.fsdp.frozen import packed_stay
 from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.replication import average_new
 from lightning_cp.fsdp.sharding import drop_unused_gradients, reshard
-from lightning_cp.lightning.checkpoints.checkpoint_strategy import CheckpointStrategy
-from lightning_cp.lightning.checkpoints.trainer_state import check_links
+from lightning_cp.lightning import private
+from lightning_cp.lightning.checkpoints.saver import CheckpointSaver
+from lightning_cp.lightning.checkpoints.trainer_state import check_links, check_storage_options
 from lightning_cp.lightning.model import averaging
 from lightning_cp.lightning.model.mixed_precision import resolve_plugin
 from lightning_cp.lightning.model.model_setup import share_random_state, use_offloaded
 from lightning_cp.lightning.model.optimizers import hooks_read_scalars
 from lightning_cp.lightning.model.preparation import Preparation
 from lightning_cp.lightning.model.unsupported import check_hooks, check_optimizers
-from lightning_cp.lightning.private import move_states
 from lightning_cp.lightning.processes import loaders
-from lightning_cp.lightning.processes.launch import check_tensor_parallel_size
+from lightning_cp.lightning.processes.launch import check_precision, check_world_size, device_of
+from lightning_cp.lightning.processes.processes import Processes
 from lightning_cp.lightning.steps.accumulation import Accumulation
 from lightning_cp.lightning.steps.logs import noted_hook_logs
 from lightning_cp.lightning.steps.loss_policy import check_manual_optimization
 from lightning_cp.lightning.steps.steps import StepRunner
 from lightning_cp.lightning.steps.warning_filters import ignore_known_warnings
 from lightning_cp.loss.accumulate import GradientWindow
-from lightning_cp.parallel import reenter
+from lightning_cp.parallel import ContextParallel, reenter
 from lightning_cp.planner.memory import MemoryPlan
+from lightning_cp.private.groups import delay_exit_for_gloo
 from lightning_cp.renamed import refuse_arguments
 from lightning_cp.step.step import Opened
 
 
-class ContextParallelStrategy(CheckpointStrategy):
+class ContextParallelStrategy(ModelParallelStrategy):
     """Trains on sequences that are sharded across ranks, with the results of one device.
 
     Every batch is sharded along its sequence dim, attention sees full sequences, and parameters are
@@ -139,24 +150,88 @@ class ContextParallelStrategy(CheckpointStrategy):
         )
         refuse_fields(attention, {"ulysses_size": "Give context_parallel_size=(inside, between)."})
         ignore_known_warnings()
-        super().__init__(
+        self._processes = Processes(
             context_parallel_size,
             data_parallel_size,
-            tensor_parallel_size=check_tensor_parallel_size(
-                tensor_parallel_size, config.parameters.sharding
-            ),
+            tensor_parallel_size,
             config=config,
-            process_group_backend=process_group_backend,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
         )
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=checkpoints.distributed,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._config = config
         self._preparation = Preparation(config)
+        self._saver = CheckpointSaver(checkpoints, timeout)
         self._accumulation = Accumulation(reduce_each=config.parameters.reduce_every_microbatch)
         self._loaders = loaders.Loaders(timeout)
         self._units: list[nn.Module] = []  # of FSDP2, in the module of the run
         self._steps: StepRunner | None = None
 
     # ---------------------------------------------------------------- public properties
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """Return the object that opens steps, for `position_ids()`, `unshard()`, `paused()`."""
+        return self._processes.context_parallel
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Return the mesh for `fully_shard`: data x context as one axis.
+
+        With hybrid sharding it has two: `fully_shard` replicates over the first, and shards over
+        the second.
+        """
+        return self._processes.shard_mesh
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """Return the mesh for `parallelize_module`: the ranks that share the weights of a layer.
+
+        With hybrid sharding it is not an axis of ``device_mesh``, but of the mesh of `shard_mesh`.
+        """
+        return self._processes.tensor_mesh
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Return the number of ranks that share the weights of each layer."""
+        return int(self.device_mesh[TENSOR_AXIS].size())
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Return the number of ranks that share each sequence."""
+        return int(self.device_mesh[CONTEXT_AXIS].size())
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Return the index of this rank among them."""
+        return int(self.device_mesh[CONTEXT_AXIS].get_local_rank())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of data ranks: the replicas of an iterable dataset."""
+        return int(self.device_mesh[DATA_AXIS].size())
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return the index of this data rank: shard an iterable dataset by it."""
+        return int(self.device_mesh[DATA_AXIS].get_local_rank())
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the group of data ranks, for metrics that context ranks update alike."""
+        return self.device_mesh[DATA_AXIS].get_group()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """Return the device of this process."""
+        return device_of(self.local_rank, self.parallel_devices or [])
 
     @property
     def last_step(self) -> Opened | None:
@@ -212,15 +287,69 @@ class ContextParallelStrategy(CheckpointStrategy):
         """
         return self._step_runner().verify(batch, max_len, check=check)
 
-    # ---------------------------------------------------------------- model and data
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is saved in the background is complete. Collective."""
+        self._saver.wait()
+
+    # ---------------------------------------------------------------- processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is not None:  # raise before processes are started
+            self._processes.check(self.num_nodes * self.num_processes, self.num_processes)
 
     @override
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh."""
         prepared, plugin = self._preparation, self.precision_plugin
         self.precision_plugin = resolve_plugin(prepared.parameters.mixed_precision, plugin)
-        super().setup_environment()
+        quote_uncaught_errors()
+        assert self.accelerator is not None  # noqa: S101
+        self.accelerator.setup_device(self.root_device)
+        check_world_size(self.world_size, self.num_processes, self.num_nodes)
+        self._processes.check(self.world_size, self.num_processes)
+        check_precision(self.precision_plugin.precision, type(self).__name__)
+        self._setup_distributed()
+        self._processes.watch(self._trainer(), self.global_rank, self.world_size)
+        if "gloo" in str(self.process_group_backend):
+            delay_exit_for_gloo()
+        self._device_mesh = self._processes.build(
+            self.world_size,
+            self.num_processes,
+            device_type=self.root_device.type,
+            node_rank=self.node_rank,
+        )
+        private.set_device_mesh(self._module(), self._device_mesh)
+        self._saver.open()
         prepared.undos.append(averaging.allow_copies(self._module()))  # callbacks' setup() is next
+
+    @override
+    def _setup_distributed(self) -> None:
+        """Connect the processes, as Lightning does, but so that torchrun can restart them."""
+        assert self.cluster_environment is not None  # noqa: S101
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        on_cpu = self.root_device.type == "cpu"
+        options: dict[str, Any] = {
+            "timeout": self._timeout,
+            "device_id": None if on_cpu else self.root_device,
+        }
+        if not dist.is_initialized():
+            limit = self._timeout or default_pg_timeout
+            store = agent_store(self.global_rank, self.world_size, limit)
+            options |= {} if store is None else {"store": store}
+        private.connect(self.cluster_environment, self._process_group_backend, **options)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        # Norms of gradients in host memory are summed over the ranks, too, which NCCL cannot do.
+        if self._preparation.parameters.offload and self.root_device.type == "cuda":
+            return self._process_group_backend or "cpu:gloo,cuda:nccl"
+        return super()._get_process_group_backend()
+
+    # ---------------------------------------------------------------- model and data
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -230,9 +359,9 @@ class ContextParallelStrategy(CheckpointStrategy):
         module, prepared = self._module(), self._preparation
         self.accelerator.setup(trainer)
         prepared.check(trainer, module)
-        if self._is_async():
+        if self._saver.is_async(self.checkpoint_io):
             check_links(trainer)
-        check_hooks(module, self._ranks())
+        check_hooks(module, self._processes.ranks)
         precision = self.precision_plugin.precision
         with packed_stay(self.model, f"Trainer(precision={precision!r})"):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -251,7 +380,7 @@ class ContextParallelStrategy(CheckpointStrategy):
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if is_training and not prepared.parameters.offload:
-            move_states(self.optimizers, self.root_device)
+            private.move_states(self.optimizers, self.root_device)
         self._steps = StepRunner(
             module,
             cp=self.context_parallel,
@@ -269,8 +398,10 @@ class ContextParallelStrategy(CheckpointStrategy):
     def _place_model(self, model: nn.Module) -> None:
         prepared, device, to_device = self._preparation, self.root_device, self.model_to_device
         if prepared.is_auto:
-            self._set_shard_size(
-                prepared.choose_sharding(model, self._ranks(), self.num_processes, device=device)
+            self._processes.set_shard_size(
+                prepared.choose_sharding(
+                    model, self._processes.ranks, self.num_processes, device=device
+                )
             )
         prepared.place(
             model, self.shard_mesh, tensor=self.tensor_mesh, device=device, to_device=to_device
@@ -288,20 +419,12 @@ class ContextParallelStrategy(CheckpointStrategy):
             super().model_to_device()
 
     @override
-    def _get_process_group_backend(self) -> str:
-        # Norms of gradients in host memory are summed over the ranks, too, which NCCL cannot do.
-        if self._preparation.parameters.offload and self.root_device.type == "cuda":
-            return self._process_group_backend or "cpu:gloo,cuda:nccl"
-        return super()._get_process_group_backend()
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by data rank; let loaders end together, or raise if they cannot."""
         if isinstance(dataloader, DataLoader):
-            assert self._meshes is not None  # noqa: S101
             self._preparation.undos += self._loaders.prepare(
                 dataloader,
-                self._meshes,
+                self._processes.meshes,
                 sharded=self._preparation.sharding != "none",
                 training=self._trainer().training,
             )
@@ -324,8 +447,8 @@ class ContextParallelStrategy(CheckpointStrategy):
         super().on_train_start()
         if self._config.verify.steps and not self._module().automatic_optimization:
             check_manual_optimization(self._config.loss)
-        check_hooks(self._module(), self._ranks())
-        loaders.check_num_batches(self._trainer().num_training_batches, self._ranks())
+        check_hooks(self._module(), self._processes.ranks)
+        loaders.check_num_batches(self._trainer().num_training_batches, self._processes.ranks)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -390,7 +513,7 @@ class ContextParallelStrategy(CheckpointStrategy):
     @override
     def on_validation_start(self) -> None:
         """Raise for hooks that only some ranks have."""
-        check_hooks(self._module(), self._ranks())
+        check_hooks(self._module(), self._processes.ranks)
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -423,16 +546,69 @@ class ContextParallelStrategy(CheckpointStrategy):
         """Reshard the model."""
         reshard(self._module())
 
+    # ---------------------------------------------------------------- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights: shards for a folder, full weights on rank 0 for a file."""
+        return self._saver.model_state(self._module())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, as `lightning_module_state_dict` does the weights."""
+        return self._saver.optimizer_state(self._module(), optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a folder or a file; a job that is killed meanwhile leaves the previous one.
+
+        In the background, this returns once training may change all tensors.
+        """
+        check_storage_options(storage_options, type(self).__name__)
+        self._saver.save(
+            checkpoint,
+            Path(self.broadcast(filepath)),
+            self._module(),
+            self.checkpoint_io,
+            is_global_zero=self.is_global_zero,
+        )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the sharded model and its optimizers, saved by any number of ranks."""
+        path = Path(self.broadcast(checkpoint_path))
+        return self._saver.load(self._trainer(), path, weights_only=weights_only)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, once the one that is saved in the background is complete."""
+        self._saver.after_save(partial(super().remove_checkpoint, filepath))
+
+    # ---------------------------------------------------------------- the end
+
     @override
     def teardown(self) -> None:
-        """Restore the model, the Trainer and its callbacks."""
+        """Restore the model, the Trainer and its callbacks; wait for a checkpoint."""
         self._preparation.undo()
         self._units = []
         if self.lightning_module is not None:  # after an error the root may still be gathered
             reshard(self.lightning_module)
-        if self._context_parallel is not None:
-            self._context_parallel.close()
-        super().teardown()
+        self._processes.close()
+        with ExitStack() as last:
+            last.callback(self._processes.stop_watching)  # others may still fail
+            last.callback(super().teardown)
+            self._saver.close()
+
+    def _trainer(self) -> Trainer:
+        return self._module().trainer
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None  # noqa: S101
+        return self.lightning_module
 
     def _step_runner(self) -> StepRunner:
         assert self._steps is not None  # noqa: S101

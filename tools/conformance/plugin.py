@@ -50,10 +50,11 @@ class ModelParallelStrategy(ContextParallelStrategy):
         with (
             mock.patch("lightning_cp.lightning.model.averaging.allow_copies"),
             mock.patch.multiple(
-                "lightning_cp.lightning.processes.mesh_strategy",
+                "lightning_cp.lightning.processes.processes",
                 build_mesh=Mock(return_value=Meshes(mesh, mesh, mesh)),
                 build_hybrid_mesh=Mock(return_value=(mesh, mesh)),
                 warn_if_spread=Mock(),
+                groups_of=Mock(),
                 ContextParallel=Mock(),
             ),
         ):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of how a job is launched: precision, placement of ranks on nodes."""
+"""Checks of how a job is launched: devices, precision, placement of ranks on nodes."""
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, Literal
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,6 +15,28 @@ from lightning_cp.config import check_size
 
 MIN_HEARTBEAT_TIMEOUT: Final = timedelta(seconds=5)
 PRECISIONS: Final = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+def device_of(local_rank: int, devices: Sequence[torch.device]) -> torch.device:
+    """Return the device of a process of a node; raise if it has none."""
+    if local_rank >= len(devices):
+        raise ValueError(
+            f"Process {local_rank} of this node has no device: the launcher started more processes "
+            f"than Trainer(devices={len(devices)}) has devices. Set devices to the number of "
+            "processes per node (torchrun --nproc-per-node)."
+        )
+    return devices[local_rank]
+
+
+def check_world_size(world_size: int, num_devices: int, num_nodes: int) -> None:
+    """Raise if a launcher has started other processes than the Trainer was told."""
+    expected = num_nodes * num_devices
+    if world_size != expected:
+        raise ValueError(
+            f"The launcher started {world_size} processes, but Trainer(devices={num_devices}, "
+            f"num_nodes={num_nodes}) requires {expected}. Start {expected} processes, or change "
+            "devices and num_nodes."
+        )
 
 
 def check_precision(precision: object, strategy: str) -> None:
