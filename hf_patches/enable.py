@@ -279,7 +279,7 @@ def _check_known(model: PreTrainedModel, *, allow_unknown: bool) -> Architecture
 
 _TRIAL: Final = (
     "To try it: hf_patches.verify(model, batch, cp=cp, allow_unknown=True), or `torchrun "
-    "--nproc-per-node 2 -m hf_patches verify --model PATH --allow-unknown`; if that passes, "
+    "--nproc-per-node 2 -m lightning_cp verify --model PATH --allow-unknown`; if that passes, "
     "enable(model, allow_unknown=True): with a trainer, before context_parallel(trainer, size=...)."
 )
 

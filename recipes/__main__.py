@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipes fit --config FILE`, `torchrun ... -m recipes fit ...`."""
+"""`python -m recipes fit --config FILE`, `torchrun ... -m recipes fit ...`: `lightning-cp`."""
 
-import sys
-
-from lightning_cp.comm.error_report import end_process
-from recipes.command import run_recipes
+from recipes.command import run
 
 if __name__ == "__main__":
-    end_process(run_recipes(sys.argv[1:], "python -m recipes"))
+    run()

@@ -186,7 +186,7 @@ def _launcher(trainer: Trainer) -> Any:
     return trainer.strategy.launcher
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "python -m recipes") -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> int:
     """Run a command and return the exit status: 0, or 2 for a user error.
 
     Args:

@@ -42,13 +42,13 @@ def run_recipes(args: Sequence[str], prog: str) -> int:
 
 
 def _run_hf_patches(args: Sequence[str], prog: str) -> int:
-    from hf_patches.__main__ import main
+    from hf_patches.command import main
 
     return main(args, prog=prog)
 
 
 def _run_lightning_cp(args: Sequence[str], prog: str) -> int:
-    from lightning_cp.__main__ import main
+    from lightning_cp.checkpoint.command import main
 
     return main(args, prog=prog)
 

@@ -200,7 +200,7 @@ def run_demo(out: Path, *, steps: int, length: int) -> int:
     model = out / "model"
     run(
         "the checkpoint is exported to a Hugging Face folder",
-        *("-m", "hf_patches", "export"),
+        *("-m", "lightning_cp", "export"),
         *(str(out / f"cp{RANKS}" / "checkpoints" / "last.ckpt"), str(model)),
     )
     print("\n== transformers loads the folder and generates", flush=True)

@@ -21,7 +21,7 @@ _SAVE: Final = "save_pretrained"
 _FIX: Final = (
     "Each rank holds a shard of the weights, so all ranks must call it, without `if "
     "trainer.is_global_zero`; only rank 0 writes. Or save with trainer.save_checkpoint(PATH) and "
-    "turn that into a Hugging Face folder: python -m hf_patches export PATH OUT; or train with "
+    "turn that into a Hugging Face folder: lightning-cp export PATH OUT; or train with "
     "parameters='none'."
 )
 

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_cp import checkpoint
-from lightning_cp.__main__ import main
 from lightning_cp.checkpoint import checksums
 from lightning_cp.checkpoint import folder as folders
+from lightning_cp.checkpoint.command import main
 from tests.ranks import RankError
 
 KINDS = ["adam", "momentum", "sgd"]

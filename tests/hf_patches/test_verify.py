@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_patches
 import lightning_cp.parallel
-from hf_patches.__main__ import main
+from hf_patches.command import main
 from hf_patches.enable import enable, is_enabled
 from hf_patches.verify_inputs import build_batch, build_model
 from hf_patches.weights.export import read_config
@@ -506,7 +506,7 @@ def test_other_heads_are_verified(command, configs, head):
 
 def torchrun(*args):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "hf_patches", "verify", *map(str, args)]
+    command += ["--nproc-per-node", "2", "-m", "lightning_cp", "verify", *map(str, args)]
     folder = Path(__file__).parents[2]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=600, check=False

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher,  # Lightning's launchers are all private
 )
 
-from hf_patches.__main__ import main as hf_main
+from hf_patches.command import main as hf_main
 from lightning_cp.comm.transport import gather
 from recipes import cli
 from recipes.command import run_recipes

@@ -21,9 +21,9 @@ TARGETS = {
     "test": "recipes.cli.main",
     "predict": "recipes.cli.main",
     "plan": "recipes.plan_command.main",
-    "verify": "hf_patches.__main__.main",
-    "export": "hf_patches.__main__.main",
-    "consolidate": "lightning_cp.__main__.main",
+    "verify": "hf_patches.command.main",
+    "export": "hf_patches.command.main",
+    "consolidate": "lightning_cp.checkpoint.command.main",
 }
 
 

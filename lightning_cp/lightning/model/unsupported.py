@@ -49,7 +49,7 @@ def check_features(trainer: Trainer) -> None:
         raise ValueError(
             "ModelPruning is not supported: it selects weights by comparing all of them, but each "
             "rank holds a shard (with parameters='none' it fails as well). Prune the full "
-            "weights after training: `python -m lightning_cp consolidate DIR OUT`, then "
+            "weights after training: `lightning-cp consolidate DIR OUT`, then "
             "torch.nn.utils.prune."
         )
     if any(draws_graph(logger) for logger in trainer.loggers):

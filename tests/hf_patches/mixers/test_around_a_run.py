@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import hf_patches
-from hf_patches.__main__ import main
+from hf_patches.command import main
 from hf_patches.mixers import delta_net, mamba2
 from lightning_cp.sequence import initial_states
 from tests import doors

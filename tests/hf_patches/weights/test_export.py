@@ -22,7 +22,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_patches.__main__ import main
+from hf_patches.command import main
 from hf_patches.weights import weight_files
 from hf_patches.weights.export import export
 from lightning_cp.adapters import describe_models

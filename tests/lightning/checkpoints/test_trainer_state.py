@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_cp.__main__ import main
 from lightning_cp.checkpoint import consolidate, load_weights
+from lightning_cp.checkpoint.command import main
 from tests import doors
 from tests.lightning.jobs import (
     Module,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `torchrun ... -m hf_patches verify` and `python -m hf_patches export`.
+"""Commands of Hugging Face models: `lightning-cp verify` and `lightning-cp export`.
 
 Exit status: 0 for success, 1 if `verify` found different numbers, 2 for a user error. Under
 torchrun the message is in its report, and its own exit status is 1.
@@ -25,7 +25,6 @@ from hf_patches.weights.export import export, read_config
 from lightning_cp.comm.error_report import (
     Parser,
     Removed,
-    end_process,
     quote_uncaught_errors,
     report_error,
 )
@@ -45,7 +44,7 @@ _MERGE: Final = (
 """What to use instead of ``--merge``."""
 
 
-def build_parser(prog: str = "python -m hf_patches") -> Parser:
+def build_parser(prog: str = "lightning-cp") -> Parser:
     """Build the parser; each command sets ``run``, which returns the exit status."""
     parser = Parser(
         prog=prog,
@@ -64,7 +63,7 @@ def _add_verify(commands: Any) -> None:
         description=(
             "Compare the loss and every gradient under context parallelism with those of the stock "
             "model, on a random batch. Start it on the context ranks: torchrun --nproc-per-node 2 "
-            "-m hf_patches verify --model PATH. Exit status 1 if they differ, 2 if the model or "
+            "-m lightning_cp verify --model PATH. Exit status 1 if they differ, 2 if the model or "
             "the arguments are refused."
         ),
     )
@@ -188,7 +187,7 @@ def _verify(args: argparse.Namespace) -> int:
             if cp.cp_size == 1:
                 sys.stdout.write(
                     "This was one process, so nothing was sharded and little was compared. Use "
-                    "torchrun --nproc-per-node 2 -m hf_patches verify ...\n"
+                    "torchrun --nproc-per-node 2 -m lightning_cp verify ...\n"
                 )
             sys.stdout.flush()
         if world is not None:
@@ -240,7 +239,7 @@ def _local_rank() -> int:
     return dist.get_node_local_rank(fallback_rank=0) if dist.is_torchelastic_launched() else 0
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "python -m hf_patches") -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> int:
     """Run a command and return the exit status.
 
     Args:
@@ -255,7 +254,3 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m hf_patches
     except (OSError, ValueError, ImportError) as error:
         return report_error(error)
     return status
-
-
-if __name__ == "__main__":
-    end_process(main())
