@@ -16,7 +16,7 @@ from hf_patches.weights.model_shape import model_shape
 from lightning_cp.renamed import missing
 
 if TYPE_CHECKING:
-    from hf_patches.trainers import context_parallel
+    from hf_patches.trainers.trainer import context_parallel
 
 __all__ = [
     "context_parallel",
@@ -30,5 +30,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import what only trainers need, which brings transformers' Trainer."""
     if name == "context_parallel":
-        return import_module("hf_patches.trainers").context_parallel
+        return import_module("hf_patches.trainers.trainer").context_parallel
     raise missing("hf_patches", name)

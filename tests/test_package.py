@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,26 @@ def test_public_names_are_there():
         assert name in dir(lightning_cp)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         lightning_cp.nothing  # noqa: B018
+
+
+COMPLETE = ("lightning_cp", "hf_patches", "hf_patches.trainers", "lightning_cp.loss")
+COMPLETE += ("lightning_cp.memory", "lightning_cp.sequence")
+
+
+def test_the_page_of_the_api_names_what_is_public_once():
+    page = (ROOT / "docs" / "api.md").read_text().partition("## Public names")[2]
+    listed = {}
+    for line in page.partition("\n## ")[0].splitlines():
+        cells = line.split("|")
+        if line.startswith("| `"):
+            names = re.findall(r"`(\w+)", cells[1])
+            listed.setdefault(cells[2].strip(" `"), []).extend(dict.fromkeys(names))
+    for package, names in listed.items():
+        module = import_module(package)
+        assert all(hasattr(module, name) for name in names), (package, names)
+        if package in COMPLETE:
+            assert sorted(names) == sorted(module.__all__)
+    assert set(COMPLETE) <= set(listed)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer, TRL's trainers and accelerate: `context_parallel` and its `verify`."""
 
-from hf_patches.trainers.trainer import context_parallel, verify
+from hf_patches.trainers.trainer import verify
 
-__all__ = ["context_parallel", "verify"]
+__all__ = ["verify"]
