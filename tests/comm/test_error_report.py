@@ -114,7 +114,7 @@ def test_torchrun_quotes_what_ends_a_process(file):
 def test_a_process_ends_with_its_error_whatever_its_threads_do():
     code = (
         "import atexit, sys, threading, time\n"
-        "from lightning_cp import error_report\n"
+        "from lightning_cp.comm import error_report\n"
         "threading.Thread(target=time.sleep, args=[100]).start()\n"
         "error_report._PATIENCE = 0.5\n"
         "if sys.argv[1:]:\n    atexit.register(time.sleep, 100)\n"
