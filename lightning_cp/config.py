@@ -347,14 +347,8 @@ class Config:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def __post_init__(self) -> None:
-        for group in (Attention, Memory, Parameters, Verify, Checkpoints):
-            name = group.__name__.lower()
-            value = getattr(self, name)
-            if not isinstance(value, group):
-                raise TypeError(
-                    f"{name}={value!r}: give {name}={group.__name__}(...), which has the fields "
-                    f"{', '.join(one.name for one in fields(group))}."
-                )
+        for kind in (Attention, Memory, Parameters, Verify, Checkpoints):
+            _check_group(kind, getattr(self, kind.__name__.lower()))
         check_choice("layout", self.layout, get_args(LayoutName))
         check_choice("algorithm", self.algorithm, get_args(AlgorithmName))
         check_choice("loss", self.loss, get_args(LossName))
@@ -372,21 +366,32 @@ class Config:
             )
 
 
-def refuse_fields(group: object, others: Mapping[str, str]) -> None:
+def _check_group(kind: type, value: object) -> None:
+    """Raise if an argument is no group."""
+    if not isinstance(value, kind):
+        name = kind.__name__
+        raise TypeError(
+            f"{name.lower()}={value!r}: give {name.lower()}={name}(...), which has the fields "
+            f"{', '.join(one.name for one in fields(kind))}."
+        )
+
+
+def refuse_fields(kind: type, group: object, others: Mapping[str, str]) -> None:
     """Raise if a field of a group was set that an entry point does not carry out.
 
     Args:
+        kind: of group, such as `Memory`.
         group: of a `Config`.
         others: the names of such fields, and what to do instead of setting each.
 
     Example:
-        >>> refuse_fields(Memory(tile=True), {"tile": "Call tile_modules(model)."})
+        >>> refuse_fields(Memory, Memory(tile=True), {"tile": "Call tile_modules(model)."})
         Traceback (most recent call last):
         ...
         ValueError: memory=Memory(tile=True) has no effect here. Call tile_modules(model).
     """
-    kind = type(group)
-    for one in fields(kind):  # type: ignore[arg-type]
+    _check_group(kind, group)
+    for one in fields(kind):
         value: Any = getattr(group, one.name)
         if one.name in others and value != one.default:
             name = kind.__name__

@@ -231,8 +231,8 @@ class ContextParallel:
             memory=memory,
             verify=verify,
         )
-        refuse_fields(memory, _LOOPS_MEMORY)
-        refuse_fields(verify, _LOOPS_VERIFY)
+        refuse_fields(Memory, memory, _LOOPS_MEMORY)
+        refuse_fields(Verify, verify, _LOOPS_VERIFY)
         groups = mesh
         if not isinstance(groups, Groups):
             groups = groups_of(config, groups, data, tensor=tensor, timeout=timeout)

@@ -95,6 +95,9 @@ def test_a_group_that_is_none_is_refused(name):
     message = rf"{name}=3: give {name}={name.capitalize()}\(\.\.\.\), which has the fields \w+, "
     with pytest.raises(TypeError, match=message):
         Config(**{name: 3})
+    if name in ("memory", "verify"):
+        with pytest.raises(TypeError, match=message):
+            context_parallel(None, size=2, **{name: 3})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_what_an_entry_point_does_not_carry_out_is_refused(build, given, message
 
 
 def test_fields_that_were_not_set_are_not_refused():
-    refuse_fields(Memory(offload="all"), {"tile": "", "compile": ""})
+    refuse_fields(Memory, Memory(offload="all"), {"tile": "", "compile": ""})
 
 
 def test_positions_are_recorded_until_the_handle_is_removed():

@@ -202,8 +202,8 @@ def context_parallel(
     """
     refuse_arguments("context_parallel()", renamed)
     verify = Verify.of(verify)
-    refuse_fields(memory, _TRAINERS_MEMORY)
-    refuse_fields(verify, _TRAINERS_VERIFY)
+    refuse_fields(Memory, memory, _TRAINERS_MEMORY)
+    refuse_fields(Verify, verify, _TRAINERS_VERIFY)
     trainer, accelerator = _parts(target, models)
     if getattr(target, _MARK, None) is not None:
         raise ValueError(

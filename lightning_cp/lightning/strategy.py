@@ -148,7 +148,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
             verify=Verify.of(verify),
             checkpoints=checkpoints,
         )
-        refuse_fields(attention, {"ulysses_size": "Give context_parallel_size=(inside, between)."})
+        instead = "Give context_parallel_size=(inside, between)."
+        refuse_fields(Attention, attention, {"ulysses_size": instead})
         ignore_known_warnings()
         self._processes = Processes(
             context_parallel_size,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hf_patches import enable
-from lightning_cp import ContextParallel
+from lightning_cp import ContextParallel, Parameters
 from lightning_cp.lightning.model.model_setup import place_model
 from tests import doors
 from tests.parity import zoo
@@ -296,11 +296,9 @@ def run_placed(
     place_model(
         torch.nn.ModuleDict({"model": model}),
         mesh["context_parallel"],
+        Parameters(),
         sharding="full",
         tensor=mesh["tensor_parallel"],
-        shard_modules=None,
-        mixed_precision="autocast",
-        offload=False,
         device=torch.device("cpu"),
         to_device=lambda: None,
     )
