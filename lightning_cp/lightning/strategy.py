@@ -50,8 +50,11 @@ from lightning_cp.fsdp.gathering import check_reduced, find_units
 from lightning_cp.fsdp.replication import average_new
 from lightning_cp.fsdp.sharding import drop_unused_gradients, reshard
 from lightning_cp.lightning import private
-from lightning_cp.lightning.checkpoints.saver import CheckpointSaver
-from lightning_cp.lightning.checkpoints.trainer_state import check_links, check_storage_options
+from lightning_cp.lightning.checkpoints.saver import (
+    CheckpointSaver,
+    check_links,
+    check_storage_options,
+)
 from lightning_cp.lightning.model import averaging
 from lightning_cp.lightning.model.mixed_precision import resolve_plugin
 from lightning_cp.lightning.model.model_setup import share_random_state, use_offloaded
