@@ -56,7 +56,7 @@ class EnabledModel:
 
     def remove(self) -> None:
         """Restore the model; one that is sharded can still be saved."""
-        if forward.ROWS in self.model.__dict__:
+        if forward.FULL_SEQUENCES in self.model.__dict__:
             raise ValueError(
                 f"{type(self.model).__name__} takes full sequences by shard_in_forward(model, cp), "
                 "which needs it enabled. Call remove() of the handle of shard_in_forward() first."

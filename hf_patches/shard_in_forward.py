@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_patches.enable import EnabledModel, enable, inner_model, is_enabled
 from hf_patches.interface.input_checks import name_arguments, parameters_of
 from hf_patches.model import forward
-from hf_patches.model.forward import ROWS, Enabled, TokenLogpOutput
+from hf_patches.model.forward import FULL_SEQUENCES, Enabled, TokenLogpOutput
 from hf_patches.model.left_out import leave_out
 from hf_patches.model.moe_loss import balance_loss
 from lightning_cp.config import SequenceDims, check_choice
@@ -91,8 +91,8 @@ class ShardedModel:
 
     def remove(self) -> None:
         """Restore the model; one that was enabled before stays enabled."""
-        rows: FullSequences | None = self.model.__dict__.pop(ROWS, None)
-        if rows is None:
+        state: FullSequences | None = self.model.__dict__.pop(FULL_SEQUENCES, None)
+        if state is None:
             return
         for name, function in _METHODS.items():
             for patch in patches_of(self.model, name):
@@ -106,27 +106,27 @@ class ShardedModel:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Run full sequences on each rank by itself, as one device, inside a ``with`` block."""
-        rows: FullSequences = self.model.__dict__[ROWS]
-        rows.is_alone = True
+        state: FullSequences = self.model.__dict__[FULL_SEQUENCES]
+        state.is_alone = True
         try:
             yield
         finally:
-            rows.is_alone = False
+            state.is_alone = False
 
     def run_alone_where(self, is_private: Callable[[], bool]) -> None:
         """Run calls without gradients as ``generate()`` does, where a condition holds."""
-        self.model.__dict__[ROWS].is_private = is_private
+        self.model.__dict__[FULL_SEQUENCES].is_private = is_private
 
     @property
     def logits(self) -> Logits:
         """Return whether an output has logits where labels are given; it can be set."""
-        rows: FullSequences = self.model.__dict__[ROWS]
-        return rows.logits
+        state: FullSequences = self.model.__dict__[FULL_SEQUENCES]
+        return state.logits
 
     @logits.setter
     def logits(self, logits: Logits) -> None:
         check_choice("logits", logits, get_args(Logits))
-        self.model.__dict__[ROWS].logits = logits
+        self.model.__dict__[FULL_SEQUENCES].logits = logits
 
 
 def shard_in_forward(
@@ -171,9 +171,9 @@ def shard_in_forward(
     """
     check_choice("logits", logits, get_args(Logits))
     inner = inner_model(model)
-    rows: FullSequences | None = inner.__dict__.get(ROWS)
-    if rows is not None:
-        if rows.cp is not cp:
+    state: FullSequences | None = inner.__dict__.get(FULL_SEQUENCES)
+    if state is not None:
+        if state.cp is not cp:
             raise ValueError(
                 f"shard_in_forward() was called before for this {type(inner).__name__}, with "
                 "another ContextParallel. Call remove() of its handle first; for a model that "
@@ -192,13 +192,13 @@ def shard_in_forward(
     for name, function in _METHODS.items():
         if hasattr(inner, name):
             replace_method(inner, name, function)
-    inner.__dict__[ROWS] = FullSequences(cp, logits)
+    inner.__dict__[FULL_SEQUENCES] = FullSequences(cp, logits)
     return ShardedModel(inner, None if was_enabled else handle)
 
 
 def takes_full_sequences(model: nn.Module) -> bool:
     """Return whether `shard_in_forward` has changed a model, or the one inside a PEFT model."""
-    return ROWS in inner_model(model).__dict__
+    return FULL_SEQUENCES in inner_model(model).__dict__
 
 
 def _generate(_: object, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def _forward(model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kw
     has_cache = arguments.get("past_key_values") is not None or arguments.get("use_cache")
     if active_step.opened() is not None or active_step.is_paused() or has_cache:
         return stock(**arguments)
-    if not torch.is_grad_enabled() and model.__dict__[ROWS].is_private():
+    if not torch.is_grad_enabled() and model.__dict__[FULL_SEQUENCES].is_private():
         with active_step.paused():
             return stock(**arguments)
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -231,7 +231,7 @@ _METHODS: Final = {"forward": _forward, "generate": _generate}
 
 
 def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | int | None) -> Any:
-    rows: FullSequences = model.__dict__[ROWS]
+    state: FullSequences = model.__dict__[FULL_SEQUENCES]
     enabled: Enabled = model.__dict__[forward.MARK]
     labels, keep = arguments.get("labels"), None
     if enabled.head != "sequence" and not takes_num_items(type(model).forward):
@@ -244,7 +244,7 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
     elif enabled.head == "next token" and not arguments.get("token_logp"):
         batch["shift_labels"] = _targets(batch)
         del batch["labels"]
-    with rows.step(batch, _dims(rows.cp, enabled, batch)) as local:
+    with state.step(batch, _dims(state.cp, enabled, batch)) as local:
         step = active_step.current()
         assert step is not None  # noqa: S101
         call = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)} | local
@@ -252,11 +252,12 @@ def _run(model: PreTrainedModel, arguments: dict[str, Any], num_items: Tensor | 
             call["labels"] = local["shift_labels"]  # for the check of ids
         call = _run_hooks(model, enabled, call)
         output = forward.forward_in_step(
-            model, call, step, num_items=num_items, keep_logits=rows.logits == "always"
+            model, call, step, num_items=num_items, keep_logits=state.logits == "always"
         )
         if isinstance(output, TokenLogpOutput):
             return output  # of full sequences already
-        wanted = rows.logits == "always" or (rows.logits == "auto" and not torch.is_grad_enabled())
+        is_evaluation = not torch.is_grad_enabled()
+        wanted = state.logits == "always" or (state.logits == "auto" and is_evaluation)
         left_out = list[str]()
         if labels is not None and enabled.head != "sequence" and not wanted:
             left_out += ["logits"] if output.get("router_logits") is None else _SCORES
@@ -363,7 +364,7 @@ def _run_fused(
 
     The loss is computed from full sequences, on every rank, as the head does it.
     """
-    rows: FullSequences = model.__dict__[ROWS]
+    state: FullSequences = model.__dict__[FULL_SEQUENCES]
     enabled: Enabled = model.__dict__[forward.MARK]
     if not enabled.patch.previous or "labels" not in arguments:
         raise ValueError(
@@ -375,7 +376,7 @@ def _run_fused(
     batch = _tensors(arguments)
     targets = batch["shift_labels"] = _targets(batch)
     del batch["labels"]
-    with rows.step(batch) as local:
+    with state.step(batch) as local:
         step = active_step.current()
         assert step is not None  # noqa: S101
         others = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}

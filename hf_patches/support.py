@@ -218,7 +218,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = dict(
             caveat=_whole("linear-attention and attention"),
             mixers="replicated",
         ),
-        *_refused("it groups bytes into patches along the row", "blt"),
+        *_refused("it groups bytes into patches along the sequence", "blt"),
         *_refused("its loss needs the pixels of an image before the text", "git"),
         *_refused(
             "its attention is written out and does not go through AttentionInterface",

@@ -58,7 +58,7 @@ ChunkedLoss = Literal["auto", "always", "never"]
 MARK: Final = "_lightning_cp"
 """The attribute of an enabled model that holds its `Enabled`."""
 
-ROWS: Final = "_lightning_cp_rows"
+FULL_SEQUENCES: Final = "_lightning_cp_full_sequences"
 """The attribute of a model that `shard_in_forward` has changed."""
 
 # In training, "auto" computes the loss in chunks if a rank's float32 logits take more bytes.

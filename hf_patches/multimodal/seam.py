@@ -267,7 +267,7 @@ def full_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs
 def packed_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute 3-D positions with each document as a sequence of its own.
 
-    The model's own function counts images and frames along a row, and knows no documents.
+    The model's own function counts images and frames along a sequence, and knows no documents.
 
     Args:
         stock: the model's ``get_rope_index``.

@@ -508,8 +508,8 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
 def _count_once(trainer: Any, handle: TrainerHandle) -> None:
     """Count tokens, operations and samples of a group of context ranks once."""
     size = handle.size
-    for rows in handle.models:
-        check_factor(trainer, rows.model)
+    for sharded in handle.models:
+        check_factor(trainer, sharded.model)
     handle.replace(
         trainer,
         "gather_function",
@@ -551,14 +551,14 @@ def _adapt_trainer(trainer: Any, handle: TrainerHandle) -> None:
     def prediction_step(
         model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        rows = handle.models[0]
-        previous = rows.logits
+        sharded = handle.models[0]
+        previous = sharded.logits
         if previous == "auto" and prediction_loss_only:
-            rows.logits = "never"
+            sharded.logits = "never"
         try:
             return predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         finally:
-            rows.logits = previous
+            sharded.logits = previous
 
     handle.replace(trainer, "prediction_step", prediction_step)
     count_items = handle.method(trainer, NUM_ITEMS)

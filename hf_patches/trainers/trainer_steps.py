@@ -200,7 +200,7 @@ def _short_batches(inputs: Any, cp: ContextParallel) -> list[Any]:
 def _token_dims(inputs: Any) -> dict[str, int]:
     """Return the dims along which tensors of a batch hold tokens, by name.
 
-    They are as long as ids or embeddings of tokens are. Others hold features, or labels of a row.
+    They are as long as ids or embeddings of tokens. Others hold features, or labels of a sample.
     """
     dims = {
         name: dim
@@ -308,7 +308,7 @@ class _TrainerCall:
             f"accelerator.num_processes // {self.cp.cp_size}: a loss that is multiplied by the "
             "number of all processes, or sums what gather() and other collectives get from all of "
             "them, counts each token once per context rank. accelerator.gather_for_metrics() "
-            "returns each row once."
+            "returns each sample once."
         )
 
     def report_kept(self, wrong: Mapping[str, tuple[float, float]]) -> str:
