@@ -80,12 +80,12 @@ class Patch:
         existed = self.name in vars(self.owner)
         return (vars(self.owner)[self.name],) if existed else ()
 
-    def _is_value(self, *found: Any) -> bool:
+    def _is_value(self, *current_values: Any) -> bool:
         """Return whether what was found is the value, maybe bound again."""
         return any(
             x is self.value
             or (isinstance(x, MethodType) and getattr(x.__func__, "method", None) is self.value)
-            for x in found
+            for x in current_values
         )
 
     def _put_back(self) -> None:

@@ -84,9 +84,9 @@ def read_config(name: str) -> Mapping[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"--config {name} is not valid YAML: {error}") from error
     if not isinstance(content, Mapping):
-        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        state = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ValueError(
-            f"--config {name} {found}. A config names options, such as `trainer: {{max_steps: 9}}`."
+            f"--config {name} {state}. A config names options, such as `trainer: {{max_steps: 9}}`."
         )
     return content
 
@@ -102,19 +102,19 @@ def read_options(args: Sequence[str]) -> dict[str, Any]:
     The data module's class is ``data``, and its options ``data.source`` and so on. Only what is
     plain to see is found, and nothing is refused: the parser reports errors.
     """
-    found: dict[str, Any] = {}
+    option_values: dict[str, Any] = {}
     for file in configs(args):
         try:
             content = read_config(file)
         except (OSError, ValueError):
             continue
         for key, value in _flatten(content):
-            _set(found, key, value)
+            _set(option_values, key, value)
     for flag, following in pairwise([*args, ""]):
         name, has_value, value = flag.partition("=")
         if name.startswith("--"):
-            _set(found, name.removeprefix("--"), value if has_value else following)
-    return found
+            _set(option_values, name.removeprefix("--"), value if has_value else following)
+    return option_values
 
 
 def _flatten(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,12 +127,12 @@ def _flatten(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _set(found: dict[str, Any], key: str, value: Any) -> None:
+def _set(option_values: dict[str, Any], key: str, value: Any) -> None:
     key = "data" if key == "data.class_path" else key.replace("data.init_args.", "data.", 1)
     if key == "data":  # options of another class do not count
-        for name in [name for name in found if name.startswith("data.")]:
-            del found[name]
-    found[key] = None if value in ("null", "") else value
+        for name in [name for name in option_values if name.startswith("data.")]:
+            del option_values[name]
+    option_values[key] = None if value in ("null", "") else value
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -199,8 +199,8 @@ def check_agreed(
 
 def _is_new(name: str, x: Tensor, step: Step) -> bool:
     """Return whether a tensor comes neither from the batch nor from our hooks."""
-    given = [y.local for y in step.yielded if y.leaf.role == name]
-    known = (*given, step.position_ids, *(_filled.get(step) or ()))
+    yielded_values = [y.local for y in step.yielded if y.leaf.role == name]
+    known = (*yielded_values, step.position_ids, *(_filled.get(step) or ()))
     return all(x is not tensor for tensor in known)
 
 

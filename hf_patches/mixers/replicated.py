@@ -359,12 +359,12 @@ class RowMixer(Replacement):
         reach = None if spec.reach is None else spec.reach(self.module)
         multiple = 1 if spec.multiple is None else spec.multiple(self.module)
         rows = rows_of(step, reach=reach, multiple=multiple)
-        given = {
+        row_arguments = {
             name: arguments[name]
             for name in (*spec.tokens, *spec.positions)
             if arguments.get(name) is not None
         }
-        source = _map(lambda x: _source(step, x, reach), given)
+        source = _map(lambda x: _source(step, x, reach), row_arguments)
         # Masks and attention inside are those of the stock model.
         with active_step.paused():
             outputs = [self._run_group(group, step, arguments, source) for group in rows.groups]

@@ -142,10 +142,10 @@ def check_in_force(model: PreTrainedModel, *_: object) -> None:
     step = active_step.current()
     if step is None or step.is_stock:
         return
-    found = model.__dict__.get("forward")
+    own_forward = model.__dict__.get("forward")
     patch: Patch = model.__dict__[MARK].patch
-    is_stock = found is None or getattr(found, "__func__", None) is type(model).forward
-    if is_stock or found in patch.previous:
+    is_stock = own_forward is None or getattr(own_forward, "__func__", None) is type(model).forward
+    if is_stock or own_forward in patch.previous:
         raise ValueError(
             f"{type(model).__name__} is enabled, but its `forward` has since been set back to what "
             "it was before enable(), and would compute the loss of this rank's tokens. Undo in the "
@@ -450,8 +450,8 @@ def _chunked(
 
     def head(hidden: Tensor) -> Tensor:
         with ExitStack() as stack:
-            given = replaced(model, base, lambda *_, **__: _with_hidden(states, hidden))
-            stack.enter_context(given)
+            base_replaced = replaced(model, base, lambda *_, **__: _with_hidden(states, hidden))
+            stack.enter_context(base_replaced)
             if tensor_ranks is not None:
                 part = partial(_sharded_logits, last, tensor_ranks)
                 stack.enter_context(replaced(model, path, part))

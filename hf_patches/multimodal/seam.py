@@ -96,14 +96,14 @@ def _enter(
     if step is None:
         module.__dict__.pop(_ENTERED, None)  # of a call that was interrupted
         return None
-    given = name_arguments(module, args, kwargs)
+    call_arguments = name_arguments(module, args, kwargs)
     is_merged = merged_ids() is not None
-    local = {} if is_merged else _shard_rows(given, step)
+    local = {} if is_merged else _shard_rows(call_arguments, step)
     kept = (*kept, *_MERGED) if is_merged else kept
-    for name, value in given.items():
+    for name, value in call_arguments.items():
         if name not in kept and name not in local:
             local[name] = _shard_value(module, name, value, dims, step)
-    local = {name: local.get(name, value) for name, value in given.items()}
+    local = {name: local.get(name, value) for name, value in call_arguments.items()}
     if not is_layer:
         _prepare(module, local, step)
     entered = module.__dict__.setdefault(_ENTERED, [])
@@ -145,11 +145,11 @@ def _leave(module: nn.Module, _: object, output: Any = None) -> Any:
     return type(output)(**{k: v for k, v in output.items() if k != "router_logits"})
 
 
-def _shard_rows(given: Mapping[str, Any], step: Step) -> dict[str, Any]:
+def _shard_rows(call_arguments: Mapping[str, Any], step: Step) -> dict[str, Any]:
     """Return the features of this rank's media tokens, where a decoder gets them as rows."""
     local: dict[str, Any] = {}
     for name, mask_name in ROWS.items():
-        features, mask = given.get(name), given.get(mask_name)
+        features, mask = call_arguments.get(name), call_arguments.get(mask_name)
         if features is None or mask is None:
             continue
         rows = rows_of(mask if mask.dim() == 2 else mask[..., 0], step.layout, step.cp_rank)
@@ -260,8 +260,8 @@ def full_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs
     ids = merged_ids()
     if ids is None:
         return stock(*args, **kwargs)
-    given = inspect.signature(stock).bind(*args, **kwargs).arguments
-    return stock(**{**given, "input_ids": ids})
+    call_arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
+    return stock(**{**call_arguments, "input_ids": ids})
 
 
 def packed_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -277,8 +277,8 @@ def packed_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwar
     step = on_full_sequences()
     if step is None or step.documents is None:
         return stock(*args, **kwargs)
-    given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
-    given |= given.pop("kwargs", {})
+    call_arguments = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+    call_arguments |= call_arguments.pop("kwargs", {})
     documents = torch.from_numpy(step.documents).expand(step.batch_size, -1)
     if step.padding is not None:
         documents = documents.masked_fill(torch.from_numpy(step.padding), NO_DOCUMENT)
@@ -296,11 +296,11 @@ def packed_positions(_: nn.Module, stock: Callable[..., Any], *args: Any, **kwar
             out[i, : len(at)] = x[row, at.to(x.device)]
         return out
 
-    ids = given["input_ids"]
-    given["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=ids.device)
+    ids = call_arguments["input_ids"]
+    call_arguments["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=ids.device)
     unpacked = {
         name: unpack(x) if isinstance(x, Tensor) and x.shape == shape else x
-        for name, x in given.items()
+        for name, x in call_arguments.items()
     }
     positions, deltas = stock(**unpacked)
     packed = positions.new_zeros(*positions.shape[:-2], *shape)

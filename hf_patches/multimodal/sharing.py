@@ -99,10 +99,10 @@ def shared_features(
     if step is None or step.cp_size == 1 or _is_sharing:
         return stock(*args, **kwargs)
     bound = inspect.signature(stock).bind(*args, **kwargs).arguments
-    given = {**bound, **bound.get("kwargs", {})}
-    given.pop("kwargs", None)
+    call_arguments = {**bound, **bound.get("kwargs", {})}
+    call_arguments.pop("kwargs", None)
     placeholders = _placeholders(module, name)
-    items = None if _normalizes_batches(module) else _cut(given, unit)
+    items = None if _normalizes_batches(module) else _cut(call_arguments, unit)
     if items is None:
         with _sharing():
             output = stock(*args, **kwargs)
@@ -116,7 +116,7 @@ def shared_features(
     def compute() -> Any:
         with _sharing():
             computed = items.select(own if own.size else Range(dummy, dummy + 1))
-            return stock(**{**given, **computed, "return_dict": True})
+            return stock(**{**call_arguments, **computed, "return_dict": True})
 
     failure = (
         f"{type(module).__name__} could not compute the media of another rank. Each rank computes "
@@ -209,17 +209,21 @@ def deal(costs: IntArray, num_ranks: int) -> list[Range]:
     return [Range(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
 
 
-def _cut(given: Mapping[str, Any], unit: Unit) -> _Items | None:
+def _cut(call_arguments: Mapping[str, Any], unit: Unit) -> _Items | None:
     """Return the units of a call; None if its arguments do not fit: the model then sees them all.
 
     All ranks have the same arguments, so that they agree, and fail together where the model fails.
     """
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dim() > 0}
+    tensors = {
+        name: x for name, x in call_arguments.items() if isinstance(x, Tensor) and x.dim() > 0
+    }
     # What belongs to tokens or samples, and lists, which may hold one entry per item.
     others = [
         name for name in tensors if SEQUENCE_DIMS.get(name) is not None or name in _OF_SAMPLES
     ]
-    others += [name for name, x in given.items() if isinstance(x, list) and "layer" not in name]
+    others += [
+        name for name, x in call_arguments.items() if isinstance(x, list) and "layer" not in name
+    ]
     if not tensors or others:
         return None
     cut = _cut_items if unit == "items" else partial(_cut_grids, by_frame=unit == "frames")
@@ -276,10 +280,10 @@ def _cut_grids(tensors: Mapping[str, Tensor], *, by_frame: bool) -> _Items | Non
 
 def _normalizes_batches(module: nn.Module) -> bool:
     """Return whether features of an item depend on others, by the statistics of a batch."""
-    found = any(isinstance(m, _BATCH_NORMS) and m.training for m in module.modules())
-    if found:
+    has_batch_norm = any(isinstance(m, _BATCH_NORMS) and m.training for m in module.modules())
+    if has_batch_norm:
         _log_replicated(type(module).__name__)
-    return found
+    return has_batch_norm
 
 
 @lru_cache(maxsize=8)

@@ -104,10 +104,10 @@ def branch_masks(mask: Mask, step: Step, branches: Branches, *, has_slopes: bool
         "ALiBi slopes": has_slopes,
         "documents or padding of its own": mask.documents is not None or mask.padding is not None,
     }
-    found = ", ".join(name for name, is_present in problems.items() if is_present)
-    if found:
+    present = ", ".join(name for name, is_present in problems.items() if is_present)
+    if present:
         raise ValueError(
-            f"attention() got {found} inside a step whose batch has `branch_ids`. Only plain "
+            f"attention() got {present} inside a step whose batch has `branch_ids`. Only plain "
             "causal attention knows branches: elsewhere distances of tokens would not be those of "
             "their positions. Put each branch into a document of its own, behind a copy of what it "
             "shares. (SDPA calls ignore documents and branches: use attention().)"

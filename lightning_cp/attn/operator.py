@@ -247,8 +247,10 @@ def _attend_backward(
         # exp(score - inf): padding has no weights.
         lse = functional.pad(lse, (0, q.shape[2] - length), value=torch.inf)
         inputs = BackwardInputs(dout, q, k, v, out, lse)
-        *found, dsinks = compute_gradients(inputs, sinks, None, call, tuple(needs))
-    gradients = [q.new_empty(0) if x is None else _tokens_first(x[:, :, :length]) for x in found]
+        *all_gradients, dsinks = compute_gradients(inputs, sinks, None, call, tuple(needs))
+    gradients = [
+        q.new_empty(0) if x is None else _tokens_first(x[:, :, :length]) for x in all_gradients
+    ]
     return *gradients, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -292,10 +294,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, out, lse, mark = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
-    found = torch.ops.lightning_cp.attend_backward.default(
+    all_gradients = torch.ops.lightning_cp.attend_backward.default(
         dout, q, k, v, sinks, out, lse, mark, ctx.scale, ctx.softcap, needs
     )
-    gradients = (x if need else None for x, need in zip(found, needs, strict=True))
+    gradients = (x if need else None for x, need in zip(all_gradients, needs, strict=True))
     return *gradients, None, None, None, None, None
 
 

@@ -206,9 +206,9 @@ if triton is not None:
         real = (row < length) & (column < DIM)
         row = row.to(tl.int64)
         at_a = a + (batch * a_b + head * a_h + row * a_l) * 8 + column
-        found = tl.load(at_a, real, 0.0).to(tl.float32)
+        values = tl.load(at_a, real, 0.0).to(tl.float32)
         if BOTH:
             at_b = b + (batch * b_b + head * b_h + row * b_l) * 8 + column
-            found += tl.load(at_b, real, 0.0).to(tl.float32)
+            values += tl.load(at_b, real, 0.0).to(tl.float32)
         at_out = out + (batch * out_b + head * out_h + row * out_l) * 8 + column
-        tl.store(at_out, found.to(out.dtype.element_ty), real)
+        tl.store(at_out, values.to(out.dtype.element_ty), real)

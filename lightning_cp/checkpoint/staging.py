@@ -56,20 +56,20 @@ class HostStager(AsyncStager):
 
     @torch.no_grad()
     def _copy(self, state: Any) -> Any:
-        found: dict[Any, Tensor] = {}
+        tensors: dict[Any, Tensor] = {}
         copies: dict[Any, Tensor] = {}
 
         def place(x: Tensor) -> Callable[[], Tensor]:
             key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg())
-            found.setdefault(key, x)  # tied weights have several names
+            tensors.setdefault(key, x)  # tied weights have several names
             return lambda: copies[key]
 
         parts: deque[Callable[[], Any]] = deque()
         map_tensors(lambda x: parts.append(taken_apart(x, place)), state)
-        starts = list(accumulate((aligned(x.nbytes) for x in found.values()), initial=0))
-        devices = {x.device for x in found.values() if x.is_cuda}
+        starts = list(accumulate((aligned(x.nbytes) for x in tensors.values()), initial=0))
+        devices = {x.device for x in tensors.values() if x.is_cuda}
         memory = self._take(starts.pop(), pinned=bool(devices))
-        for (key, x), start in zip(found.items(), starts, strict=True):
+        for (key, x), start in zip(tensors.items(), starts, strict=True):
             host = memory[start : start + x.nbytes]
             host.copy_(_bytes(x), non_blocking=True)
             copies[key] = _with_own_storage(host, x.dtype).view(x.shape)

@@ -87,9 +87,9 @@ def _is_installed(root: str) -> bool:
 def _is_project(root: str) -> bool:
     """Return whether an installed package is a folder of the user: ``pip install .`` (PEP 610)."""
     for name in packages_distributions().get(root, ()):
-        found = distribution(name)
-        installer = (found.read_text("INSTALLER") or "").strip()
-        source = found.read_text("direct_url.json") or ""
+        package = distribution(name)
+        installer = (package.read_text("INSTALLER") or "").strip()
+        source = package.read_text("direct_url.json") or ""
         if installer == "conda" or "dir_info" not in source:
             return False
     return True

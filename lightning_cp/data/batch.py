@@ -158,24 +158,24 @@ def read_batch(
     wide = [leaf for leaf in flat.tensors if leaf.value.dim() > 1]
     if wide and all(rules.get(leaf.path) == (None, True) for leaf in wide):
         return FullBatch(flat, 0, max(leaf.value.shape[1] for leaf in wide))
-    found = _find_sequences(flat.leaves, rules, sequence_dims)
+    located = _find_sequences(flat.leaves, rules, sequence_dims)
     checked_paths = set() if checked_paths is None else checked_paths
-    leaves, is_named = [], found.anchor in rules
+    leaves, is_named = [], located.anchor in rules
     for leaf in flat.leaves:
         # No name is known: values in a list have none.
         if leaf.is_listed and not is_named:
             leaf = leaf._replace(role=None)
-        dim = _dim_of(leaf, rules.get(leaf.path), flat.leaves, found, checked_paths)
+        dim = _dim_of(leaf, rules.get(leaf.path), flat.leaves, located, checked_paths)
         leaves.append(leaf if dim is None else leaf._replace(dim=dim))
     _check_labels(leaves)
     describing = [x for x in leaves if not (x.above and rules.get(x.path) == (None, True))]
-    metadata, documents, padding = _read_metadata(describing, found)
-    ids = _read_ids("branch_ids", metadata.get("branch_ids"), found)
+    metadata, documents, padding = _read_metadata(describing, located)
+    ids = _read_ids("branch_ids", metadata.get("branch_ids"), located)
     branches = None if ids is None else read_branches(ids, documents, padding)
     return FullBatch(
         Flat(flat.batch, tuple(leaves)),
-        found.batch_size,
-        found.seq_len,
+        located.batch_size,
+        located.seq_len,
         documents,
         padding,
         metadata,
@@ -281,16 +281,16 @@ def _dim_of(
     leaf: BatchLeaf,
     rule: _Rule | None,
     leaves: Sequence[BatchLeaf],
-    found: _Sequences,
+    located: _Sequences,
     checked_paths: set[str],
 ) -> int | None:
     """Return the dim along which a value is sharded; None to keep it full."""
-    path, value, seq_len = leaf.path, leaf.value, found.seq_len
+    path, value, seq_len = leaf.path, leaf.value, located.seq_len
     if value is None:
         return None
     if rule is None:
         if leaf.role is None and isinstance(value, Tensor):
-            return 1 if _is_unnamed_sequence(path, value, found) else None
+            return 1 if _is_unnamed_sequence(path, value, located) else None
         if path not in checked_paths:
             _check_unknown(path, value, seq_len)
             checked_paths.add(path)
@@ -318,15 +318,15 @@ def _dim_of(
         return None  # labels of shape [batch] belong to samples, not to tokens
     if shape[dim] != seq_len:
         raise ValueError(
-            f"The batch holds two sequence lengths: `{found.anchor}` has {seq_len} tokens, "
-            f"`{path}` of shape {shape} has {shape[dim]}. {_fix(leaves, found.anchor, leaf)}"
+            f"The batch holds two sequence lengths: `{located.anchor}` has {seq_len} tokens, "
+            f"`{path}` of shape {shape} has {shape[dim]}. {_fix(leaves, located.anchor, leaf)}"
         )
     return dim
 
 
-def _is_unnamed_sequence(path: str, x: Tensor, found: _Sequences) -> bool:
+def _is_unnamed_sequence(path: str, x: Tensor, located: _Sequences) -> bool:
     """Return whether a tensor without a name is [batch, tokens, ...]; raise if it may be either."""
-    _, batch_size, seq_len = found
+    _, batch_size, seq_len = located
     if x.dim() < 2 and (x.dim() == 0 or x.shape[0] == batch_size or x.shape[0] != seq_len):
         return False
     if x.shape[:2] == (batch_size, seq_len) and seq_len not in x.shape[2:]:
@@ -398,7 +398,7 @@ _METADATA: Final = (
 
 
 def _read_metadata(
-    leaves: Sequence[BatchLeaf], found: _Sequences
+    leaves: Sequence[BatchLeaf], located: _Sequences
 ) -> tuple[dict[str, Any], IntArray | None, BoolArray | None]:
     """Return the values that describe the sequences, by role, and their documents and padding.
 
@@ -408,18 +408,18 @@ def _read_metadata(
     groups: dict[str, dict[str, Any]] = {x.parent: {} for x in leaves if x.role in _TOKENS}
     common: dict[str, Any] = {}
     for leaf in leaves:
-        if leaf.role in _TOKENS and leaf.dim is not None and len(leaf.value) != found.batch_size:
+        if leaf.role in _TOKENS and leaf.dim is not None and len(leaf.value) != located.batch_size:
             raise ValueError(
                 f"`{leaf.path}` of shape {tuple(leaf.value.shape)} has another batch size than the "
-                f"batch, {found.batch_size}. {_separate_steps([x.parent for x in leaves])}"
+                f"batch, {located.batch_size}. {_separate_steps([x.parent for x in leaves])}"
             )
         if leaf.role in _METADATA:
             _add(groups.get(leaf.parent, common), leaf)
     views = {parent: {**common, **own} for parent, own in groups.items()} or {"": common}
     (first, metadata), *others = views.items()
-    documents, padding = _read_structure(metadata, found)
+    documents, padding = _read_structure(metadata, located)
     for parent, other in others:
-        both = (_read_all(values, found) for values in (metadata, other))
+        both = (_read_all(values, located) for values in (metadata, other))
         for what, one, another in zip(_STRUCTURE, *both, strict=True):
             if (one is None) != (another is None) or not np.array_equal(one, another):
                 raise ValueError(
@@ -447,16 +447,16 @@ def _add(values: dict[str, Any], leaf: BatchLeaf) -> None:
 _STRUCTURE: Final = ("documents", "padding", "position ids")
 
 
-def _read_all(metadata: Mapping[str, Any], found: _Sequences) -> tuple[Any, ...]:
-    documents, padding = _read_structure(metadata, found)
-    return documents, padding, _positions(metadata, documents, found.seq_len)
+def _read_all(metadata: Mapping[str, Any], located: _Sequences) -> tuple[Any, ...]:
+    documents, padding = _read_structure(metadata, located)
+    return documents, padding, _positions(metadata, documents, located.seq_len)
 
 
 def _read_structure(
-    metadata: Mapping[str, Any], found: _Sequences
+    metadata: Mapping[str, Any], located: _Sequences
 ) -> tuple[IntArray | None, BoolArray | None]:
-    padding = _read_padding(metadata, found.seq_len)
-    return _read_documents(metadata, found, padding), padding
+    padding = _read_padding(metadata, located.seq_len)
+    return _read_documents(metadata, located, padding), padding
 
 
 def _positions(metadata: Mapping[str, Any], documents: IntArray | None, seq_len: int) -> IntArray:
@@ -489,12 +489,12 @@ def _read_padding(metadata: Mapping[str, Any], seq_len: int) -> BoolArray | None
 
 
 def _read_documents(
-    metadata: Mapping[str, Any], found: _Sequences, padding: BoolArray | None
+    metadata: Mapping[str, Any], located: _Sequences, padding: BoolArray | None
 ) -> IntArray | None:
     """Return the documents, from any of the three values that may describe them."""
     sources = {
-        "document_ids": _read_ids("document_ids", metadata.get("document_ids"), found),
-        "cu_seq_lens_q": _documents_from_lengths(metadata, found),
+        "document_ids": _read_ids("document_ids", metadata.get("document_ids"), located),
+        "cu_seq_lens_q": _documents_from_lengths(metadata, located),
     }
     has_documents = any(x is not None for x in sources.values())
     # Positions of branches start again where the document does not.
@@ -523,10 +523,10 @@ def _read_documents(
     return ids if (ids != ids[:, :1]).any() or (ids == NO_DOCUMENT).any() else None
 
 
-def _read_ids(name: str, value: object, found: _Sequences) -> IntArray | None:
+def _read_ids(name: str, value: object, located: _Sequences) -> IntArray | None:
     if value is None:
         return None
-    ids, (_, batch_size, seq_len) = torch.as_tensor(value), found
+    ids, (_, batch_size, seq_len) = torch.as_tensor(value), located
     if ids.is_floating_point() or ids.dim() != 2 or ids.shape[0] not in (1, batch_size):
         raise ValueError(
             f"`{name}` must be integers of shape [{batch_size}, {seq_len}], but are "
@@ -535,8 +535,8 @@ def _read_ids(name: str, value: object, found: _Sequences) -> IntArray | None:
     return ids.detach().cpu().numpy().astype(np.int64)
 
 
-def _documents_from_lengths(metadata: Mapping[str, Any], found: _Sequences) -> IntArray | None:
-    _, batch_size, seq_len = found
+def _documents_from_lengths(metadata: Mapping[str, Any], located: _Sequences) -> IntArray | None:
+    _, batch_size, seq_len = located
     lengths = [metadata.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     lengths = [x for x in lengths if x is not None]
     if not lengths:

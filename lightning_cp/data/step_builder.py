@@ -111,9 +111,9 @@ def check_not_sharded(flat: Flat, active: Opened | None) -> None:
     """Raise if a batch holds shards of the active step."""
     if not isinstance(active, Step) or active.cp_size == 1:
         return
-    given = {id(y.local) for y in active.yielded if isinstance(y.local, Tensor)}
+    yielded_ids = {id(y.local) for y in active.yielded if isinstance(y.local, Tensor)}
     for leaf in flat.leaves:
-        if id(leaf.value) in given:
+        if id(leaf.value) in yielded_ids:
             raise ValueError(
                 f"The batch holds `{leaf.path}`, which is already this rank's shard: the active "
                 "step has sharded it. Use it as it is; or keep the batch full, and open a step for "

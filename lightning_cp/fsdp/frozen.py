@@ -80,9 +80,9 @@ class FrozenWeights:
             unit.reshard()  # type: ignore[operator]
         if not flags:
             return
-        found = torch.stack(flags).float()
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        for weight, (other, bits) in zip(weights, found.tolist(), strict=True):
+        changes = torch.stack(flags).float()
+        dist.all_reduce(changes, dist.ReduceOp.MAX)
+        for weight, (other, bits) in zip(weights, changes.tolist(), strict=True):
             if other:
                 raise RuntimeError(
                     f"FSDP2 gathers other bytes of the frozen {weight} than "
@@ -126,10 +126,10 @@ def packed_stay(model: nn.Module, cause: str) -> Iterator[None]:
     dtypes = {name: p.dtype for name, p in model.named_parameters() if is_packed(p)}
     yield
     for name, dtype in dtypes.items():
-        if (found := model.get_parameter(name).dtype) != dtype:
+        if (present := model.get_parameter(name).dtype) != dtype:
             raise ValueError(
-                f"{cause} has cast the packed weights `{name}` from {dtype} to {found} as if they "
-                "were numbers. Store them as integers (bitsandbytes: "
+                f"{cause} has cast the packed weights `{name}` from {dtype} to {present} as if "
+                "they were numbers. Store them as integers (bitsandbytes: "
                 "bnb_4bit_quant_storage=torch.uint8), or use Trainer(precision='bf16-mixed')."
             )
 

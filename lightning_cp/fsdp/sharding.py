@@ -215,9 +215,9 @@ def _join_tied(
         for unit in units:
             for module in own_modules(unit, others=units):
                 for parameter in module.parameters(recurse=False):
-                    found = holders.setdefault(id(parameter), [])
-                    if unit not in found and parameter not in replicated:
-                        found.append(unit)
+                    owners = holders.setdefault(id(parameter), [])
+                    if unit not in owners and parameter not in replicated:
+                        owners.append(unit)
         shared = [unit for tied in holders.values() if len(tied) > 1 for unit in tied]
         if not shared:
             return units
@@ -300,12 +300,12 @@ def find_blocks(root: nn.Module, shard_modules: Sequence[str] | None = None) -> 
             if any(type(module).__name__ == p or fnmatch(name, p) for p in shard_modules)
         ]
     listed = {c for m in root.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
-    found = [module for _, module in named if type(module).__name__ in listed]
+    owners = [module for _, module in named if type(module).__name__ in listed]
     # A complete tower that is listed: FSDP2 changes the class of a unit, and Hugging Face models
     # look up by it which hidden states they return.
     blocks = [
         block
-        for module in found
+        for module in owners
         for block in (_list_items(module) if hasattr(module, "_no_split_modules") else [module])
     ]
     return list(dict.fromkeys(blocks)) or list(_list_items(root))

@@ -223,8 +223,8 @@ class _ChunkedLosses(torch.autograd.Function):
             strict=True,
         )
         return None, *(
-            found.to(x.dtype) if need and found is not None else None
-            for found, x, need in gradients
+            leaf_gradient.to(x.dtype) if need and leaf_gradient is not None else None
+            for leaf_gradient, x, need in gradients
         )
 
 
@@ -289,11 +289,11 @@ def _add_leaf_grads(
     with autocast_off(losses.device.type):
         computed = torch.autograd.grad(losses, inputs, weights, allow_unused=True)
     gradients = {id(x): gradient for x, gradient in zip(inputs, computed, strict=True)}
-    found = [gradients.get(id(leaf)) for leaf in leaves]
+    leaf_gradient = [gradients.get(id(leaf)) for leaf in leaves]
     if is_only_chunk:
-        leaf_grads[:] = found
+        leaf_grads[:] = leaf_gradient
     else:
-        add_gradients(leaf_grads, found)
+        add_gradients(leaf_grads, leaf_gradient)
     return gradients.get(id(chunk))
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from lightning_cp.step.precision import accumulation_dtype
 
 
-def add_gradients(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def add_gradients(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
     """Add gradients to their sums, in float32 or wider; None is a gradient of zeros."""
-    for at, gradient in enumerate(found):
+    for at, gradient in enumerate(parts):
         total = sums[at]
         if gradient is not None and total is not None:
             total += gradient

@@ -106,8 +106,8 @@ def sequence_logp(
         >>> batch = {"labels": tokens, "document_ids": torch.tensor([[0, 0, 0, 1, 1]])}
         >>> with cp.step(batch) as local:
         ...     logp = token_logp(torch.zeros(1, 5, 8), local["labels"])
-        ...     found = sequence_logp(logp, local["labels"], per="document")
-        >>> found.num_tokens, found.means.exp()
+        ...     pooled = sequence_logp(logp, local["labels"], per="document")
+        >>> pooled.num_tokens, pooled.means.exp()
         (tensor([[2, 1]]), tensor([[0.1250, 0.1250]]))
     """
     step = step_of_call()

@@ -110,8 +110,8 @@ def probe(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Ver
 
 def _probe(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Verdict:
     with torch.no_grad(), RecordedOperators() as recorded:
-        given = x.clone()
-        y = forward(given)
+        copied = x.clone()
+        y = forward(copied)
     if _routes(recorded):
         return Verdict(
             "it routes tokens to experts; hooks that record its router need whole tensors"
@@ -120,7 +120,7 @@ def _probe(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Ve
         return Verdict(f"it returns a {type(y).__name__}, not one tensor")
     if y.shape[:-1] != x.shape[:-1] or y.dim() != x.dim():
         return Verdict(f"it returns {tuple(y.shape)} for an input of {tuple(x.shape)}")
-    if not torch.equal(given, x):
+    if not torch.equal(copied, x):
         return Verdict("it changes its input in place")
     if any(torch.Tag.nondeterministic_seeded in op.tags for op in recorded.operators):
         return Verdict("it draws random numbers in training mode (dropout)")

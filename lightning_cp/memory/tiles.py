@@ -90,8 +90,8 @@ class TiledModules:
 
     def report(self) -> tuple[ModuleReport, ...]:
         """Return which modules are tiled, and which are left alone and why, by name."""
-        found = [each.report() for each in self._tiled if not each.is_inside]
-        return tuple(sorted(found + self._left_alone, key=lambda x: _natural(x.name)))
+        tile_gradients = [each.report() for each in self._tiled if not each.is_inside]
+        return tuple(sorted(tile_gradients + self._left_alone, key=lambda x: _natural(x.name)))
 
     def __str__(self) -> str:
         """Return the report as text, layers that are alike in one line."""
@@ -421,15 +421,15 @@ class _Job:
                 inputs = [piece, *parameters] if self.needs_input_grad else parameters
                 # As in a separate backward: operations run in the dtype that forward chose.
                 with autocast_off(self.device_type):
-                    found = list(torch.autograd.grad(y, inputs, grad, allow_unused=True))
+                    tile_gradients = list(torch.autograd.grad(y, inputs, grad, allow_unused=True))
                 if self.needs_input_grad:
                     # Only now: the first tile may have recomputed the layer.
                     dx = dout.new_empty(self.shape, dtype=self.dtype) if dx is None else dx
-                    piece_grad = found.pop(0)
+                    piece_grad = tile_gradients.pop(0)
                     part = dx.narrow(self.dim, start, tile.shape[self.dim])
                     part.zero_() if piece_grad is None else part.copy_(piece_grad)
                 start += tile.shape[self.dim]
-                add_gradients(sums, found)
+                add_gradients(sums, tile_gradients)
         cast = zip(sums, parameters, strict=True)
         return dx, [None if total is None else total.to(p.dtype) for total, p in cast]
 

@@ -117,11 +117,11 @@ def _noting_use(group: Any) -> Callable[..., Any]:
         for fsdp_param in group.fsdp_params:
             sharded = fsdp_param.sharded_param
             full = getattr(fsdp_param, "_unsharded_param", None)
-            found = fsdp_param.unsharded_accumulated_grad, getattr(full, "grad", None)
+            pending_gradients = fsdp_param.unsharded_accumulated_grad, getattr(full, "grad", None)
             # A unit that is called twice comes here twice: only the first time shows what a former
             # backward pass has left.
             before = group.used.get(sharded, sharded.grad is not None)
-            group.used[sharded] = before or any(x is not None for x in found)
+            group.used[sharded] = before or any(x is not None for x in pending_gradients)
         return original(*args)
 
     return post_backward

@@ -110,10 +110,10 @@ def hook_dicts(x: nn.Module | Tensor) -> list[dict[int, Any]]:
     `nn.Module._forward_hooks`...; of tensors `_backward_hooks`, `_post_accumulate_grad_hooks`.
     """
     if isinstance(x, Tensor):
-        found: Any = x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)
+        hook_tables: Any = x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None)
     else:
-        found = (vars(x).get(name) for name in _HOOK_DICTS)
-    return [hooks for hooks in found if hooks is not None]
+        hook_tables = (vars(x).get(name) for name in _HOOK_DICTS)
+    return [hooks for hooks in hook_tables if hooks is not None]
 
 
 def module_hooks(module: nn.Module) -> list[object]:

@@ -153,13 +153,14 @@ def build_token_map(
     Example:
         >>> from lightning_cp.geometry.layout import build_layout
         >>> layout = build_layout("contiguous", seq_len=5, cp_size=2)
-        >>> found = build_token_map(layout, 1, documents=np.array([[0, 0, 1, 1, 1]]), padding=None)
-        >>> found.first.tolist(), found.starts.tolist()
+        >>> ids = np.array([[0, 0, 1, 1, 1]])
+        >>> ranges = build_token_map(layout, 1, documents=ids, padding=None)
+        >>> ranges.first.tolist(), ranges.starts.tolist()
         ([[0, 0, 2, 2, 2, 5]], [[False, False, True]])
     """
     by_rank = tuple(held_ranges(layout, r) for r in range(layout.cp_size))
-    given = [x.shape[0] for x in (documents, padding) if x is not None]
-    ids = np.full((max(given, default=1), layout.padded_len), NO_DOCUMENT)
+    batch_sizes = [x.shape[0] for x in (documents, padding) if x is not None]
+    ids = np.full((max(batch_sizes, default=1), layout.padded_len), NO_DOCUMENT)
     ids[:, : layout.seq_len] = 0 if documents is None else documents
     is_real = ids != NO_DOCUMENT
     if padding is not None:
@@ -195,9 +196,9 @@ def active_map(name: str, x: Tensor, dim: int) -> tuple[Step, TokenMap] | None:
             "the dim of the tokens that cp.step(...) yields; for full sequences use "
             "`with cp.paused():`."
         )
-    found = token_map(step)
-    check_batch(name, x.shape[0], found)
-    return step, found
+    token_ranges = token_map(step)
+    check_batch(name, x.shape[0], token_ranges)
+    return step, token_ranges
 
 
 def check_batch(name: str, batch_size: int, tokens: TokenMap) -> None:

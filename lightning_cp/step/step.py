@@ -335,8 +335,8 @@ class PerStep(Generic[T]):
         values = step.cache.values.setdefault(self, {})
         if key not in values:
             values[key] = build()
-        found: T = values[key]
-        return found
+        stored: T = values[key]
+        return stored
 
     def all(self, step: Step) -> list[T]:
         """Return the values of a step."""
@@ -350,10 +350,10 @@ def per_step(build: Callable[Concatenate[Step, P], T]) -> Callable[Concatenate[S
     """
     values = PerStep[T]()
 
-    def found(step: Step, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def stored(step: Step, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return values.find(step, (args, *kwargs.items()), lambda: build(step, *args, **kwargs))
 
-    return update_wrapper(found, build)
+    return update_wrapper(stored, build)
 
 
 class StepReference:

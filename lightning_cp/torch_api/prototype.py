@@ -180,13 +180,13 @@ def _read(
             "buffer_seq_dims=[1]."
         )
     # By identity: `in` would compare values.
-    given = {id(x) for x in buffers}
-    if not freed <= given:
+    buffer_ids = {id(x) for x in buffers}
+    if not freed <= buffer_ids:
         raise ValueError(
             "context_parallel(no_restore_buffers=...) holds a tensor that is not in buffers. Give "
             "the same objects as in buffers, not copies or views of them."
         )
-    if len(given) < len(buffers):
+    if len(buffer_ids) < len(buffers):
         raise ValueError("context_parallel(buffers=...) holds a tensor twice. Give it once.")
     seq_len, has_batch = buffers[0].shape[dims[0]], dims[0] > 0
     for leaf, dim in zip(flat.leaves, dims, strict=True):

@@ -74,9 +74,9 @@ class Conversation:
     def _video(self, source: Any, processor: Any) -> tuple[Any, VideoMetadata]:
         """Return the frames that a processor samples of a video, and which they are."""
         fps = source.get("fps") if isinstance(source, dict) else None
-        given = source["video"] if isinstance(source, dict) and "video" in source else source
-        if isinstance(given, list):
-            frames = [np.asarray(self._image(frame)) for frame in given]
+        content_item = source["video"] if isinstance(source, dict) and "video" in source else source
+        if isinstance(content_item, list):
+            frames = [np.asarray(self._image(frame)) for frame in content_item]
             if not frames or len({frame.shape for frame in frames}) > 1:
                 sizes = sorted({frame.shape[:2] for frame in frames})
                 raise ValueError(
@@ -85,7 +85,7 @@ class Conversation:
                 )
             indices = list(range(len(frames)))
             return np.stack(frames), VideoMetadata(len(frames), fps=fps, frames_indices=indices)
-        content = self._content(given, "video")
+        content = self._content(content_item, "video")
         if isinstance(content, Path):
             return _decode_video(content, processor, self.number)
         with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
@@ -161,7 +161,7 @@ def read_conversation(value: Any, number: int) -> Conversation:
     messages = read_messages(value["messages"], number)
     lists = {kind: _as_list(value[f"{kind}s"]) for kind in KINDS}
     sources: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    rest = {kind: iter(given or []) for kind, given in lists.items()}
+    rest = {kind: iter(content_item or []) for kind, content_item in lists.items()}
     read = []
     for message in messages:
         parts = []
@@ -172,12 +172,12 @@ def read_conversation(value: Any, number: int) -> Conversation:
                 part = {"type": kind}
             parts.append(part)
         read.append({**message, "content": parts})
-    for kind, given in lists.items():
+    for kind, listed in lists.items():
         left = len(list(rest[kind]))
         if left:
             raise ValueError(
-                f"Conversation {number} has {len(given or [])} {kind}s in its list, but its "
-                f"messages have places for {len(given or []) - left}. Give each a part "
+                f"Conversation {number} has {len(listed or [])} {kind}s in its list, but its "
+                f"messages have places for {len(listed or []) - left}. Give each a part "
                 f'{{"type": "{kind}"}}, or <{kind}> in a text.'
             )
     return Conversation(read, sources, number, value["folder"])
@@ -206,17 +206,17 @@ def _parts(
         )
     for part in content:
         known = part if isinstance(part, dict) else {}
-        given = {name: value for name, value in known.items() if value is not None}
-        kind = given.get("type")
+        content_item = {name: value for name, value in known.items() if value is not None}
+        kind = content_item.get("type")
         if kind == "image_url":  # as in OpenAI's messages
-            url = given["image_url"]
-            given = {"type": "image", "url": url["url"] if isinstance(url, dict) else url}
-        elif kind not in ("text", *KINDS) or (kind == "text" and not _has_text(given)):
+            url = content_item["image_url"]
+            content_item = {"type": "image", "url": url["url"] if isinstance(url, dict) else url}
+        elif kind not in ("text", *KINDS) or (kind == "text" and not _has_text(content_item)):
             raise ValueError(
                 f"Conversation {number} has the part {str(part)[:80]!r}. Parts are "
                 '{"type": "text", "text": ...}, {"type": "image", ...} or {"type": "video", ...}.'
             )
-        yield given
+        yield content_item
 
 
 def _has_text(part: dict[str, Any]) -> bool:

@@ -225,19 +225,24 @@ class MediaChatData(ChatData):
     def _process(self, text: str, *, images: Any, videos: Any, **options: Any) -> Any:
         """Run the processor on a text and its media; images are lists, one per conversation."""
         bos = self.tokenizer.bos_token
-        given: dict[str, Any] = {"text": [text], **options}
+        processor_arguments: dict[str, Any] = {"text": [text], **options}
         if bos is not None and text.startswith(bos):
-            given["add_special_tokens"] = False
+            processor_arguments["add_special_tokens"] = False
         if images:
             # Such a processor divides an image into tiles only if it is the only one of its text.
             names = getattr(self.processor.image_processor, "model_input_names", [])
             counts = "batch_num_images" in names
-            given["images"] = images if counts else [[x for each in images for x in each]]
+            processor_arguments["images"] = (
+                images if counts else [[x for each in images for x in each]]
+            )
         if videos:
             frames, metadata = zip(*videos, strict=True)
-            given["videos"], given["video_metadata"] = [list(frames)], [list(metadata)]
-            given["do_sample_frames"] = False
-        return self.processor(**given)
+            processor_arguments["videos"], processor_arguments["video_metadata"] = (
+                [list(frames)],
+                [list(metadata)],
+            )
+            processor_arguments["do_sample_frames"] = False
+        return self.processor(**processor_arguments)
 
     def _learned(self, spans: Any, offsets: Any, replaced: Any) -> Any:
         """Return for each token whether it is the assistant's.

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("workers", type=int, help="processes: one for each GPU, or for a CPU run")
     parser.add_argument("config", help="as for `python -m recipes fit`")
     parser.add_argument("--max-failures", type=int, default=0, help="restarts; -1 for no limit")
-    given, options = parser.parse_known_args(argv)
+    command_arguments, options = parser.parse_known_args(argv)
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from recipes.command import run_recipes
 
-    args = ["fit", "--config", given.config, "--ckpt_path=last", *options]
+    args = ["fit", "--config", command_arguments.config, "--ckpt_path=last", *options]
     # Check the options first: an error is then printed in one line, once.
     printed = io.StringIO()
     try:
@@ -86,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     TorchTrainer(
         train,
         train_loop_config={"args": args, "folder": str(Path.cwd())},
-        scaling_config=ScalingConfig(num_workers=given.workers, use_gpu=use_gpu),
+        scaling_config=ScalingConfig(num_workers=command_arguments.workers, use_gpu=use_gpu),
         run_config=RunConfig(
             storage_path=str(Path(trainer["default_root_dir"]).absolute() / "ray"),
-            failure_config=FailureConfig(max_failures=given.max_failures),
+            failure_config=FailureConfig(max_failures=command_arguments.max_failures),
         ),
     ).fit()
     return 0

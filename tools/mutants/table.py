@@ -855,8 +855,8 @@ MEMORY = (
     Mutant(
         "gradient-of-last-tile",
         "lightning_cp.memory.tiles:_Job.backward",
-        "add_gradients(sums, found)",
-        "sums = list(found)",
+        "add_gradients(sums, tile_gradients)",
+        "sums = list(tile_gradients)",
         ("tests/memory/test_tiles.py::test_any_number_of_tokens_and_tiles",),
         "weights get the gradient of the last tile only",
     ),

@@ -50,9 +50,9 @@ class _Inputs:
     def pack(self, x: Tensor) -> _SavedTensor:
         """Note the place of a tensor in the inputs, or hold a tensor that is not a part of them."""
         held = _SavedTensor(x)
-        for number, given in enumerate(self.tensors):
-            if given is not None and _is_part(x, given):
-                held.x = _place(number, x, given)
+        for number, full_tensor in enumerate(self.tensors):
+            if full_tensor is not None and _is_part(x, full_tensor):
+                held.x = _place(number, x, full_tensor)
                 return held
         self.held.append(held)
         return held
@@ -63,9 +63,9 @@ class _Inputs:
         if isinstance(held.x, Tensor):
             return held.x
         number, size, stride, offset = held.x
-        given = self.tensors[number]
-        assert given is not None  # noqa: S101  it was there when its place was noted
-        return given.as_strided(size, stride, given.storage_offset() + offset)
+        full_tensor = self.tensors[number]
+        assert full_tensor is not None  # noqa: S101  it was there when its place was noted
+        return full_tensor.as_strided(size, stride, full_tensor.storage_offset() + offset)
 
     def release(self, out: Tensor, save: Callable[[Tensor], Saved]) -> None:
         """Forget the inputs; save what is held, the output as a place."""
@@ -174,8 +174,8 @@ class KeptGraph:
         assert end is not None  # noqa: S101  for the types
         held.tensors = tuple(map(_with_strides, (*inputs, out), self._strides))
         torch.autograd.backward(end, dout)
-        found, held.tensors, held.gradients = iter(held.gradients), (), ()
-        return [next(found) if needs else None for needs in needs_grad]
+        kept_gradients, held.tensors, held.gradients = iter(held.gradients), (), ()
+        return [next(kept_gradients) if needs else None for needs in needs_grad]
 
 
 class _AttendKept(torch.autograd.Function):
