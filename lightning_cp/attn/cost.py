@@ -45,7 +45,7 @@ class CallSize:
         wire_itemsize: bytes of a gradient in a reduce-scatter.
 
     Example:
-        >>> Problem(seq_len=32768, cp_size=8, num_heads=32, num_kv_heads=8, head_dim=128).local_len
+        >>> CallSize(seq_len=32768, cp_size=8, num_heads=32, num_kv_heads=8, head_dim=128).local_len
         4096
     """
 
@@ -136,7 +136,7 @@ def kernel_time(
     get one block less than others wait.
 
     Example:
-        >>> problem = Problem(32768, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> problem = CallSize(32768, 8, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> tile = TileShape(4096, 2048, "full")
         >>> f"{1e3 * kernel_time(problem, tile, 32, H200, backward=False):.2f} ms"
         '0.24 ms'
@@ -323,7 +323,7 @@ def estimate(
         links: between ranks.
 
     Example:
-        >>> problem = Problem(32768, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> problem = CallSize(32768, 8, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> ring, gather = (estimate(name, problem).time for name in ("ring", "gather"))
         >>> f"{1e3 * ring:.1f} ms, {1e3 * gather:.1f} ms"
         '8.1 ms, 7.5 ms'
@@ -381,7 +381,7 @@ def default_memory_budget(
         algorithms: those to choose among.
 
     Example:
-        >>> problem = Problem(262144, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> problem = CallSize(262144, 8, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> default_memory_budget(problem) / problem.query_bytes
         6.0
     """
@@ -420,7 +420,7 @@ def choose_exchange(
         algorithms: those to choose among.
 
     Example:
-        >>> problem = Problem(32768, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> problem = CallSize(32768, 8, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> choice = choose_exchange(problem, memory_budget=4e9)
         >>> choice.algorithm, choice.num_groups_forward, choice.num_groups_backward
         ('gather', 1, 1)

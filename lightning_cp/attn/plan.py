@@ -37,8 +37,8 @@ def split_run(run: TokenRun, edges: Iterable[int]) -> Iterator[TokenRun]:
     """Split a run at those edges that lie in its part of the shard.
 
     Example:
-        >>> list(split_run(Run(4, 10, 6), (2, 7)))
-        [Run(shard=4, buffer=10, size=3), Run(shard=7, buffer=13, size=3)]
+        >>> list(split_run(TokenRun(4, 10, 6), (2, 7)))
+        [TokenRun(shard=4, buffer=10, size=3), TokenRun(shard=7, buffer=13, size=3)]
     """
     stop = run.shard + run.size
     for start, end in pairwise((run.shard, *(e for e in edges if run.shard < e < stop), stop)):

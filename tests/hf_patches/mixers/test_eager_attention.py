@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_patches import enable
-from hf_patches.mixers import block_indexer, common
+from hf_patches.mixers import block_indexer, gathered_keys
 from lightning_cp.geometry.mask import Mask
 from lightning_cp.step import active_step
 from tests.hf_patches.test_enable import loss_in_step, trace
@@ -68,14 +68,16 @@ def test_dense_masks_hide_padding_between_tokens(cp):
     real = torch.ones_like(batch["input_ids"])
     real[0, 5:9] = real[1, :4] = real[1, 30] = 0
     with cp.step({**batch, "attention_mask": real}):
-        found = common.visible_keys(Mask(causal=True), active_step.current(), torch.device("cpu"))
+        found = gathered_keys.visible_keys(
+            Mask(causal=True), active_step.current(), torch.device("cpu")
+        )
     place = torch.arange(real.shape[1])
     expected = (place <= place[:, None]) & (real[:, None, None] == 1)
     assert torch.equal(found, expected)
 
 
 # What is broken below has no public name: only a fault inside shows whether the suite is sharp.
-_GATHER = common.GatheredKeys._gather
+_GATHER = gathered_keys.GatheredKeys._gather
 
 
 def _no_gradient_of_others():
@@ -85,20 +87,22 @@ def _no_gradient_of_others():
         full = _GATHER(self, x.detach())
         return full + (_GATHER(self, x) - full).detach() + 0 * x.sum()
 
-    return mock.patch.object(common.GatheredKeys, "_gather", cut)
+    return mock.patch.object(gathered_keys.GatheredKeys, "_gather", cut)
 
 
 def _other_order():
     """The keys of two tokens exchanged."""
     return mock.patch.object(
-        common.GatheredKeys, "_gather", lambda self, x: _GATHER(self, x).roll(1, -2)
+        gathered_keys.GatheredKeys, "_gather", lambda self, x: _GATHER(self, x).roll(1, -2)
     )
 
 
 def _all_documents():
-    table = common._table
+    table = gathered_keys._table
     return mock.patch.object(
-        common, "_table", lambda mask, *others: table(Mask(causal=True, documents=False), *others)
+        gathered_keys,
+        "_table",
+        lambda mask, *others: table(Mask(causal=True, documents=False), *others),
     )
 
 
@@ -108,7 +112,7 @@ def _chooses_locally():
     def update(self, keys, *_):
         return 0 * _GATHER(self, keys)
 
-    return mock.patch.object(common.GatheredKeys, "update_indexer", update)
+    return mock.patch.object(gathered_keys.GatheredKeys, "update_indexer", update)
 
 
 def _blocks_of_the_row():
