@@ -141,3 +141,13 @@ def test_positions_are_recorded_until_the_handle_is_removed():
 def test_groups_are_public():
     for group in GROUPS:
         assert getattr(lightning_cp, group.__name__) is group
+
+
+def test_the_guide_has_every_field():
+    page = (CHANGELOG.parent / "docs" / "lightning.md").read_text()
+    for group in GROUPS:
+        (row,) = re.findall(
+            rf"^\| `{group.__name__.lower()}=` \| `{group.__name__}`.*$", page, re.M
+        )
+        names = re.findall(r"`(\w+)`", row.split("|")[3])
+        assert {one.name for one in fields(group)} - {"ulysses_size"} == set(names)
