@@ -3,7 +3,7 @@
 
 Checked with transformers 5.17 to 5.23. Each function names what it relies on and why no public name
 serves. No other module uses private names of transformers (tests/tools/test_private_names.py).
-Those of trainers stand in `trainer_private`; names of functions inside mask functions in
+Those of trainers stand in `trainers/private.py`; names of functions inside mask functions in
 `mask_reader`, which refuses what it does not know.
 """
 

@@ -3,7 +3,8 @@
 
 Supported are models that mix tokens in registered attention, and those whose other mixers
 (convolutions, recurrences, attention that is written out) have a replacement in
-`hf_patches.mixers`. For the others the table says where else they mix tokens.
+`hf_patches.mixers`. For the others the table says where else they mix tokens. A type that it does
+not name is refused, unless the user allows it and `verify` has compared it.
 """
 
 from collections.abc import Iterator, Mapping

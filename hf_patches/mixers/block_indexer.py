@@ -2,7 +2,7 @@
 """The indexer of MiniMax-M3, which chooses blocks of keys, over the full sequence.
 
 Blocks are counted from the first token of each document, padding included, as the model counts
-them in a sequence of one document. The rest of the layer is as in `keys`.
+them in a sequence of one document. The rest of the layer is as in `eager_attention`.
 
 Shapes: B batch, G indexer heads, L local length, S sequence length, N blocks, D head dim.
 """

@@ -3,8 +3,8 @@
 
 Pure and computed alike on every rank, so each knows what the others send and nothing is negotiated.
 Algorithms differ only here: `gather` fetches all keys of a head group at once, `ring` fetches all
-heads of one other rank at a time. Read next: `tiles.py`, and `blockwise/function.py`, which runs a
-plan.
+heads of one other rank at a time. Read next: `mask_blocks.py`, and `blockwise/function.py`, which
+runs a plan.
 """
 
 from collections.abc import Iterable, Iterator

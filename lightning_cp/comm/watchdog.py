@@ -3,8 +3,8 @@
 
 A rank that fails writes its error into a key-value store; a thread on each rank reads it, says so,
 and ends its process. Each rank also counts up in the store every second (its heartbeat), and the
-rank before it notices if it stops. Knows stores and processes; `lightning/interruption.py` decides
-what is a failure.
+rank before it notices if it stops. Knows stores and processes; what is a failure is decided in
+`interruption.py` of the strategy.
 """
 
 import logging

@@ -3,7 +3,8 @@
 
 A trial run classifies every value that a step returns, logs or adds to a metric: one value per
 token along a dim, or the same value on all context ranks. A value that is neither raises on all
-ranks. How a step runs is up to its `StepCall`: a LightningModule's and a Trainer's have their own.
+ranks; so does one that a hook of the user has changed from what it is on one device. How a step
+runs is up to its `StepCall`: a LightningModule's and a Trainer's have their own.
 """
 
 import copy

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a full batch to a `Step` and this rank's shard. No rank waits for another here."""
+"""From a full batch to a `Step` and this rank's shard. No rank waits for another here.
+
+Chooses the layout of a batch, and pads sequences at their end if a length is not divisible.
+"""
 
 from typing import Any
 

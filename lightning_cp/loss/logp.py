@@ -3,7 +3,7 @@
 
 Each rank scores its tokens; the scores are unsharded, [B, S - 1] numbers. A loss that every rank
 computes from them has exact gradients: backward of `unshard` sums over the context ranks, and
-DDP and FSDP2 average over them. Read next: `loss.py`, `chunked_loss.py`.
+DDP and FSDP2 average over them. Read next: `means.py`, `chunked_loss.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing of the blocks of any model: only their inputs are kept for backward."""
+"""Activation checkpointing of the blocks of any model: only their inputs are kept for backward.
+
+Which blocks is the user's choice, or that of `lightning/memory/memory_choice.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial

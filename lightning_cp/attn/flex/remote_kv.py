@@ -2,7 +2,7 @@
 """Keys and values of other ranks as differentiable tensors: full sequences, or what is needed.
 
 Backward sends their gradients to the owners, summed in at least float32 unless the `KVRoute` says
-otherwise. Used by `flex/api.py` (full sequences) and `flex/from_mask.py` (planned stages).
+otherwise. Used by `flex_attention.py` (full sequences) and `from_mask.py` (planned stages).
 
 Shapes: B batch, K key/value heads, L local tokens, S tokens of the sequence.
 """

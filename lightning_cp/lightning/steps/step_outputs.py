@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step returns and logs: unsharded, equal on every rank, and what one device would compute.
+"""What a step returns, predicts and logs: unsharded, equal on all ranks, as on one device.
 
 A value may leave a step if it holds one value per token (then full sequences are returned), if it
 is a mean over the tokens of all ranks, or if all context ranks hold the same value and a trial run
