@@ -279,7 +279,7 @@ def test_ready_masks_that_eager_attention_would_add_to_scores_are_refused(cp, ba
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blt", r"'blt'\) cannot run .*it groups bytes into patches along the row"),
+        ("blt", r"'blt'\) cannot run .*it groups bytes into patches along the sequence"),
         ("reformer", "its attention is written out and does not go through AttentionInterface"),
         ("git", "its loss needs the pixels of an image before the text"),
     ],

@@ -11,7 +11,7 @@ VOCAB = 61
 
 
 def _tokens(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw tokens, and labels of which some are ignored, unevenly along the row."""
+    """Draw tokens, and labels of which some are ignored, unevenly along the sequence."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (rows, length), generator=generator)
     ignored = torch.rand(rows, length, generator=generator) < torch.linspace(0.9, 0, length)
