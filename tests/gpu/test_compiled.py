@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
-MINUTES = 540
+MINUTES = 240
 LENGTHS = (512, 700, 512)
 CASES = {
     "gather": Case(),
