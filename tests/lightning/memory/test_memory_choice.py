@@ -234,7 +234,7 @@ def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks):
     assert " activation_checkpointing=5 offload=none tile=False keep_attention_limit_gb=" in line
     assert "no device" not in first or first["no device"]["lines"] == []
     (line,) = first["no plan"]["lines"]
-    assert "offload='auto', tile='auto': the memory of this run cannot be planned" in line
+    assert "offload='auto', tile='auto'): the memory of this run cannot be planned" in line
 
 
 LENGTHS = (64, 512, 64)
