@@ -61,6 +61,7 @@ from lightning_cp.config import (
     refuse_fields,
 )
 from lightning_cp.data.shard import shift_labels
+from lightning_cp.fsdp.sharding import reshard
 from lightning_cp.parallel import ContextParallel
 from lightning_cp.patch import Patch, replace_method, require
 from lightning_cp.renamed import refuse_arguments
@@ -469,10 +470,8 @@ def _average_gradients(accelerator: Any, trainer: Any | None, handle: TrainerHan
         averaged.clear()
         averaged.update(trained)
         no_checkpointing: Any = nullcontext()
-        units = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
-        if units:
-            for unit in units:  # an evaluation leaves some of them gathered
-                unit.reshard()
+        if any(isinstance(module, FSDPModule) for module in trainer.model.modules()):
+            reshard(trainer.model)  # an evaluation leaves some units gathered
             # accelerate would checkpoint the layers a second time.
             plugin = accelerator.state.fsdp_plugin
             no_checkpointing = Patch(plugin, "activation_checkpointing", False)
