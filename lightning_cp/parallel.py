@@ -409,7 +409,7 @@ class ContextParallel:
             check_not_sharded(flat, active_step.opened())
             return self._build(flat, terms, sequence_dims)
 
-        if of.groups is self._alone:  # on this rank only, as `alone`
+        if of.groups is self._alone:  # on this rank only, as `reference`
             return build(flatten(batch))
         return self.checks.checked(batch, build, training=training, values=values)
 

@@ -351,11 +351,11 @@ def _attend_multi_head(*args: Any, **kwargs: Any) -> Any:
         functional.scaled_dot_product_attention = original
 
 
-def _enter_unsharded(*_: object) -> None:
+def _enter_exempt(*_: object) -> None:
     active_step.declare_exempt(1)
 
 
-def _leave_unsharded(*_: object) -> None:
+def _leave_exempt(*_: object) -> None:
     active_step.declare_exempt(-1)
 
 
@@ -373,8 +373,8 @@ class Exempt:
             handle
             for module in modules
             for handle in (
-                module.register_forward_pre_hook(_enter_unsharded),
-                module.register_forward_hook(_leave_unsharded, always_call=True),
+                module.register_forward_pre_hook(_enter_exempt),
+                module.register_forward_hook(_leave_exempt, always_call=True),
             )
         ]
 
@@ -386,8 +386,8 @@ class Exempt:
     undo = remove
 
     def __enter__(self) -> "Exempt":
-        _enter_unsharded()
+        _enter_exempt()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _leave_unsharded()
+        _leave_exempt()

@@ -445,14 +445,14 @@ class TrialRuns:
         is_low = torch.get_float32_matmul_precision() != "highest"
         if is_low or call.precision() in (torch.float16, torch.bfloat16):
             return ""
-        norms = distances(sharded.gradients, full.gradients, self._cp.groups.context)
-        if not bool(norms[1].isfinite().all()):
+        measured = distances(sharded.gradients, full.gradients, self._cp.groups.context)
+        if not bool(measured[1].isfinite().all()):
             return ""
-        errors = dict(zip(full.gradients, relative(*norms, floor=1e-2).tolist(), strict=True))
+        errors = dict(zip(full.gradients, relative(*measured, floor=1e-2).tolist(), strict=True))
         name, worst = max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
         if worst <= _GRADIENT:
             return ""
-        total = float(relative(*(x.norm() for x in norms)))
+        total = float(relative(*(x.norm() for x in measured)))
         return (
             f"{call.stage}() has the loss of one device, but other gradients: that of `{name}` "
             f"differs by {worst:.1e} of its norm, all of them by {total:.1e}. Code that runs in "

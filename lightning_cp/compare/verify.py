@@ -265,8 +265,8 @@ def compare(
         full_loss, full = _on_all_ranks(lambda: gradients(model, compute, alone), model, cp)
         truth = _on_all_ranks(lambda: exact(part), model, cp) if exact is not None else None
     groups = cp.groups.context, cp.groups.data
-    message = distances(sharded, full, *groups)
-    if full and not any(x.any() for x in message):
+    measured = distances(sharded, full, *groups)
+    if full and not any(x.any() for x in measured):
         raise ValueError(
             "No token of this batch has a label, or the loss does not depend on it: every gradient "
             "is 0, and there is nothing to compare. A label of -100 does not count, nor that of "
@@ -276,7 +276,7 @@ def compare(
     rounding = None if truth is None else distances(full, truth[1], *groups)
     earned: dict[str, float] = {}
     if truth is None or rounding is None or not bool(rounding[0].isfinite().all()):
-        errors = relative(*message)
+        errors = relative(*measured)
     else:
         errors = relative(*distances(sharded, truth[1], *groups))
         limits, typical = _earned(*rounding, torch.finfo(dtype).eps)

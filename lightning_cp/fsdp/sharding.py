@@ -300,12 +300,12 @@ def find_blocks(root: nn.Module, shard_modules: Sequence[str] | None = None) -> 
             if any(type(module).__name__ == p or fnmatch(name, p) for p in shard_modules)
         ]
     listed = {c for m in root.modules() for c in (getattr(m, "_no_split_modules", None) or ())}
-    owners = [module for _, module in named if type(module).__name__ in listed]
+    matching = [module for _, module in named if type(module).__name__ in listed]
     # A complete tower that is listed: FSDP2 changes the class of a unit, and Hugging Face models
     # look up by it which hidden states they return.
     blocks = [
         block
-        for module in owners
+        for module in matching
         for block in (_list_items(module) if hasattr(module, "_no_split_modules") else [module])
     ]
     return list(dict.fromkeys(blocks)) or list(_list_items(root))

@@ -289,11 +289,11 @@ def _add_leaf_grads(
     with autocast_off(losses.device.type):
         computed = torch.autograd.grad(losses, inputs, weights, allow_unused=True)
     gradients = {id(x): gradient for x, gradient in zip(inputs, computed, strict=True)}
-    leaf_gradient = [gradients.get(id(leaf)) for leaf in leaves]
+    chunk_grads = [gradients.get(id(leaf)) for leaf in leaves]
     if is_only_chunk:
-        leaf_grads[:] = leaf_gradient
+        leaf_grads[:] = chunk_grads
     else:
-        add_gradients(leaf_grads, leaf_gradient)
+        add_gradients(leaf_grads, chunk_grads)
     return gradients.get(id(chunk))
 
 

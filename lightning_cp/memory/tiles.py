@@ -90,8 +90,8 @@ class TiledModules:
 
     def report(self) -> tuple[ModuleReport, ...]:
         """Return which modules are tiled, and which are left alone and why, by name."""
-        tile_gradients = [each.report() for each in self._tiled if not each.is_inside]
-        return tuple(sorted(tile_gradients + self._left_alone, key=lambda x: _natural(x.name)))
+        reports = [each.report() for each in self._tiled if not each.is_inside]
+        return tuple(sorted(reports + self._left_alone, key=lambda x: _natural(x.name)))
 
     def __str__(self) -> str:
         """Return the report as text, layers that are alike in one line."""

@@ -161,7 +161,7 @@ def read_conversation(value: Any, number: int) -> Conversation:
     messages = read_messages(value["messages"], number)
     lists = {kind: _as_list(value[f"{kind}s"]) for kind in KINDS}
     sources: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    rest = {kind: iter(content_item or []) for kind, content_item in lists.items()}
+    rest = {kind: iter(listed or []) for kind, listed in lists.items()}
     read = []
     for message in messages:
         parts = []
