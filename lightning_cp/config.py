@@ -7,7 +7,9 @@ the model or on a batch is checked where that is known.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, get_args
+from math import isfinite
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 LayoutName = Literal["auto", "balanced", "contiguous", "zigzag"]
 AlgorithmName = Literal["auto", "gather", "ring", "ulysses"]
@@ -74,10 +76,7 @@ class Attention:
     ulysses_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("attention=Attention(kernel", self.kernel, get_args(KernelName))
-        check_choice(
-            "attention=Attention(gradient_wire", self.gradient_wire, get_args(GradientWire)
-        )
+        _check_fields(self)
         if self.memory is not None and not self.memory > 0:
             raise ValueError(
                 f"attention=Attention(memory={self.memory}): give the GiB that an attention call "
@@ -88,6 +87,8 @@ class Attention:
                 f"attention=Attention(balance_window={self.balance_window}): a window holds at "
                 "least 1 key. Give a larger number, or None for layers without a window."
             )
+        if self.ulysses_size is not None:
+            check_size("attention=Attention(ulysses_size", self.ulysses_size, or_auto=False)
 
 
 @dataclass(frozen=True)
@@ -135,28 +136,22 @@ class Memory:
                 f"memory=Memory(tile={self.tile!r}): give the tokens of a tile, 1 or more, or True "
                 "for a default, or 'auto'."
             )
-        if self.compile is not None:
-            check_choice("memory=Memory(compile", self.compile, get_args(CompileName))
+        _check_fields(self)
         self._check_budgets()
 
     def _check_budgets(self) -> None:
-        names = ("all", "auto", "none", "a number of GiB")
-        if isinstance(self.keep_attention, str):
-            check_choice("memory=Memory(keep_attention", self.keep_attention, names)
-        elif not self.keep_attention >= 0:
+        if not isinstance(self.keep_attention, str) and self.keep_attention < 0:
             raise ValueError(
                 f"memory=Memory(keep_attention={self.keep_attention}): give the GiB of attention "
                 "results that a step keeps under activation checkpointing, 0 or more, or 'all' or "
                 "'none'."
             )
-        if isinstance(self.offload, str):
-            check_choice("memory=Memory(offload", self.offload, names)
-        elif not self.offload >= 0:
+        if not isinstance(self.offload, str) and self.offload < 0:
             raise ValueError(
                 f"memory=Memory(offload={self.offload}): give the GiB of host memory that a rank "
                 "may take for checkpoints and kept attention, 0 or more, or 'all' or 'none'."
             )
-        if not self.offload_after >= 0:
+        if self.offload_after < 0:
             raise ValueError(
                 f"memory=Memory(offload_after={self.offload_after}): give the GiB of checkpoints "
                 "and kept attention that stay on the device before others are moved, 0 or more."
@@ -228,10 +223,7 @@ class Parameters:
     reduce_every_microbatch: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("parameters=Parameters(sharding", self.sharding, get_args(ParameterSharding))
-        check_choice(
-            "parameters=Parameters(mixed_precision", self.mixed_precision, get_args(MixedPrecision)
-        )
+        _check_fields(self)
         if self.shard_size != "auto":
             check_size("parameters=Parameters(shard_size", self.shard_size)
             if self.sharding != "hybrid":
@@ -281,6 +273,7 @@ class Verify:
     broadcast_batch: bool = False
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.max_len < 2:
             raise ValueError(
                 f"verify=Verify(max_len={self.max_len}): the sequences on which steps are verified "
@@ -306,12 +299,22 @@ class Checkpoints:
     asynchronous: bool = False
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.asynchronous and not self.distributed:
             raise ValueError(
                 "checkpoints=Checkpoints(asynchronous=True) saves folders, but distributed=False "
                 "saves one file. Leave the latter out, or write files in the background with "
                 "Trainer(plugins=[AsyncCheckpointIO()])."
             )
+
+
+if TYPE_CHECKING:
+    ParametersArgument = Parameters | ParameterSharding
+    VerifyArgument = Verify | bool
+else:
+    # What jsonargparse reads. Of a union, a flag for one field would drop the word before it:
+    # `parameters: none` with `--parameters.offload true` would be sharding="full".
+    ParametersArgument, VerifyArgument = Parameters, Verify
 
 
 @dataclass(frozen=True)
@@ -352,17 +355,24 @@ class Config:
         check_choice("layout", self.layout, get_args(LayoutName))
         check_choice("algorithm", self.algorithm, get_args(AlgorithmName))
         check_choice("loss", self.loss, get_args(LossName))
+        if not isinstance(self.sequence_dims, Mapping):
+            raise TypeError(
+                f"sequence_dims={self.sequence_dims!r}: give a dict from the name or path of a "
+                "tensor to its sequence dim, or to None to keep it full."
+            )
+        object.__setattr__(self, "sequence_dims", dict(self.sequence_dims))  # theirs may change
         if self.attention.kernel == "flex" and self.algorithm == "ring":
             raise ValueError(
-                "kernel='flex' computes full sequences in one call, and algorithm='ring' delivers "
-                "keys block by block. Use algorithm='gather' or 'ulysses' with it, or another "
-                "kernel."
+                "attention=Attention(kernel='flex') computes full sequences in one call, and "
+                "algorithm='ring' delivers keys block by block. Use algorithm='gather' or "
+                "'ulysses' with it, or another kernel."
             )
         if self.algorithm == "ulysses" and self.attention.ulysses_size is not None:
             raise ValueError(
-                f"algorithm='ulysses' exchanges tokens for heads among all ranks, but ulysses_size="
-                f"{self.attention.ulysses_size} limits it to some. Leave it out; or choose the "
-                "algorithm between Ulysses groups: algorithm='gather' or 'ring'."
+                "algorithm='ulysses' exchanges tokens for heads among all ranks, but attention="
+                f"Attention(ulysses_size={self.attention.ulysses_size}) limits it to some. Leave "
+                "it out; or choose the algorithm between Ulysses groups: algorithm='gather' or "
+                "'ring'."
             )
 
 
@@ -374,6 +384,47 @@ def _check_group(kind: type, value: object) -> None:
             f"{name.lower()}={value!r}: give {name.lower()}={name}(...), which has the fields "
             f"{', '.join(one.name for one in fields(kind))}."
         )
+
+
+def _check_fields(group: Any) -> None:
+    """Raise if a field of a group is of another type, or is none of the words that it may be."""
+    name, kinds_of = type(group).__name__, _kinds_of(type(group))
+    for one in fields(group):
+        kinds = kinds_of[one.name]
+        value = getattr(group, one.name)
+        if not any(_is_of(value, kind) for kind in kinds):
+            words = [repr(word) for kind in kinds for word in get_args(kind) if word is not str]
+            words += [_KINDS[kind] for kind in kinds if kind in _KINDS]
+            option = _assign(f"{name.lower()}={name}({one.name}", value)
+            raise ValueError(f"{option} is unknown. Use one of {', '.join(words)}.")
+
+
+_KINDS: Final[Mapping[Any, str]] = {
+    bool: "True, False",
+    int: "a whole number",
+    float: "a number",
+    list[str]: "a list of names",
+    NoneType: "None",
+}
+
+
+def _kinds_of(group: type) -> Mapping[str, tuple[Any, ...]]:
+    """Return the types of each field of a group."""
+    hints = get_type_hints(group)
+    return {
+        name: (hint,) if get_origin(hint) in (None, Literal, list) else get_args(hint)
+        for name, hint in hints.items()
+    }
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if kind == list[str]:
+        return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return type(value) is kind
 
 
 def refuse_fields(kind: type, group: object, others: Mapping[str, str]) -> None:

@@ -226,7 +226,7 @@ class ContextParallel:
         config = Config(
             layout=layout,
             algorithm=algorithm,
-            sequence_dims=dict(sequence_dims or {}),
+            sequence_dims=sequence_dims or {},
             attention=attention,
             memory=memory,
             verify=verify,

@@ -369,6 +369,12 @@ class Exempt:
     """
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"cp.exempt({module!r}): give modules, cp.exempt(model.encoder, ...), or none "
+                    "for the calls inside `with cp.exempt():`."
+                )
         self._handles = [
             handle
             for module in modules

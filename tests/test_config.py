@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_patches
 import lightning_cp
 from hf_patches import context_parallel
 from lightning_cp import (
@@ -80,6 +81,10 @@ def test_files_are_read_under_the_present_names():
     assert update_options(theirs) == theirs
     with pytest.raises(ValueError, match=r"parameter_sharding=\.\.\. is now .*: write it into"):
         group_arguments({"parameters": "none", "parameter_sharding": "none"})
+    with pytest.raises(ValueError, match=r"kernel=\.\.\. is now .*: write it into attention, and"):
+        group_arguments({"kernel": "flex", "attention": {"kernel": "cpu"}})
+    with pytest.raises(ValueError, match=r"kernel=\.\.\. is now .*: write it into attention, and"):
+        group_arguments({"kernel": "flex", "attention": {"class_path": "lightning_cp.Attention"}})
 
 
 def test_a_word_stands_for_a_group():
@@ -123,6 +128,57 @@ def test_what_an_entry_point_does_not_carry_out_is_refused(build, given, message
     positional = () if build is ContextParallelStrategy else (None,)
     with pytest.raises(ValueError, match=message):
         build(*positional, **sizes, **given)
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "message"),
+    [
+        (Parameters, {"offload": "none"}, r"offload='none'\) is unknown. Use one of True, False"),
+        (Parameters, {"shard_modules": "Block"}, r"'Block'\) is unknown.*a list of names, None"),
+        (Parameters, {"reduce_every_microbatch": None}, "Use one of True, False"),
+        (Verify, {"steps": "false"}, r"verify=Verify\(steps='false'\) is unknown"),
+        (Verify, {"check_batches": "8"}, "Use one of a whole number"),
+        (Verify, {"max_len": 20.5}, "Use one of a whole number"),
+        (Checkpoints, {"distributed": "false"}, "Use one of True, False"),
+        (Memory, {"check": 1}, "Use one of True, False"),
+        (Memory, {"offload": True}, "Use one of 'all', 'auto', 'none', a number"),
+        (Memory, {"offload": None}, "Use one of 'all', 'auto', 'none', a number"),
+        (Memory, {"keep_attention": "a number of GiB"}, "Use one of 'all', 'auto', 'none'"),
+        (Memory, {"keep_attention": float("inf")}, "Use one of 'all', 'auto', 'none', a number"),
+        (Memory, {"offload": "all", "offload_after": "4"}, "Use one of a number"),
+        (Attention, {"memory": "4"}, "Use one of a number, None"),
+        (Attention, {"balance_window": 1.5}, "Use one of a whole number, None"),
+        (Attention, {"ulysses_size": 0}, r"Attention\(ulysses_size=0\): give a whole number"),
+        (Config, {"sequence_dims": "x"}, "sequence_dims='x': give a dict"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(group, values, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        group(**values)
+
+
+def test_a_heartbeat_is_a_time():
+    with pytest.raises(TypeError, match=r"heartbeat_timeout=3: give a datetime.timedelta"):
+        ContextParallelStrategy(heartbeat_timeout=3)
+
+
+def test_modules_are_exempt_and_nothing_else():
+    with pytest.raises(TypeError, match=r"cp.exempt\('model'\): give modules"):
+        ContextParallel(None).exempt("model")
+
+
+def test_a_former_name_is_answered_by_its_owner():
+    with pytest.raises(AttributeError, match=r"ContextParallel.alone is now reference\(batch\)"):
+        _ = ContextParallel(None).alone
+    with pytest.raises(AttributeError, match=r"hf_patches.whole_rows is now shard_in_forward"):
+        _ = hf_patches.whole_rows
+    with pytest.raises(AttributeError, match="no attribute 'alone'"):
+        _ = hf_patches.alone
+
+
+def test_an_argument_that_is_gone_names_the_way():
+    with pytest.raises(TypeError, match="checkpoint_staging_dir is gone. checkpoints=Check"):
+        ContextParallelStrategy(checkpoint_staging_dir="x")
 
 
 def test_fields_that_were_not_set_are_not_refused():

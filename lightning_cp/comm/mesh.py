@@ -312,8 +312,8 @@ def build_groups(
     num_inside = num_inside or context.size
     if num_inside < 1 or context.size % num_inside:
         raise ValueError(
-            f"ulysses_size={num_inside} does not divide the {context.size} ranks that share a "
-            f"sequence. Use one of {_divisors(context.size)}."
+            f"Attention(ulysses_size={num_inside}) does not divide the {context.size} ranks that "
+            f"share a sequence. Use one of {_divisors(context.size)}."
         )
     if context_group is None or context.size == 1:
         return Groups(LoneTransport(), LoneTransport(), context, data_ranks, tensor=tensor_ranks)

@@ -127,8 +127,9 @@ def shard_parameters(
     if shard_modules and not blocks:
         classes = sorted({type(m).__name__ for root in roots for m in root.modules()})
         raise ValueError(
-            f"shard_modules={list(shard_modules)} matches no module of {type(owner).__name__}. Use "
-            f"class names or patterns of module names; the classes are {', '.join(classes)}."
+            f"Parameters(shard_modules={list(shard_modules)}) matches no module of "
+            f"{type(owner).__name__}. Use class names or patterns of module names; the classes are "
+            f"{', '.join(classes)}."
         )
     # Inner blocks first: FSDP2 excludes the parameters of inner units from outer ones.
     units = _join_tied(owner, list(dict.fromkeys([*reversed(blocks), *roots])), roots)

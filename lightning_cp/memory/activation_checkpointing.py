@@ -103,9 +103,9 @@ def checkpoint_layers(
         layers = [*switched_layers(model), *blocks]
         if not 1 <= num_layers <= len(layers):
             raise ValueError(
-                f"activation_checkpointing={num_layers}: {type(model).__name__} has {len(layers)} "
-                "layers that can be checkpointed one by one. Give 1 or more and at most as many, "
-                "or True for all."
+                f"Memory(activation_checkpointing={num_layers}): {type(model).__name__} has "
+                f"{len(layers)} layers that can be checkpointed one by one. Give 1 or more and at "
+                "most as many, or True for all."
             )
     chosen = [] if num_layers is None else layers[:num_layers]
     for outermost in _outermost(own):  # they reach all models inside them
@@ -119,8 +119,9 @@ def checkpoint_layers(
         handle._wrap(block)
     if not own and not blocks:
         raise ValueError(
-            f"activation_checkpointing: no layers were found in {type(model).__name__}. Name them "
-            "with shard_modules=['MyBlock'], or put them into an nn.ModuleList."
+            f"Activation checkpointing: no layers were found in {type(model).__name__}. Name them, "
+            "Parameters(shard_modules=['MyBlock']) of the strategy or checkpoint_layers(model, "
+            "shard_modules=['MyBlock']), or put them into an nn.ModuleList."
         )
     return handle
 

@@ -78,7 +78,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(context, data, messa
         ({"kernel": "fast"}, r"Attention\(kernel='fast'\) is unknown"),
         (
             {"kernel": "flex", "algorithm": "ring"},
-            "kernel='flex' computes full sequences",
+            "kernel='flex'\\) computes full sequences",
         ),
         ({"parameter_sharding": "half"}, r"Parameters\(sharding='half'\) is unknown"),
         ({"compile": "all"}, r"Memory\(compile='all'\) is unknown. Use one of 'layers'"),
@@ -282,7 +282,7 @@ EXPECTED = {
     "own sharding": "trained",
     "sharded in part": "trained",
     "sharded over too few": "does not cover all 2 ranks of data x context",
-    "no such block": "shard_modules=['Blocks'] matches no module",
+    "no such block": "Parameters(shard_modules=['Blocks']) matches no module",
     "no adapter": "no installed adapter supports it",
     "64-true by name": "Use one of 32-true, bf16-mixed, bf16-true, 16-true",
     "3 by name": "context_parallel_size=3 does not divide the 2 processes",

@@ -230,7 +230,7 @@ def test_models_of_which_nothing_is_trained_do_not_count():
     assert switches(pair.policy) == [True, True, False]
     assert switches(pair.inner) == [False] * 3
     handle.remove()
-    with pytest.raises(ValueError, match="=4: Holder has 3 layers"):
+    with pytest.raises(ValueError, match=r"=4\): Holder has 3 layers"):
         checkpoint_layers(pair, num_layers=4)
 
 
@@ -255,7 +255,7 @@ def test_a_model_that_does_not_checkpoint_itself_has_blocks(regions):
 @pytest.mark.parametrize("number", [0, 4])
 def test_a_number_of_layers_that_a_model_does_not_have_is_refused(number):
     model = TinyLM(num_layers=3)
-    with pytest.raises(ValueError, match=f"={number}: TinyLM has 3 layers .* or True for all"):
+    with pytest.raises(ValueError, match=rf"={number}\): TinyLM has 3 layers .* or True for all"):
         checkpoint_layers(model, num_layers=number)
     assert not any("forward" in block.__dict__ for block in model.blocks)
 

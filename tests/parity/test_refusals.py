@@ -241,9 +241,9 @@ def swap_messages():
 def test_neighbourhoods_that_do_not_fit_are_refused(ranks):
     for messages in ranks(2).run(swap_messages):
         assert (
-            "ulysses_size=3 does not divide the 2 ranks that share a sequence. Use one of [1, 2]."
-            in (messages[0])
-        )
+            "Attention(ulysses_size=3) does not divide the 2 ranks that share a sequence. Use one "
+            "of [1, 2]."
+        ) in messages[0]
         assert "Leave it out; or choose the algorithm between Ulysses groups" in messages[1]
         assert "('cp_between', 'cp_inside') is a Ulysses group of 2 ranks" in messages[2]
         assert "but 1 are requested" in messages[2]

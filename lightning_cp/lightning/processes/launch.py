@@ -64,6 +64,11 @@ def check_tensor_parallel_size(size: int | Literal["auto"], sharding: str) -> in
 
 def check_heartbeat_timeout(limit: timedelta) -> None:
     """Raise for a limit that a busy machine exceeds without a fault."""
+    if not isinstance(limit, timedelta):
+        raise TypeError(
+            f"heartbeat_timeout={limit!r}: give a datetime.timedelta(seconds=...), "
+            f"{MIN_HEARTBEAT_TIMEOUT} or more."
+        )
     if limit < MIN_HEARTBEAT_TIMEOUT:
         raise ValueError(
             f"heartbeat_timeout={limit} is too short: a rank on a busy machine would be taken for "

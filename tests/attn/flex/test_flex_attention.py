@@ -361,7 +361,7 @@ def test_a_block_mask_belongs_to_a_step(cp, batch):
 
 def test_the_flex_kernel_wants_whole_rows():
     with pytest.raises(
-        ValueError, match="kernel='flex' computes full sequences in one call.*algorithm='gather'"
+        ValueError, match=r"kernel='flex'\) computes full sequences in one call.*algorithm='gather'"
     ):
         doors.parallel(None, kernel="flex", algorithm="ring")
     doors.parallel(None, kernel="flex", algorithm="gather")

@@ -360,7 +360,7 @@ def test_auto_counts_frozen_weights_once(monkeypatch):
     [
         ({"shard_size": 4}, r"shard_size=4\) is the number .* but it is 'full'. Set 'hybrid', or"),
         (hybrid(0), r"shard_size=0\): give a whole number of at least 1, or 'auto'"),
-        (hybrid("node"), r"shard_size='node'\): give a whole number"),
+        (hybrid("node"), r"shard_size='node'\) is unknown. Use one of 'auto', a whole"),
     ],
 )
 def test_sizes_without_a_meaning_are_refused(options, message):
