@@ -42,10 +42,13 @@ ARGUMENTS: Final[dict[str, str]] = {
 """Former arguments of the strategy, `ContextParallel` and `hf_patches.context_parallel`, and the
 groups and fields that they are now: ``{"kernel": "attention.kernel"}``."""
 
+SHORT: Final[dict[str, str]] = {"parameters": "sharding", "verify": "steps"}
+"""Groups for which one value may stand, in Python and in files: that of this field."""
+
 METHODS: Final[dict[str, str]] = {
-    "alone": "reference(batch)",
-    "unsharded": "exempt(*modules)",
-    "whole_rows": "shard_in_forward(model, cp)",
+    "ContextParallel.alone": "reference(batch)",
+    "ContextParallel.unsharded": "exempt(*modules)",
+    "hf_patches.whole_rows": "shard_in_forward(model, cp)",
 }
 """Former methods of `ContextParallel` and functions of `hf_patches`, and the present ones."""
 
@@ -101,8 +104,8 @@ def missing(owner: str, name: str) -> AttributeError:
         >>> missing("ContextParallel", "alone")
         AttributeError('ContextParallel.alone is now reference(batch).')
     """
-    if name in METHODS:
-        return AttributeError(f"{owner}.{name} is now {METHODS[name]}.")
+    if now := METHODS.get(f"{owner}.{name}"):
+        return AttributeError(f"{owner}.{name} is now {now}.")
     return AttributeError(f"{owner!r} has no attribute {name!r}")
 
 
@@ -130,6 +133,9 @@ def refuse_arguments(function: str, arguments: Mapping[str, object]) -> None:
     known = [line for name in arguments if (line := explain_argument(name))]
     if known:
         raise TypeError(f"{function}: {'; '.join(known)}.")
+    for name in arguments:
+        if gone := explain_removed(name):
+            raise TypeError(f"{function}: {gone}")
     raise TypeError(f"{function} got an unexpected keyword argument {next(iter(arguments))!r}")
 
 
@@ -137,15 +143,19 @@ def group_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of the strategy, from a file, with the former ones in their groups.
 
     Example:
-        >>> group_arguments({"layout": "auto", "kernel": "flex", "verify_steps": False})
-        {'layout': 'auto', 'attention': {'kernel': 'flex'}, 'verify': {'steps': False}}
+        >>> group_arguments({"parameters": "none", "kernel": "flex"})
+        {'parameters': {'sharding': 'none'}, 'attention': {'kernel': 'flex'}}
     """
     grouped = {name: value for name, value in arguments.items() if name not in ARGUMENTS}
+    for group, field in SHORT.items():
+        if isinstance(grouped.get(group), str | bool):
+            grouped[group] = {field: grouped[group]}
     for name in (name for name in ARGUMENTS if name in arguments):
         group, _, field = ARGUMENTS[name].partition(".")
-        if not isinstance(grouped.setdefault(group, {}), dict):
-            raise ValueError(f"{explain_argument(name)}: write it into {group}, too.")
-        grouped[group] = {**grouped[group], field: arguments[name]}
+        given = grouped.setdefault(group, {})
+        if not isinstance(given, dict) or "class_path" in given or field in given:
+            raise ValueError(f"{explain_argument(name)}: write it into {group}, and there only.")
+        grouped[group] = {**given, field: arguments[name]}
     return grouped
 
 

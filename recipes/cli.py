@@ -44,6 +44,7 @@ from lightning_cp.comm.error_report import report_error
 from lightning_cp.renamed import (
     ARGUMENTS,
     RENAMED,
+    SHORT,
     explain_argument,
     explain_removed,
     update_options,
@@ -114,6 +115,13 @@ class RecipesCLI(LightningCLI):
                 "--trainer.accelerator cpu, or a machine with GPUs; the comment at the top of a "
                 "config names its hardware."
             )
+        options = self._get(self.config, "trainer").strategy
+        for name, value in vars(getattr(options, "init_args", None) or object).items():
+            if value is None and name in {path.partition(".")[0] for path in ARGUMENTS.values()}:
+                raise ValueError(
+                    f"trainer.strategy.{name}=null: give fields, --trainer.strategy.{name}.FIELD "
+                    "VALUE, or leave it out."
+                )
 
     def instantiate_classes(self) -> None:
         """Build model, data and Trainer; of jsonargparse's errors keep the message of the class."""
@@ -199,6 +207,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "lightning-cp") -> in
         return 0
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
+    args = [_in_group(arg, after) for arg, after in zip(args, [*args[1:], ""], strict=True)]
     if not data_class(args):
         args.insert(1, "--data=recipes.data.TextData")
     try:
@@ -228,6 +237,23 @@ def parse_int_before_float(fn: Any) -> None:
         if int in parts and float in parts:
             others = (part for part in parts if part not in (int, float))
             hints[name] = functools.reduce(operator.or_, others, int | float)
+
+
+def _in_group(arg: str, after: str) -> str:
+    """Return an option of the strategy with the field for which its value stands, if it is a word.
+
+    Args:
+        arg: of a command line.
+        after: the next one.
+
+    Example:
+        >>> _in_group("--trainer.strategy.parameters=none", "")
+        '--trainer.strategy.parameters.sharding=none'
+    """
+    name, equals, value = arg.partition("=")
+    field = SHORT.get(name.removeprefix("--trainer.strategy."))
+    is_word = field and (value if equals else after)[:1] != "{"
+    return f"{name}.{field}{equals}{value}" if is_word else arg
 
 
 def _run(args: Sequence[str], prog: str) -> None:
@@ -308,9 +334,13 @@ def explain(message: str) -> str:
         if f"class_path '{former}'" in message:
             return f"{former} is now called {new}. Write {new}."
     unknown = re.search(r"(?:accept option|arguments:|Option) '?-*([\w.]+)", message)
-    name = "" if unknown is None else unknown[1].rpartition(".")[2]
-    if "trainer.strategy" in message and (now := explain_argument(name)):
-        return f"trainer.strategy: {now}: --trainer.strategy.{ARGUMENTS[name]}."
+    path = "" if unknown is None else unknown[1]
+    name = path.rpartition(".")[2]
+    is_option = re.fullmatch(r"(trainer\.strategy\.|strategy\.)?(init_args\.)?\w+", path)
+    is_strategy = "trainer.strategy" in message and "Group '" not in message
+    if is_option and is_strategy and (now := explain_argument(name)):
+        field = ARGUMENTS.get(name, "attention.balance_window")
+        return f"trainer.strategy: {now}: --trainer.strategy.{field}."
     if name and (gone := explain_removed(name)):
         return gone
     lines = (line.strip() for line in message.splitlines())

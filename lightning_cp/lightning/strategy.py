@@ -41,8 +41,9 @@ from lightning_cp.config import (
     LossName,
     Memory,
     Parameters,
-    ParameterSharding,
+    ParametersArgument,
     Verify,
+    VerifyArgument,
     refuse_fields,
 )
 from lightning_cp.fsdp.frozen import packed_stay
@@ -131,8 +132,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
         loss: LossName = "auto",
         attention: Attention = Attention(),
         memory: Memory = Memory(),
-        parameters: Parameters | ParameterSharding = "full",
-        verify: Verify | bool = True,
+        parameters: ParametersArgument = Parameters(),
+        verify: VerifyArgument = Verify(),
         checkpoints: Checkpoints = Checkpoints(),
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -143,7 +144,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         config = Config(
             layout=layout,
             algorithm=algorithm,
-            sequence_dims=dict(sequence_dims or {}),
+            sequence_dims=sequence_dims or {},
             loss=loss,
             attention=attention,
             memory=memory,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentError
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 
 from hf_patches.command import main as hf_main
+from lightning_cp import ContextParallelStrategy
 from lightning_cp.comm.transport import gather
 from recipes import cli
 from recipes.command import run_recipes
@@ -44,6 +46,35 @@ def _no_seed_left(monkeypatch):
 
 
 # ---------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("form", ["flag", "flag with =", "file"])
+def test_a_word_for_a_group_stays_beside_flags_for_its_fields(form, tmp_path, capsys):
+    init = "{parameters: none, verify: false}" if form == "file" else "{}"
+    file = tmp_path / "words.yaml"
+    path = "lightning_cp.ContextParallelStrategy"
+    file.write_text(f"trainer: {{strategy: {{class_path: {path}, init_args: {init}}}}}")
+    words = ["--trainer.strategy.parameters none", "--trainer.strategy.verify false"]
+    words = [word.replace(" ", "=") if form == "flag with =" else word for word in words]
+    args = [] if form == "file" else " ".join(words).split()
+    args += ["--trainer.strategy.verify.max_len", "64"]
+    args += ["--trainer.strategy.parameters.reduce_every_microbatch", "false"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config", str(file), *args, "--print_config"])
+    assert stopped.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]["init_args"]
+    assert (printed["verify"]["steps"], printed["verify"]["max_len"]) == (False, 64)
+    assert printed["parameters"]["sharding"] == "none"
+    assert printed["parameters"]["reduce_every_microbatch"] is False
+
+
+def test_in_a_command_of_ones_own_a_word_for_a_group_is_refused_not_dropped():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ContextParallelStrategy, "strategy")
+    given = ["--strategy.parameters.offload", "true", "--strategy.verify.max_len", "64"]
+    assert parser.parse_args(given).strategy.verify.max_len == 64
+    with pytest.raises(ArgumentError, match="none"):
+        parser.parse_args(["--strategy.parameters", "none", *given])
 
 
 def test_without_arguments_it_says_what_it_can_do(capsys):
@@ -80,17 +111,16 @@ def test_groups_are_set_by_configs_and_on_the_command_line(capsys, tmp_path):
         yaml.safe_dump({"trainer": {"strategy": {**strategy, "init_args": former}}})
     )
     options = ["memory.offload=all", "parameters.sharding=none", "verify=false"]
-    for given, verify in (
-        (["--config", str(tmp_path / "given.yaml")], False),
-        (["--config", str(tmp_path / "former.yaml")], {"steps": False}),
-        ([f"--trainer.strategy.{option}" for option in options], False),
+    for given in (
+        ["--config", str(tmp_path / "given.yaml")],
+        ["--config", str(tmp_path / "former.yaml")],
+        [f"--trainer.strategy.{option}" for option in options],
     ):
         said = yaml.safe_load(print_config(capsys, *given))["trainer"]["strategy"]["init_args"]
         assert said["memory"]["offload"] == "all"
         assert said["memory"]["keep_attention"] == "auto"
         assert said["parameters"]["sharding"] == "none"
-        found = said["verify"]
-        assert (found if isinstance(found, bool) else {"steps": found["steps"]}) == verify
+        assert said["verify"]["steps"] is False
 
 
 def test_what_is_printed_can_be_read_again(capsys, tmp_path):
@@ -172,6 +202,12 @@ def test_defaults_are_a_small_model_and_our_strategy(capsys):
             ["fit", "--trainer.strategy.kernel", "flex"],
             r"strategy: kernel=... is now attention=Attention\(kernel=...\): --trainer",
         ),
+        (
+            ["fit", "--trainer.strategy.balance", "1"],
+            r": balance=Mask.*strategy.attention.balance_w",
+        ),
+        (["fit", "--trainer.strategy.memroy.offload", "all"], "unrecognized arguments: --memroy"),
+        (["fit", "--trainer.strategy.memory", "null"], "strategy.memory=null: give fields, --tr"),
         (
             ["fit", "--trainer.strategy.memory.offload", "-1"],
             r"error: trainer.strategy: memory=Memory\(offload=-1.0\): give the GiB",
