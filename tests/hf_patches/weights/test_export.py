@@ -189,7 +189,7 @@ def test_conversions_that_combine_layers_have_all_of_them(tmp_path, monkeypatch)
 _MEASURE = """
 import re, sys
 from pathlib import Path
-from hf_patches.export import export
+from hf_patches.weights.export import export
 
 def peak():  # not ru_maxrss, which a process inherits from the one that starts it
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
