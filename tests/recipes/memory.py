@@ -158,7 +158,8 @@ def job_of(config: Mapping[str, Any]) -> Job:
     """Read from a config what its memory depends on."""
     model, trainer, data = config["model"], config["trainer"], config["data"]["init_args"]
     lora = model.get("lora") or {}
-    shared = trainer["strategy"]["init_args"]["context_parallel_size"]
+    strategy = trainer["strategy"]["init_args"]
+    shared, memory = strategy["context_parallel_size"], strategy.get("memory", {})
     inside, between = shared if isinstance(shared, list) else (1, shared)
     return Job(
         REAL[model["model"]],
@@ -170,7 +171,7 @@ def job_of(config: Mapping[str, Any]) -> Job:
         lora_rank=lora.get("rank", 0),
         lora_targets=lora.get("target_modules", ()),
         freeze=model.get("freeze", ()),
-        keeps_attention=trainer["strategy"]["init_args"].get("keep_attention") == "all",
+        keeps_attention=memory.get("keep_attention") == "all",
         num_branches=2 if data.get("share_prompts") else 1,
         has_media=config["data"]["class_path"].endswith("MediaChatData"),
     )
