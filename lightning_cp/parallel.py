@@ -99,9 +99,11 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
         )
     num_exempt = active_step.num_exempt()
     if not isinstance(step, Step) or (kept_limit(step) == 0 and store_of(step) is None):
-        return nullcontext(), reenter(step, num_exempt=num_exempt)
+        again = Nested(reenter(step, num_exempt=num_exempt), active_step.recomputing())
+        return nullcontext(), again
     forward, recompute = region_contexts(step)
-    return forward, Nested(_reenter_regions(step, num_exempt=num_exempt), recompute)
+    inside = Nested(_reenter_regions(step, num_exempt=num_exempt), active_step.recomputing())
+    return forward, Nested(inside, recompute)
 
 
 @contextmanager

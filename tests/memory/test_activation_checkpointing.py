@@ -263,3 +263,53 @@ def test_a_number_of_layers_that_a_model_does_not_have_is_refused(number):
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="no layers were found in Linear"):
         checkpoint_layers(nn.Linear(2, 2))
+
+
+class Counting(nn.Module):
+    """Counts its calls: in a number, in a list, in a buffer, and in one of its own parts."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.calls, self.seen = block, 0, []
+        self.register_buffer("count", torch.zeros(1))
+        block.num_tokens = 0
+
+    def forward(self, x, *args, **kwargs):
+        self.calls += 1
+        self.seen.append(x.shape[1])
+        self.count += 1
+        self.block.num_tokens += x.shape[1]
+        return self.block(x, *args, **kwargs)
+
+
+def counts(block):
+    return block.calls, block.seen, block.count.item(), block.block.num_tokens
+
+
+@pytest.mark.parametrize("keep", ["none", "all"])
+def test_what_a_layer_changes_is_changed_once(keep):
+    model = TinyLM(num_layers=2).double().train()
+    model.blocks = nn.ModuleList(Counting(block) for block in model.blocks)
+    cp, batch = doors.parallel(None, keep_attention=keep), make_batch()
+
+    def train():
+        with cp.step(batch) as local:
+            loss = token_mean(model(local["input_ids"], cp.position_ids()), local["labels"])
+        loss.backward()
+
+    train()
+    once = [counts(block) for block in model.blocks]
+    once = [(calls, list(seen), count, tokens) for calls, seen, count, tokens in once]
+    handle = checkpoint_layers(model)
+    train()
+    for block, (calls, seen, count, tokens) in zip(model.blocks, once, strict=True):
+        assert counts(block) == (2 * calls, 2 * seen, 2 * count, 2 * tokens)
+    handle.remove()
+
+
+def test_layers_that_are_left_out_are_not_recomputed(regions):
+    model = TinyLM(num_layers=3).double().train()
+    handle = checkpoint_layers(model, left_out=[model.blocks[1]])
+    gradients(model)
+    assert handle.num_blocks == len(regions) == 2
+    handle.remove()
