@@ -54,7 +54,7 @@ class Attention:
         gradient_wire: the precision of gradients of keys and values that collectives sum
             (``gather``): ``float32``, or ``model``, that of the keys. With bf16 this is half of the
             bytes, for slow networks, and rounds the sum at each rank. The same on all ranks.
-        balance_window: sliding window for which ranks get equal work, for models in which all
+        balance_window: sliding window for which ranks get equal work, for models in which most
             layers have one. By default none: that of causal attention. Documents and padding come
             from each batch. Used by the layouts ``balanced`` and ``auto``.
         ulysses_size: of `ContextParallel`, the size of a Ulysses group: neighbouring ranks (the
@@ -95,9 +95,8 @@ class Attention:
 class Memory:
     """What takes less memory on the device. docs/memory.md. Results are the same bits.
 
-    What is ``auto``, the strategy decides at the first training step: the fastest combination whose
-    plan fits. Without a plan of the run, all layers are recomputed if activations may exceed half
-    of the memory. On CPUs nothing is done.
+    ``auto`` of ``activation_checkpointing``, ``offload`` and ``tile``: the fastest combination
+    whose plan fits, which the strategy decides at the first training step.
 
     Args:
         activation_checkpointing: recompute layers in backward, of any model; a number: so many, the
@@ -115,20 +114,15 @@ class Memory:
         tile: compute MLPs and norms in tiles of tokens: True, ``auto``, or the tokens of a tile.
         compile: ``layers`` compiles the forward of each layer.
         check: raise if the first training step cannot fit into memory, by plan.
-        max_tokens: tokens of the longest sequence of the run, for which ``auto`` decides; by
-            default those of the first batch. Recipes know them.
-        reserve_gb: GB of each device that a plan leaves to other processes.
     """
 
-    activation_checkpointing: bool | int | Literal["auto"] = "auto"
+    activation_checkpointing: bool | int | Literal["auto"] = False
     keep_attention: KeepAttention = "auto"
-    offload: Offload = "auto"
+    offload: Offload = "none"
     offload_after: float = 0.0
-    tile: bool | int | Literal["auto"] = "auto"
+    tile: bool | int | Literal["auto"] = False
     compile: CompileName | None = None
     check: bool = True
-    max_tokens: int | None = None
-    reserve_gb: float = 0.0
 
     def __post_init__(self) -> None:
         if not _is_switch(self.activation_checkpointing):
@@ -143,13 +137,6 @@ class Memory:
                 "for a default, or 'auto'."
             )
         _check_fields(self)
-        if self.max_tokens is not None:
-            check_size("memory=Memory(max_tokens", self.max_tokens, or_auto=False)
-        if self.reserve_gb < 0:
-            raise ValueError(
-                f"memory=Memory(reserve_gb={self.reserve_gb}): give the GB of a device that other "
-                "processes take, 0 or more."
-            )
         self._check_budgets()
 
     def _check_budgets(self) -> None:
@@ -174,14 +161,6 @@ class Memory:
                 f"memory=Memory(offload_after={self.offload_after}) without offload: nothing is "
                 "moved. Set offload='all' or a number of GiB, or leave it out."
             )
-
-    @classmethod
-    def of(cls, value: "Memory | Literal['auto']") -> "Memory":
-        """Return the group that ``auto`` stands for: nothing is set."""
-        if not isinstance(value, str):
-            return value
-        check_choice("memory", value, ("auto", "Memory(...)"))
-        return cls()
 
     @property
     def is_checkpointing(self) -> bool:
@@ -330,13 +309,12 @@ class Checkpoints:
 
 
 if TYPE_CHECKING:
-    MemoryArgument = Memory | Literal["auto"]
     ParametersArgument = Parameters | ParameterSharding
     VerifyArgument = Verify | bool
 else:
     # What jsonargparse reads. Of a union, a flag for one field would drop the word before it:
     # `parameters: none` with `--parameters.offload true` would be sharding="full".
-    MemoryArgument, ParametersArgument, VerifyArgument = Memory, Parameters, Verify
+    ParametersArgument, VerifyArgument = Parameters, Verify
 
 
 @dataclass(frozen=True)

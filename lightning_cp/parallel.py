@@ -99,11 +99,9 @@ def _recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[N
         )
     num_exempt = active_step.num_exempt()
     if not isinstance(step, Step) or (kept_limit(step) == 0 and store_of(step) is None):
-        again = Nested(reenter(step, num_exempt=num_exempt), active_step.recomputing())
-        return nullcontext(), again
+        return nullcontext(), reenter(step, num_exempt=num_exempt)
     forward, recompute = region_contexts(step)
-    inside = Nested(_reenter_regions(step, num_exempt=num_exempt), active_step.recomputing())
-    return forward, Nested(inside, recompute)
+    return forward, Nested(_reenter_regions(step, num_exempt=num_exempt), recompute)
 
 
 @contextmanager

@@ -42,11 +42,7 @@ ARGUMENTS: Final[dict[str, str]] = {
 """Former arguments of the strategy, `ContextParallel` and `hf_patches.context_parallel`, and the
 groups and fields that they are now: ``{"kernel": "attention.kernel"}``."""
 
-SHORT: Final[dict[str, str]] = {
-    "memory": "activation_checkpointing",
-    "parameters": "sharding",
-    "verify": "steps",
-}
+SHORT: Final[dict[str, str]] = {"parameters": "sharding", "verify": "steps"}
 """Groups for which one value may stand, in Python and in files: that of this field."""
 
 METHODS: Final[dict[str, str]] = {

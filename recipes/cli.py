@@ -122,19 +122,6 @@ class RecipesCLI(LightningCLI):
                     f"trainer.strategy.{name}=null: give fields, --trainer.strategy.{name}.FIELD "
                     "VALUE, or leave it out."
                 )
-        self._complete_memory(options)
-
-    def _complete_memory(self, strategy: Any) -> None:
-        """Tell the strategy what model and data options say about the memory of a run."""
-        memory = getattr(getattr(strategy, "init_args", None), "memory", None)
-        if memory is None:  # of another class, or by name
-            return
-        recompute = self._get(self.config, "model").gradient_checkpointing
-        if recompute is not None and memory.activation_checkpointing == "auto":
-            memory.activation_checkpointing = recompute
-        data = getattr(self._get(self.config, "data"), "init_args", None)
-        if memory.max_tokens is None:
-            memory.max_tokens = getattr(data, "seq_len", None)
 
     def instantiate_classes(self) -> None:
         """Build model, data and Trainer; of jsonargparse's errors keep the message of the class."""

@@ -64,8 +64,7 @@ class CausalLMModule(LightningModule):
             steps.
         schedule: how the learning rate falls after the warm-up.
         min_lr_fraction: the last learning rate, as a fraction of ``lr``.
-        gradient_checkpointing: recompute all layers in backward, or none. None: as few as memory
-            needs (``memory`` of the strategy).
+        gradient_checkpointing: keep one activation per layer, and recompute the others.
         chunked_loss: ``auto`` computes the loss of long sequences in chunks in training;
             ``always`` in validation too, which then has no logits to measure retrieval with.
         dtype: of the weights. ``auto``: the trainer's precision; for ``bf16-mixed`` float32, and
@@ -89,7 +88,7 @@ class CausalLMModule(LightningModule):
         warmup_steps: float | None = None,
         schedule: Schedule = "cosine",
         min_lr_fraction: float = 0.1,
-        gradient_checkpointing: bool | None = None,
+        gradient_checkpointing: bool = True,
         chunked_loss: ChunkedLoss = "auto",
         dtype: WeightDtype = "auto",
     ) -> None:

@@ -134,8 +134,7 @@ def _describe(
     has_bias: bool,
 ) -> CallSpec:
     """Return what the choice depends on; raise for a mask of another batch."""
-    bounds, seq_len = step.bounds(mask), step.layout.seq_len
-    config = step.cache.call_config or step.config
+    bounds, config, seq_len = step.bounds(mask), step.config, step.layout.seq_len
     if bounds.num_samples not in (1, q.shape[0]):
         raise ValueError(
             f"attention(): the mask has {bounds.num_samples} samples (documents, spans or "

@@ -9,7 +9,7 @@ candidate that fits into memory. Bytes and seconds, unless a name says otherwise
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from lightning_cp.attn.hardware import FREE, H200, Chip, Links
 
@@ -25,10 +25,6 @@ _TIE = 0.05
 # More memory than the smallest budget is used if less would be slower by this share: a tenth, less
 # the error of the model.
 _MIN_GAIN = 0.08
-
-MIN_BUDGET: Final = 800.0 * 2**20
-"""Bytes that an attention call may allocate at least: kernels of short sequences are slow in head
-groups."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +385,7 @@ def default_memory_budget(
         >>> default_memory_budget(problem) / problem.query_bytes
         6.0
     """
-    budgets = [max(6 * problem.query_bytes, MIN_BUDGET)]
+    budgets = [max(6 * problem.query_bytes, 800.0 * 2**20)]
     largest = max(budgets[0], H200.spare_bytes)
     while budgets[-1] < largest:
         budgets.append(min(2 * budgets[-1], largest))

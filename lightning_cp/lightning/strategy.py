@@ -40,7 +40,6 @@ from lightning_cp.config import (
     LayoutName,
     LossName,
     Memory,
-    MemoryArgument,
     Parameters,
     ParametersArgument,
     Verify,
@@ -53,7 +52,6 @@ from lightning_cp.fsdp.replication import average_new
 from lightning_cp.fsdp.sharding import drop_unused_gradients, reshard
 from lightning_cp.lightning import private
 from lightning_cp.lightning.checkpoints.saver import (
-    MEMORY_KEY,
     CheckpointSaver,
     check_links,
     check_storage_options,
@@ -103,8 +101,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             enabled model.
             ``local_mean`` declares that a step returns the mean over the labels of this rank.
         attention: kernel, memory of a call, precision of gradients on the way.
-        memory: activation checkpointing, offloading, tiles, compiled layers. ``auto``, or what is
-            not set in `Memory`: the fastest that fits, by a plan; docs/memory.md.
+        memory: activation checkpointing, offloading, tiles, compiled layers; docs/memory.md.
         parameters: how they are sharded, and in which precision: ``full``, ``none``, ``hybrid``,
             ``auto``, or `Parameters`, which has other settings too.
         verify: before the first batch of each stage, run the step sharded and on full sequences,
@@ -134,7 +131,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         sequence_dims: dict[str, int | None] | None = None,
         loss: LossName = "auto",
         attention: Attention = Attention(),
-        memory: MemoryArgument = Memory(),
+        memory: Memory = Memory(),
         parameters: ParametersArgument = Parameters(),
         verify: VerifyArgument = Verify(),
         checkpoints: Checkpoints = Checkpoints(),
@@ -150,7 +147,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             sequence_dims=sequence_dims or {},
             loss=loss,
             attention=attention,
-            memory=Memory.of(memory),
+            memory=memory,
             parameters=Parameters.of(parameters),
             verify=Verify.of(verify),
             checkpoints=checkpoints,
@@ -400,7 +397,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 self.context_parallel,
                 world_size=self.world_size,
                 precision=str(self.precision_plugin.precision),
-                resumed=lambda: self._saver.memory,
             ),
         )
 
@@ -576,9 +572,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
         In the background, this returns once training may change all tensors.
         """
         check_storage_options(storage_options, type(self).__name__)
-        check = None if self._steps is None else self._steps.memory
-        if check is not None and check.saved is not None:
-            checkpoint[MEMORY_KEY] = check.saved
         self._saver.save(
             checkpoint,
             Path(self.broadcast(filepath)),

@@ -4,8 +4,7 @@
 Which blocks is the user's choice, or that of `lightning/memory/memory_choice.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -15,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.fsdp.sharding import find_blocks
 from lightning_cp.patch import Patch, replace_method
-from lightning_cp.private.modules import tensor_version
-from lightning_cp.step import active_step
 
 
 class CheckpointedLayers:
@@ -63,9 +60,6 @@ class CheckpointedLayers:
         for part in filter(_has_switch, layer.modules()):
             self._undos.append(Patch(part, _FLAG, on).remove)
 
-    def _keep_state(self, layer: nn.Module) -> None:
-        self._undos.append(replace_method(layer, "forward", _change_once).remove)
-
     def _wrap(self, block: nn.Module) -> None:
         self._undos.append(replace_method(block, "forward", _forward).remove)
         self.num_blocks += 1
@@ -79,7 +73,6 @@ def checkpoint_layers(
     *,
     num_layers: int | None = None,
     shard_modules: Sequence[str] | None = None,
-    left_out: Collection[nn.Module] = (),
 ) -> CheckpointedLayers:
     """Recompute the layers of a model in backward, instead of keeping their activations.
 
@@ -92,10 +85,6 @@ def checkpoint_layers(
             less time. The last ones are those whose memory is free again before any other layer
             is recomputed. Models and towers of which nothing is trained do not count.
         shard_modules: class names or name patterns of the blocks, as in `shard_parameters`.
-        left_out: layers that are not recomputed, and do not count.
-
-    Buffers and attributes that a layer changes when it is called are changed once: what the second
-    computation changes is restored. Hooks on layers run twice.
 
     Returns:
         A handle: ``remove()`` restores the model.
@@ -110,15 +99,14 @@ def checkpoint_layers(
     handle = CheckpointedLayers()
     own = [m for m in model.modules() if _checkpoints_itself(m)]
     blocks = _blocks_outside(model, own, shard_modules)
-    layers = [layer for layer in (*switched_layers(model), *blocks) if layer not in left_out]
-    if num_layers is None and left_out:
-        num_layers = len(layers)
-    if num_layers is not None and not 1 <= num_layers <= len(layers):
-        raise ValueError(
-            f"Memory(activation_checkpointing={num_layers}): {type(model).__name__} has "
-            f"{len(layers)} layers that can be checkpointed one by one. Give 1 or more and at "
-            "most as many, or True for all."
-        )
+    if num_layers is not None:
+        layers = [*switched_layers(model), *blocks]
+        if not 1 <= num_layers <= len(layers):
+            raise ValueError(
+                f"Memory(activation_checkpointing={num_layers}): {type(model).__name__} has "
+                f"{len(layers)} layers that can be checkpointed one by one. Give 1 or more and at "
+                "most as many, or True for all."
+            )
     chosen = [] if num_layers is None else layers[:num_layers]
     for outermost in _outermost(own):  # they reach all models inside them
         inside = set(outermost.modules())
@@ -127,8 +115,6 @@ def checkpoint_layers(
         for layer in _layers(own):
             handle._switch(layer, on=layer in chosen)
         blocks = [block for block in blocks if block in chosen]
-    for layer in layers if num_layers is None else chosen:
-        handle._keep_state(layer)
     for block in blocks:
         handle._wrap(block)
     if not own and not blocks:
@@ -185,43 +171,6 @@ def _blocks_outside(
 def _checkpoints_itself(module: nn.Module) -> bool:
     supported = getattr(module, "supports_gradient_checkpointing", False)
     return bool(supported) and hasattr(module, "gradient_checkpointing_enable")
-
-
-def _change_once(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or not active_step.is_recomputing():
-        return forward(*args, **kwargs)
-    with unchanged(layer):
-        return forward(*args, **kwargs)
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and attributes of a module, and what lists, dicts and sets there hold."""
-    parts = list(dict.fromkeys(module.modules()))
-    attributes = [dict(vars(part)) for part in parts]
-    buffers = [
-        (buffer, tensor_version(buffer), buffer.detach().clone()) for buffer in module.buffers()
-    ]
-    held = [
-        (x, x.copy())
-        for values in attributes
-        for key, x in values.items()
-        if type(x) in (list, dict, set) and key[0] != "_"  # those of torch
-    ]
-    try:
-        yield
-    finally:
-        for part, before in zip(parts, attributes, strict=True):
-            now = vars(part)
-            for key in now.keys() - before.keys():
-                del now[key]
-            now.update(before)
-        for x, was in held:
-            x.clear()
-            (x.extend if isinstance(x, list) else x.update)(was)
-        for buffer, version, was in buffers:
-            if tensor_version(buffer) != version:
-                buffer.data.copy_(was)  # what autograd has saved of it may stay
 
 
 def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -76,16 +76,6 @@ def has_hooks_inside(module: nn.Module) -> bool:
     return any(not is_gathering_hook(hook) for part in inside for hook in module_hooks(part))
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are registered on a module or inside it, other than ours and FSDP2's."""
-    hooks = [hook for part in module.modules() for hook in module_hooks(part)]
-    functions = [getattr(hook, "func", hook) for hook in hooks]  # of functools.partial
-    return any(str(getattr(f, "__module__", "")).split(".")[0] not in _OURS for f in functions)
-
-
-_OURS: Final = ("lightning_cp", "hf_patches")
-
-
 def sample_input(ndim: int, width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a random input for a probe, with one of `PROBED_DIMS`.
 

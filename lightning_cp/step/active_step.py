@@ -81,26 +81,6 @@ def num_exempt() -> int:
     return _num_exempt
 
 
-_num_recomputing = 0
-
-
-class recomputing:
-    """What runs inside is computed a second time, in backward."""
-
-    def __enter__(self) -> None:
-        global _num_recomputing
-        _num_recomputing += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _num_recomputing
-        _num_recomputing -= 1
-
-
-def is_recomputing() -> bool:
-    """Return whether a region of a step is computed a second time."""
-    return _num_recomputing > 0
-
-
 _FULL: Final = 1 << 16
 
 

@@ -70,8 +70,6 @@ class StepCache:
         self.kept_bytes = 0
         # What it may keep, if that differs from the configuration (`lightning.memory_plan`).
         self.kept_limit: float | None = None
-        # Of attention calls, likewise.
-        self.call_config: Config | None = None
         # Written by the `PerStep` that is the key.
         self.values: dict[object, dict[Hashable, Any]] = {}
 

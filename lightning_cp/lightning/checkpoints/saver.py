@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CheckpointSaver`: saves folders of shards, now or in the background, or one file; loads both."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
@@ -60,10 +60,6 @@ def _is_new_each_time(name: str, callback: object, trainer: Trainer) -> bool:
     return "{step" in name or ("{epoch" in name and not within_epochs)
 
 
-MEMORY_KEY: Final = "lightning_cp_memory"
-"""What ``auto`` has chosen stands in checkpoints under this name."""
-
-
 class CheckpointSaver:
     """Saves what any number of ranks can load.
 
@@ -76,8 +72,6 @@ class CheckpointSaver:
         self._config = config
         self._saver = checkpoints.BackgroundSaver(timeout)
         self._is_open = False
-        self.memory: Mapping[str, Any] | None = None
-        """What `MemoryCheck` had chosen when the checkpoint was saved that was loaded last."""
 
     def open(self) -> None:
         """Let saves go on in the background until `close`."""
@@ -164,7 +158,6 @@ class CheckpointSaver:
             with_weights=averaging.needs_weights(trainer),
         )
         update_names(checkpoint)
-        self.memory = checkpoint.get(MEMORY_KEY)
         averaging.clear_schedulers(trainer, checkpoint)
         return checkpoint
 

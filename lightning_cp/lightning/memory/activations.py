@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the strategy does to layers: activation checkpointing, tiles, compiled forwards."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, Final
@@ -27,12 +27,7 @@ def still_to_do(memory: Memory, earlier: Memory) -> Memory:
 
 
 def prepare_layers(
-    model: nn.Module,
-    memory: Memory,
-    shard_modules: Sequence[str] | None,
-    *,
-    training: bool,
-    left_out: Collection[nn.Module] = (),
+    model: nn.Module, memory: Memory, shard_modules: Sequence[str] | None, *, training: bool
 ) -> list[Callable[[], None]]:
     """Compile, checkpoint and tile the layers of a model, before it is sharded.
 
@@ -43,7 +38,6 @@ def prepare_layers(
         memory: what to do.
         shard_modules: what blocks are, see `shard_parameters`.
         training: whether there is a backward. Otherwise layers are compiled only.
-        left_out: layers that are not recomputed.
 
     Returns:
         What restores it, in the order in which it was prepared.
@@ -53,9 +47,7 @@ def prepare_layers(
         undos += _compile(model, shard_modules)
     if memory.is_checkpointing and training:
         number = memory.num_layers
-        checkpointed = checkpoint_layers(
-            model, num_layers=number, shard_modules=shard_modules, left_out=left_out
-        )
+        checkpointed = checkpoint_layers(model, num_layers=number, shard_modules=shard_modules)
         undos.append(checkpointed.remove)
     if memory.tile and memory.tile != "auto" and training:
         tokens: TileTokens = "auto" if memory.tile is True else memory.tile

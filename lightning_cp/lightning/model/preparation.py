@@ -5,9 +5,9 @@ The strategy has one `Preparation`, and calls its methods in the order in which 
 Knows which options the model is prepared with; nothing about batches and steps.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -68,17 +68,10 @@ class Preparation:
         self._handles += enable_models(module)
         self.prepare_layers(module, self._config.memory, training=training)
 
-    def prepare_layers(
-        self,
-        module: nn.Module,
-        memory: Memory,
-        *,
-        training: bool = True,
-        left_out: Collection[nn.Module] = (),
-    ) -> None:
+    def prepare_layers(self, module: nn.Module, memory: Memory, *, training: bool = True) -> None:
         """Prepare layers; again at the first step, where ``auto`` is decided there."""
         names = self.parameters.shard_modules
-        self.undos += prepare_layers(module, memory, names, training=training, left_out=left_out)
+        self.undos += prepare_layers(module, memory, names, training=training)
 
     def choose_sharding(
         self, model: nn.Module, ranks: DeviceMesh, ranks_per_node: int, *, device: torch.device
@@ -122,7 +115,6 @@ class Preparation:
         *,
         world_size: int,
         precision: str,
-        resumed: Callable[[], Mapping[str, Any] | None],
     ) -> MemoryCheck:
         """Return what plans the memory of the steps of a placed module.
 
@@ -131,13 +123,12 @@ class Preparation:
             cp: opens steps.
             world_size: all ranks.
             precision: of the Trainer.
-            resumed: see `MemoryCheck`.
         """
         assert self._mesh is not None  # noqa: S101
         assert self._device is not None  # noqa: S101
         run = RunSetup(self._config, world_size, precision, self.sharding, self._mesh.shape[-1])
         prepare = partial(self.prepare_layers, module)
-        return MemoryCheck(module, self._device, run, cp=cp, prepare=prepare, resumed=resumed)
+        return MemoryCheck(module, self._device, run, cp=cp, prepare=prepare)
 
     def undo(self) -> None:
         """Restore the module, and what others have added to `undos`."""

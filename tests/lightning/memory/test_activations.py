@@ -34,7 +34,5 @@ def test_layers_are_prepared_and_restored(options, in_training, in_evaluation):
 
 def test_what_is_decided_later_is_added_to_what_was_done():
     undecided = Memory("auto", tile=4, compile="layers")
-    rest = Memory(True, tile=False)
-    assert still_to_do(Memory(True, tile=4, compile="layers"), undecided) == rest
-    rest = Memory(False, tile=True)
-    assert still_to_do(Memory(True, tile=True), Memory(True, tile="auto")) == rest
+    assert still_to_do(Memory(True, tile=4, compile="layers"), undecided) == Memory(True)
+    assert still_to_do(Memory(True, tile=True), Memory(True, tile="auto")) == Memory(tile=True)

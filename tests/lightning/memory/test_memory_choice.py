@@ -1,9 +1,7 @@
 """``auto`` of activation_checkpointing, offload and tile: the fastest run whose plan fits."""
 
-import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,19 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patches import model_shape
-from lightning_cp import Attention, Checkpoints, ContextParallelStrategy, Memory, token_mean
-from lightning_cp.config import Config
+from lightning_cp import ContextParallelStrategy, token_mean
+from lightning_cp.config import Memory
 from lightning_cp.lightning.memory import memory_choice, memory_plan
-from lightning_cp.lightning.memory.memory_choice import (
-    HOST_MARGIN,
-    MARGIN,
-    Choice,
-    Limits,
-    RunSetup,
-    Size,
-)
+from lightning_cp.lightning.memory.memory_choice import HOST_MARGIN, MARGIN, RunSetup
 from lightning_cp.memory import budget, offload, tiles
-from lightning_cp.planner import KNOWN, Setup
+from lightning_cp.planner import Setup
 from lightning_cp.planner import memory as planner_memory
 from lightning_cp.planner.memory import USABLE, plan_memory
 from tests import doors
@@ -98,7 +89,7 @@ def fit(total, *, host=1e12, cls=Module, lengths=(LENGTH,), **options):
     plan = RunSetup.of
 
     with elastic_environment(), logged_lines() as lines, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "device_bytes", lambda _: None if total is None else int(total))
+        patch.setattr(memory_plan, "device_bytes", lambda _: total)
         patch.setattr(budget, "available_bytes", lambda: int(host))
         patch.setattr(offload, "SMALL_BYTES", 0)
         patch.setattr(tiles, "MIN_TOKENS", 64)
@@ -158,83 +149,92 @@ def fit_uneven():
     return fit(total, context_parallel_size=1, lengths=(length,), **AUTO)["seen"]
 
 
-NO_HOST = {"offload": "none"}
-PLAINLY = {"tile": False}
-
-
 def run_all(names):
     share = budget.SHARE / 2  # of the host, for each of two ranks
     some = 1.01 * needed(**FULL, **ALL)[1] / share
+    few = 0.5 * some
     runs = {
         "reference": partial(fit, None),
         "nothing": partial(fit, least(PLAIN), **AUTO),
         "some layers": partial(
             fit, least(SOME, more_than=[PLAIN, {**SOME, "checkpointed_layers": 4}]), **AUTO
         ),
-        "kept": partial(fit, least(KEEP, more_than=[PLAIN]), **{**AUTO, **NO_HOST, **PLAINLY}),
-        "kept on the host": partial(fit, least({**KEEP, **ALL}), **{**AUTO, **PLAINLY}),
-        "recomputed": partial(fit, least(FULL), **{**AUTO, **NO_HOST, **PLAINLY}),
-        "on the host": partial(fit, least({**FULL, **ALL}), host=some, **{**AUTO, **PLAINLY}),
-        "kept, tiles": partial(fit, least({**KEEP, **TILES}), **{**AUTO, **NO_HOST}),
-        "kept on the host, tiles": partial(fit, least({**KEEP, **ALL, **TILES}), **AUTO),
-        "tiles": partial(fit, least({**FULL, **TILES}), **{**AUTO, **NO_HOST}),
-        "on the host, tiles": partial(fit, least({**FULL, **ALL, **TILES}), host=some, **AUTO),
+        "kept": partial(fit, least(KEEP, more_than=[PLAIN]), **AUTO),
+        "kept on the host": partial(fit, least({**KEEP, **ALL}, more_than=[KEEP]), **AUTO),
+        "recomputed": partial(fit, least(FULL, more_than=[KEEP]), host=few, **AUTO),
+        "on the host": partial(fit, least({**FULL, **ALL}, more_than=[FULL]), host=some, **AUTO),
+        "kept, tiles": partial(fit, least({**KEEP, **TILES}, more_than=[FULL]), host=few, **AUTO),
+        "kept on the host, tiles": partial(
+            fit,
+            least({**KEEP, **ALL, **TILES}, more_than=[{**FULL, **ALL}, {**KEEP, **TILES}]),
+            **AUTO,
+        ),
+        "tiles": partial(
+            fit, least({**FULL, **TILES}, more_than=[{**KEEP, **TILES}]), host=few, **AUTO
+        ),
+        "on the host, tiles": partial(
+            fit, least({**FULL, **ALL, **TILES}, more_than=[{**FULL, **TILES}]), host=some, **AUTO
+        ),
         "too large": partial(fit, 0.2 * least({**FULL, **ALL, **TILES}), **AUTO),
         "no device": partial(fit, None, **AUTO),
         "no plan": partial(fit, 80e9, cls=TinyModule, **AUTO),
-        "no plan, little memory": partial(fit, 1e5, cls=TinyModule, **AUTO),
+        "offload is enough": partial(
+            fit, least({**KEEP, **ALL}, more_than=[FULL]), activation_checkpointing=True, offload=1
+        ),
     }
     return {name: runs[name]() for name in names}
 
 
-# What each device leaves: the number of recomputed layers, whether they are offloaded, and tiled.
+# Whether layers are recomputed, offloaded and tiled; and of how many attention is kept. Results in
+# float32 are twice as large as planned: where the device just holds all of them, half are kept.
 EXPECTED = {
-    "nothing": (False, "none", False),
-    "some layers": (5, "none", False),
-    "kept": (True, "none", False),
-    "kept on the host": (True, "all", False),
-    "recomputed": (True, "none", False),
-    "on the host": (True, "all", False),
-    "kept, tiles": (True, "none", True),
-    "kept on the host, tiles": (True, "all", True),
-    "tiles": (True, "none", True),
-    "on the host, tiles": (True, "all", True),
+    "nothing": ((False, False, False), 0),
+    "some layers": ((True, False, False), 2),
+    "kept": ((True, False, False), 4),
+    "kept on the host": ((True, True, False), 8),
+    "recomputed": ((True, False, False), 0),
+    "on the host": ((True, True, False), 0),
+    "kept, tiles": ((True, False, True), 4),
+    "kept on the host, tiles": ((True, True, True), 8),
+    "tiles": ((True, False, True), 0),
+    "on the host, tiles": ((True, True, True), 0),
+    "no device": ((False, False, False), 0),
+    "offload is enough": ((True, True, False), 8),
 }
-SAID = re.compile(
-    r"fastest of those that fit: memory=Memory\(activation_checkpointing=(\w+), "
-    r"offload='(\w+)', tile=(\w+)\)"
-)
+
+
+NUM_CHECKPOINTED = {"nothing": 0, "some layers": 5, "no device": 0}  # others: all 8
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_what_auto_chooses_is_carried_out_and_changes_no_result(ranks):
-    others = ("reference", "too large", "no device", "no plan", "no plan, little memory")
-    found = ranks(2).run(run_all, (*others, *EXPECTED))
-    first, exact = found[0], found[0]["reference"]
-    for name, expected in EXPECTED.items():
-        line, plan = first[name]["lines"]
-        number, offload, tile = SAID.search(line).groups()
-        assert (number, offload, tile) == tuple(map(str, expected)), name
-        assert plan.startswith("memory plan: peak_gb=")
-        for results in found:
-            one = results[name]
-            is_on = (number != "False", offload == "all", tile == "True")
-            assert one["seen"] == {is_on}, name
-            layers = 8 if number == "True" else int(number) if number != "False" else 0
-            assert one["num_checkpointed"] == [layers], name
-            # Tiles have other shapes of matrix products: the same up to rounding.
-            tolerance = {"rtol": 1e-4, "atol": 1e-6} if is_on[-1] else {"rtol": 0, "atol": 0}
+def test_auto_takes_the_fastest_run_that_fits_and_changes_no_result(ranks):
+    names = tuple(EXPECTED)
+    found = ranks(2).run(run_all, ("reference", "too large", "no plan", *names))
+    exact = found[0]["reference"]
+    result_bytes = LENGTH // 2 * (32 + 4) * 4  # output and log-sum-exp of a layer
+    for results in found:
+        for name in names:
+            one, (seen, num_kept) = results[name], EXPECTED[name]
+            assert one["seen"] == {seen}, name
+            assert one["num_checkpointed"] == [NUM_CHECKPOINTED.get(name, 8)], name
+            assert one["kept"] == num_kept * result_bytes, name
+            is_tiled = seen[-1]  # other shapes of matrix products: the same up to rounding
+            tolerance = {"rtol": 1e-4, "atol": 1e-6} if is_tiled else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(one["losses"], exact["losses"], **tolerance, msg=name)
             torch.testing.assert_close(one["gradients"], exact["gradients"], **tolerance)
-            assert one["kept"] == first[name]["kept"]
-    for results in found:
         assert "This training step needs" in results["too large"]
         assert "more context ranks, shorter sequences, or LoRA" in results["too large"]
-        assert results["no device"]["seen"] == results["no plan"]["seen"] == {(False,) * 3}
-    assert first["no device"]["lines"] == first["no plan"]["lines"] == []
-    (line,) = first["no plan, little memory"]["lines"]
-    assert re.search(r"may take \d+ of \d+ GB, and no plan knows it: its 2 layers are", line)
+    first = found[0]
+    (line,) = first["kept on the host, tiles"]["lines"]
+    assert " activation_checkpointing=True offload=all tile=True keep_attention_limit_gb=" in line
+    (line,) = first["nothing"]["lines"]
+    assert line.endswith(" activation_checkpointing=False offload=none tile=False")
+    (line,) = first["some layers"]["lines"]
+    assert " activation_checkpointing=5 offload=none tile=False keep_attention_limit_gb=" in line
+    assert "no device" not in first or first["no device"]["lines"] == []
+    (line,) = first["no plan"]["lines"]
+    assert "offload='auto', tile='auto'): the memory of this run cannot be planned" in line
 
 
 LENGTHS = (64, 512, 64)
@@ -256,7 +256,7 @@ def test_a_longer_batch_recomputes_more_layers_and_changes_no_result(ranks):
         assert auto["losses"] == exact["losses"]
         torch.testing.assert_close(auto["gradients"], exact["gradients"], rtol=0, atol=0)
         if auto["lines"]:  # of the first rank
-            assert auto["lines"][-1] == "memory plan: tokens=256 activation_checkpointing=5"
+            assert auto["lines"][1] == "memory plan: tokens=256 activation_checkpointing=5"
 
 
 class FrozenModule(Module):
@@ -316,144 +316,60 @@ def test_data_ranks_decide_alike(ranks):
     assert ranks(2).run(fit_uneven) == [{(True, False, False)}] * 2
 
 
-def fits_into(shape, setup, *, device, host):
-    run = RunSetup(Config(), 2, "bf16-true", "full", 2)
-    choice = Choice(run, setup, plan_memory(shape, setup))
-    return memory_choice.fits(choice, Limits(device, host))
-
-
 @pytest.mark.parametrize("given", [PLAIN, {"offload": "all", "checkpointing": "keep"}])
 def test_a_run_fits_with_a_margin(given):
     shape, setup = model_shape(CONFIG), Setup(LENGTH, 2, precision="bf16-true", **given)
     plan = plan_memory(shape, setup)
     device, host = MARGIN * plan.peak / USABLE, HOST_MARGIN * plan.host / 2
-    check = partial(fits_into, shape, setup)
+    check = partial(memory_choice.fits, shape, setup)
     assert check(device=1.001 * device, host=1.001 * host)
     assert not check(device=0.999 * device, host=1.001 * host)
     assert (plan.host > 0) == (given is not PLAIN)
     assert check(device=1.001 * device, host=0.999 * host) == (plan.host == 0)
 
 
-LLAMA = {"shape": KNOWN["llama-8b"], "lora_rank": 0, "is_checkpointed": False}
-NUMBERS = (*range(1, 32), True)
+def test_what_auto_may_mean_comes_in_the_order_of_its_cost():
+    def names(is_checkpointed=False, checkpointing=False, tile=False, num_layers=0, **options):
+        memory = {"activation_checkpointing": checkpointing, "tile": tile, "compile": "layers"}
+        config = doors.config(**{"keep_attention": "none", **memory, **options})
+        run = RunSetup(config, 8, "bf16-true", "full", 8)
+        return [
+            (
+                one.memory.activation_checkpointing,
+                one.memory.tile,
+                one.memory.keep_attention,
+                one.memory.offload,
+            )
+            for one in run.choices(is_checkpointed=is_checkpointed, num_layers=num_layers)
+        ]
 
-
-def choose(seq_len, *, gb=80, host=200, model=None, numbers=NUMBERS, size=None, **memory):
-    """Return what is chosen for Llama 8B over 8 ranks."""
-    model = {**LLAMA, **(model or {})}
-    run = RunSetup(Config(memory=Memory(**memory)), 8, "bf16-true", "full", 8)
-    one = SimpleNamespace(size=1)
-    step = SimpleNamespace(
-        layout=SimpleNamespace(seq_len=seq_len, cp_size=8),
-        batch_size=1,
-        cp_size=8,
-        groups=SimpleNamespace(tensor=one, inside=one),
-    )
-    size = size or Size(seq_len, 1)
-    limits = Limits(gb * 1e9, host * 1e9)
-    found = memory_choice.choose(run, model, step, size, limits, numbers=numbers)
-    setup = found.of(model, step, size)
-    choice = Choice(found, setup, plan_memory(model["shape"], setup))
-    is_fitting = memory_choice.fits(choice, limits)
-    return choice, is_fitting, memory_choice.planned_seconds(choice, model["shape"], limits)
-
-
-HAND_SET = (
-    {"activation_checkpointing": False, "offload": "none", "tile": False},
-    {"activation_checkpointing": 16, "keep_attention": "all", "offload": "none", "tile": False},
-    {"activation_checkpointing": True, "keep_attention": "none", "offload": "none", "tile": False},
-    {"activation_checkpointing": True, "keep_attention": "all", "offload": "none", "tile": False},
-    {"activation_checkpointing": True, "keep_attention": "all", "offload": "all", "tile": False},
-    {"activation_checkpointing": True, "keep_attention": "none", "offload": "none", "tile": True},
-    {"activation_checkpointing": True, "keep_attention": "all", "offload": "none", "tile": True},
-    {"activation_checkpointing": True, "keep_attention": "all", "offload": "all", "tile": True},
-)
-
-
-@pytest.mark.parametrize("gb", [40, 80, 141])
-@pytest.mark.parametrize("seq_len", [2**15, 2**17, 2**18, 2**20])
-def test_no_combination_that_fits_is_faster_by_plan(seq_len, gb):
-    choice, is_fitting, seconds = choose(seq_len, gb=gb)
-    others = [choose(seq_len, gb=gb, **memory) for memory in HAND_SET]
-    times = [time for _, fits, time in others if fits]
-    assert is_fitting == bool(times) or is_fitting
-    assert all(seconds <= 1.011 * time for time in times), choice.run.memory
-
-
-def test_what_is_simple_comes_first():
-    memory = choose(2**15)[0].run.memory
-    found = memory.activation_checkpointing, memory.offload, memory.tile
-    assert found == (False, "none", False)
-    some = choose(2**17)[0].run.memory
-    assert 1 < some.activation_checkpointing < 32
-    assert (some.keep_attention, some.offload, some.tile) == ("all", "none", False)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"activation_checkpointing": 5},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": False},
-        {"tile": 64},
-        {"tile": False, "offload": "none"},
-        {"offload": 3.0},
-        {"keep_attention": "none"},
-    ],
-)
-def test_what_a_user_has_set_stays(given):
-    for seq_len in (2**15, 2**20):
-        memory = choose(seq_len, **given)[0].run.memory
-        assert {name: getattr(memory, name) for name in given} == given
-
-
-def test_nothing_is_moved_or_tiled_without_recomputation():
-    memory = choose(2**20, activation_checkpointing=False)[0].run.memory
-    assert (memory.offload, memory.tile) == ("none", False)
-
-
-def test_a_model_that_recomputes_by_itself_is_left_so():
-    memory = choose(2**20, model={"is_checkpointed": True})[0].run.memory
-    assert memory.activation_checkpointing is False
-    assert memory.offload == "all"
-
-
-def test_layers_that_are_left_out_are_planned_as_kept():
-    choice = choose(2**18, numbers=(1, 2, 3))[0]
-    assert choice.run.memory.activation_checkpointing == 3
-    assert choice.setup.checkpointed_layers == 3
-    assert choose(2**18, numbers=())[0].run.memory.activation_checkpointing is False
-
-
-def test_the_longest_sequence_decides():
-    assert choose(64, size=Size(2**17, 1))[0].run == choose(2**17)[0].run
-
-
-def test_attention_gets_less_memory_before_a_length_is_refused():
-    long = 2**22
-    choice, is_fitting, _ = choose(long)
-    assert is_fitting
-    assert choice.run.config.attention.memory is not None
-    default = plan_memory(LLAMA["shape"], replace(choice.setup, attention=Attention()))
-    assert MARGIN * default.peak > USABLE * 80e9
-    assert choose(2**17)[0].run.config.attention.memory is None
-
-
-def test_adapters_get_a_wider_margin():
-    setup = Setup(2**17, 8, precision="bf16-true")
-    assert memory_choice.margin(replace(setup, lora_rank=8)) > memory_choice.margin(setup)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("offload", [False, True])
-def test_host_memory_that_is_taken_later_is_left_free(offload, asynchronous):
-    shape = KNOWN["llama-8b"]
-    setup = Setup(2**17, 8, precision="bf16-true", parameter_offload=offload)
-    plan = plan_memory(shape, setup)
-    config = Config(checkpoints=Checkpoints(asynchronous=asynchronous))
-    weights = 2 * shape.num_params / 8
-    later = (3 * weights if offload else 0) + (3 * weights if asynchronous else 0)
-    assert memory_choice.other_host_bytes(plan, setup, config) == pytest.approx(later)
+    recomputed = [
+        (True, False, "all", "none"),
+        (True, False, "all", "all"),
+        (True, False, "auto", "none"),
+        (True, False, "auto", "all"),
+        (True, True, "all", "none"),
+        (True, True, "all", "all"),
+        (True, True, "auto", "none"),
+        (True, True, "auto", "all"),
+    ]
+    auto = {"keep_attention": "auto", "offload": "auto", "tile": "auto"}
+    assert names(checkpointing=True, **auto) == recomputed
+    assert names(checkpointing="auto", **auto) == [(False, False, "all", "none"), *recomputed]
+    some = [(number, False, "all", "none") for number in (False, 1, 2)]
+    assert names(checkpointing="auto", num_layers=3, **auto) == [*some, *recomputed]
+    # A model that recomputes its layers is left as it is.
+    own = [(False, *others) for _, *others in recomputed]
+    assert names(True, checkpointing="auto", num_layers=3, **auto) == own
+    assert names(True, **auto) == own
+    # Without recomputation there is nothing to move or to keep.
+    assert names(**auto) == [(False, False, "all", "none")]
+    # What is given stays.
+    assert names(checkpointing="auto", tile=64, offload=3, keep_attention="none") == [
+        (False, 64, "none", 3),
+        (True, 64, "none", 3),
+    ]
+    assert names(checkpointing=5, **auto) == [(5, *others) for _, *others in recomputed]
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "tile", "offload", "keep_attention"])
