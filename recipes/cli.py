@@ -249,9 +249,12 @@ def _in_group(arg: str, after: str) -> str:
     Example:
         >>> _in_group("--trainer.strategy.parameters=none", "")
         '--trainer.strategy.parameters.sharding=none'
+        >>> _in_group("parameters", "none")  # a value of another option
+        'parameters'
     """
     name, equals, value = arg.partition("=")
-    field = SHORT.get(name.removeprefix("--trainer.strategy."))
+    prefix, _, group = name.rpartition(".")
+    field = SHORT.get(group) if prefix == "--trainer.strategy" else None
     is_word = field and (value if equals else after)[:1] != "{"
     return f"{name}.{field}{equals}{value}" if is_word else arg
 
